@@ -1,0 +1,406 @@
+"""Drafting a batch: names checked, values encoded, guards gathered, then one commit.
+
+Every write of the store is drafted here, a single put included, so that there is one door
+with one set of checks. A draft is used once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
+
+import msgspec
+
+from limpet import codec
+from limpet.clock import ttl_to_ms
+from limpet.errors import (
+    Conflict,
+    InvalidKey,
+    InvalidValue,
+    LimpetError,
+    LockLost,
+    NotFound,
+    TypeMismatch,
+    ValueTooLarge,
+)
+from limpet.keys import (
+    BATCH_BYTES_MAX,
+    BATCH_GUARDS_MAX,
+    BATCH_WRITES_MAX,
+    META_BYTES_MAX,
+    check_key,
+)
+from limpet.model import (
+    ABSENT,
+    ANY,
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Commit,
+    Condition,
+    Delete,
+    Entry,
+    Equals,
+    FieldEquals,
+    Filter,
+    Guard,
+    HeldBy,
+    Mark,
+    Patch,
+    Put,
+    Refusal,
+    Revision,
+    Test,
+    Touch,
+    Version,
+    Write,
+)
+
+if TYPE_CHECKING:
+    from limpet.session import Session
+
+__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "new_request_id"]
+
+TTL = float | timedelta | None
+"""Seconds, a timedelta, or None for never."""
+
+Meta = Mapping[str, Any] | None
+"""A JSON object beside the value."""
+
+Expectation = Entry | None | Version | Revision | Equals | Filter | Literal[Mark.ABSENT, Mark.PRESENT, Mark.ANY]
+"""What a write may expect of its key. An entry means: unchanged since. None means: absent, as `entry` returned it."""
+
+RECEIPT_MS: Final = 600_000
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """A lock's name and fencing token, for writing under a lock that was acquired elsewhere."""
+
+    name: str
+    token: int
+    namespace: str | None = None
+
+
+class Fencing(Protocol):
+    """What can fence a write: a held lock."""
+
+    @property
+    def fence(self) -> Fence:
+        """The lock's name and token."""
+        ...
+
+
+class field:  # noqa: N801 - reads as a word of the filter language
+    """A field of a record or a top-level member of a JSON object: ``limpet.field("state") != "done"``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = check_key(name)
+
+    def _test(self, comparison: Any, *operands: object) -> Filter:
+        return Filter((Test(self._name, comparison, tuple(codec.encode_field(operand) for operand in operands)),))
+
+    def __eq__(self, other: object) -> Filter:  # type: ignore[override]
+        return self._test("eq", other)
+
+    def __ne__(self, other: object) -> Filter:  # type: ignore[override]
+        return self._test("ne", other)
+
+    def __lt__(self, other: object) -> Filter:
+        return self._test("lt", other)
+
+    def __le__(self, other: object) -> Filter:
+        return self._test("le", other)
+
+    def __gt__(self, other: object) -> Filter:
+        return self._test("gt", other)
+
+    def __ge__(self, other: object) -> Filter:
+        return self._test("ge", other)
+
+    def in_(self, values: Iterable[object]) -> Filter:
+        """The field holds one of these."""
+        return self._test("in", *values)
+
+    def not_in(self, values: Iterable[object]) -> Filter:
+        """The field holds none of these, or does not exist."""
+        return self._test("not_in", *values)
+
+    def exists(self) -> Filter:
+        """The field exists, whatever it holds."""
+        return self._test("exists")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def equals(value: object) -> Equals:
+    """Expect exactly this value."""
+    return Equals(codec.encode(value))
+
+
+class Draft:
+    """Guards and writes that will happen together or not at all.
+
+    Every method returns the draft, so that calls can be chained; `commit` ends it.
+    """
+
+    def __init__(self, session: Session, namespace: str, request_id: str | None = None) -> None:
+        self._session = session
+        self._namespace = namespace
+        self._request_id = None if request_id is None else check_key(request_id)
+        self._guards: list[Guard] = []
+        self._writes: list[Write] = []
+        self._bytes = 0
+
+    # Guards -------------------------------------------------------------------
+
+    def expect(self, key: str, expectation: Expectation) -> Self:
+        """Let the batch happen only if the key is as expected."""
+        if expectation is not ANY:
+            self._guards.append(Guard(check_key(key), _condition(expectation)))
+        return self
+
+    def fence(self, lock: Fencing | Fence) -> Self:
+        """Let the batch happen only while this lock is held under its token."""
+        fence = lock if isinstance(lock, Fence) else lock.fence
+        if fence.namespace is not None and fence.namespace != self._namespace:
+            raise InvalidValue(
+                f"lock {fence.name!r} is of namespace {fence.namespace!r}, it cannot fence writes in {self._namespace!r}"
+            )
+        self._guards.append(Guard(check_key(fence.name), HeldBy(fence.token), "lock"))
+        return self
+
+    # Writes -------------------------------------------------------------------
+
+    def put(
+        self, key: str, value: object, *, ttl: TTL | Literal[Mark.KEEP] = None, meta: Meta | Literal[Mark.KEEP] = None
+    ) -> Self:
+        """Replace the whole value."""
+        stored = codec.encode(value)
+        size_bytes = codec.size_bytes(stored)
+        self._fits(key, size_bytes)
+        return self._write(Put(check_key(key), stored, _ttl_ms(ttl), _meta_json(key, meta)), size_bytes)
+
+    def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
+        """Put a value under a key that must not exist."""
+        return self.expect(key, ABSENT).put(key, value, ttl=ttl, meta=meta)
+
+    def add(
+        self,
+        key: str,
+        by: int = 1,
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        meta: Meta | Literal[Mark.KEEP] = KEEP,
+    ) -> Self:
+        """Add to a counter. A missing key counts as zero."""
+        if type(by) is not int or not codec.INT_MIN <= by <= codec.INT_MAX:
+            raise InvalidValue(f"a counter moves by an integer from -2^63 to 2^63-1, not by a {type(by).__name__}")
+        return self._write(Add(check_key(key), by, _ttl_ms(ttl), _meta_json(key, meta)))
+
+    def set(
+        self,
+        key: str,
+        fields: Mapping[str, object] | None = None,
+        /,
+        *,
+        unset: Iterable[str] = (),
+        if_exists: bool = False,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        **more: object,
+    ) -> Self:
+        """Write and clear single fields of a record."""
+        given = {**(fields or {}), **more}
+        cleared = {check_key(name) for name in unset}
+        written: dict[str, bytes] = {}
+        for name, value in given.items():
+            if name in cleared:
+                raise InvalidValue(f"field {name!r} is both set and unset")
+            if value is ABSENT:
+                cleared.add(check_key(name))
+            else:
+                written[check_key(name)] = codec.encode_field(value, name)
+        size_bytes = codec.size_bytes(written)
+        self._fits(key, size_bytes)
+        patch = Patch(check_key(key), written, tuple(sorted(cleared)), if_exists, _ttl_ms(ttl), _meta_json(key, meta))
+        return self._write(patch, size_bytes)
+
+    def swap(
+        self,
+        key: str,
+        name: str,
+        expected: object,
+        new: object,
+        *,
+        set: Mapping[str, object] | None = None,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+    ) -> Self:
+        """Write a field, and others with it, if it holds what is expected; ABSENT means no such field."""
+        condition = FieldEquals(check_key(name), ABSENT if expected is ABSENT else codec.encode_field(expected, name))
+        self._guards.append(Guard(check_key(key), condition))
+        if set and name in set:
+            raise InvalidValue(f"field {name!r} is both swapped and set")
+        return self.set(key, {name: new, **(set or {})}, if_exists=True, ttl=ttl)
+
+    def touch(self, key: str, ttl: TTL) -> Self:
+        """Change only when the key expires. A missing key stays missing."""
+        ttl_ms = None if ttl is None else ttl_to_ms(ttl)
+        return self._write(Touch(check_key(key), ttl_ms))
+
+    def delete(self, key: str) -> Self:
+        """End the key. A missing key stays missing."""
+        return self._write(Delete(check_key(key)))
+
+    def take(self, key: str) -> Self:
+        """End the key; the commit's ``ended`` has what it held."""
+        return self._write(Delete(check_key(key), take=True))
+
+    # Committing ---------------------------------------------------------------
+
+    async def commit(self) -> Commit:
+        """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
+        outcome = await self.attempt()
+        if isinstance(outcome, Refusal):
+            raise self.error_of(outcome)
+        return outcome
+
+    async def attempt(self) -> Commit | Refusal:
+        """Like `commit`, but a refusal is returned instead of raised."""
+        if not self._writes and not self._guards:
+            raise InvalidValue("an empty batch asks for nothing")
+        self._check_limits()
+        guards, writes = tuple(self._guards), tuple(self._writes)
+        bytes_max = self._session.value_bytes_max
+        if self._request_id is None:
+            batch = Batch(guards, writes, new_request_id(), value_bytes_max=bytes_max)
+        else:
+            digest = _digest(guards, writes)
+            batch = Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
+        return await self._session.commit(self._namespace, batch)
+
+    def error_of(self, refusal: Refusal) -> LimpetError:
+        """A refusal as the error that its caller catches."""
+        key, found, guard = refusal.key, refusal.found, refusal.guard
+        match refusal.reason:
+            case "guard":
+                assert guard is not None
+                if isinstance(guard.condition, HeldBy):
+                    return LockLost(key, token=guard.condition.token)
+                return Conflict(key, expected=_in_words(guard.condition), current=found)
+            case "stale_request":
+                return Conflict(key, expected="the same request", current=None, reason="stale_request")
+            case "type":
+                kind = None if found is None else found.kind
+                names = {"json": "another JSON value", "bytes": "raw bytes", "record": "a record", None: "nothing"}
+                return TypeMismatch(key, expected=refusal.needs, found=names[kind])
+            case "size":
+                return ValueTooLarge(
+                    key, size_bytes=refusal.size_bytes, limit_bytes=self._session.value_bytes_max, what="the record"
+                )
+            case "overflow":
+                return InvalidValue(f"counter {key!r} would leave -2^63 to 2^63-1")
+            case "missing":
+                return NotFound(key)
+
+    def _write(self, write: Write, size_bytes: int = 0) -> Self:
+        self._writes.append(write)
+        self._bytes += size_bytes
+        return self
+
+    def _fits(self, key: str, size_bytes: int) -> None:
+        if size_bytes > self._session.value_bytes_max:
+            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
+
+    def _check_limits(self) -> None:
+        if len(self._writes) <= 1 and len(self._guards) <= 1:
+            return
+        keys = [write.key for write in self._writes]
+        written = {*keys}
+        if len(written) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidKey(twice, "a batch writes each key at most once")
+        if len(keys) > BATCH_WRITES_MAX:
+            raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(keys)}")
+        apart = {
+            (guard.family, guard.key) for guard in self._guards if guard.family != "data" or guard.key not in written
+        }
+        if len(apart) > BATCH_GUARDS_MAX:
+            raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
+        if self._bytes > BATCH_BYTES_MAX:
+            raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+
+
+def _condition(expectation: Expectation) -> Condition:
+    match expectation:
+        case Entry():
+            return Revision(expectation.revision)
+        case None:
+            return ABSENT
+        case Filter():
+            return expectation.as_condition()
+        case Version() | Revision() | Equals():
+            return expectation
+        case Mark.ABSENT | Mark.PRESENT:
+            return expectation
+        case _:
+            pass
+    raise InvalidValue(
+        f"cannot expect a {type(expectation).__name__}: give an entry, limpet.Version(n), limpet.Revision(n), "
+        "limpet.ABSENT, limpet.PRESENT, limpet.equals(value) or limpet.field(name) == value"
+    )
+
+
+def _ttl_ms(ttl: TTL | Literal[Mark.KEEP]) -> int | Literal[Mark.KEEP] | None:
+    return ttl if ttl is None or ttl is KEEP else ttl_to_ms(ttl)
+
+
+def _meta_json(key: str, meta: Meta | Literal[Mark.KEEP]) -> bytes | Literal[Mark.KEEP] | None:
+    if meta is None or meta is KEEP:
+        return meta
+    if not isinstance(meta, Mapping):
+        raise InvalidValue(f"meta is a JSON object, not a {type(meta).__name__}")
+    encoded = codec.encode_field(dict(meta), "meta")
+    if len(encoded) > META_BYTES_MAX:
+        raise ValueTooLarge(key, size_bytes=len(encoded), limit_bytes=META_BYTES_MAX, what="meta")
+    return encoded if meta else None
+
+
+_encode_request = msgspec.msgpack.Encoder(order="sorted").encode
+
+
+def _digest(guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> bytes:
+    """A hash of what is asked. The fence is not part of it: a retry may come under a newer token."""
+    asked = [(type(guard.condition).__name__, guard) for guard in guards if guard.family == "data"]
+    done = [(type(write).__name__, write) for write in writes]
+    return hashlib.blake2b(_encode_request((asked, done)), digest_size=16).digest()
+
+
+def _in_words(condition: Condition) -> str:
+    if condition is ABSENT:
+        return "no such key"
+    return "the key to exist" if condition is PRESENT else str(condition)
+
+
+class _RequestIds:
+    """Ids that are unique over processes, at the price of a counter."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self._prefix = secrets.token_hex(8)
+        self._numbers = itertools.count(1)
+
+    def next(self) -> str:
+        return f"{self._prefix}-{next(self._numbers):x}"
+
+
+_request_ids = _RequestIds()
+new_request_id = _request_ids.next
+os.register_at_fork(after_in_child=_request_ids.renew)

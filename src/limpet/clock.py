@@ -1,0 +1,155 @@
+"""Time, injected.
+
+A store asks its clock and never the operating system, so a test can turn time by hand.
+`sleep` waits on the event loop when one is running in this thread and blocks the thread
+when none is; that is what lets the blocking face run the same coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Final, Protocol
+
+from limpet.errors import InvalidTTL
+
+__all__ = ["Clock", "ManualClock", "SystemClock", "datetime_of", "has_loop", "ttl_to_ms"]
+
+TTL_MS_MAX: Final = 100 * 366 * 86_400_000
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Clock(Protocol):
+    """What the store needs to know of time."""
+
+    def now_ms(self) -> int:
+        """Milliseconds since 1970. Never goes back."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds from some fixed moment, for measuring what has passed."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait that long, on the running loop or in this thread."""
+        ...
+
+
+def has_loop() -> bool:
+    """Whether an event loop runs in this thread, so that waiting means suspending."""
+    return asyncio._get_running_loop() is not None
+
+
+class SystemClock:
+    """The host's clock, guarded against going back."""
+
+    def __init__(self) -> None:
+        self._latest_ms = 0
+
+    def now_ms(self) -> int:
+        """The host's time, or the latest seen when the host's clock was set back."""
+        now_ms = time.time_ns() // 1_000_000
+        self._latest_ms = max(self._latest_ms, now_ms)
+        return self._latest_ms
+
+    def monotonic(self) -> float:
+        """The host's monotonic clock."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Suspend on the running loop; block the thread when there is none."""
+        if has_loop():
+            await asyncio.sleep(seconds)
+        else:
+            time.sleep(max(0.0, seconds))  # noqa: ASYNC251 - there is no loop to hold up
+
+
+class ManualClock:
+    """A clock that stands still until it is turned. For tests.
+
+    Sleepers, in tasks and in threads, wake when the clock passes their moment.
+    """
+
+    def __init__(self, start: float = 1_700_000_000.0) -> None:
+        self._now_ms = round(start * 1000)
+        self._lock = threading.Lock()
+        self._sleepers: list[tuple[int, Callable[[], None]]] = []
+
+    def now_ms(self) -> int:
+        """The time it was turned to."""
+        return self._now_ms
+
+    def monotonic(self) -> float:
+        """The same time in seconds."""
+        return self._now_ms / 1000
+
+    def advance(self, seconds: float) -> None:
+        """Turn the clock forward and wake whoever's moment has come."""
+        with self._lock:
+            self._now_ms += math.ceil(seconds * 1000)
+            due = [wake for at_ms, wake in self._sleepers if at_ms <= self._now_ms]
+            self._sleepers = [(at_ms, wake) for at_ms, wake in self._sleepers if at_ms > self._now_ms]
+        for wake in due:
+            wake()
+
+    @property
+    def sleepers(self) -> int:
+        """How many are asleep, so that a test can wait until work has settled."""
+        return len(self._sleepers)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait until the clock has been turned that far."""
+        at_ms = self._now_ms + math.ceil(seconds * 1000)
+        if seconds <= 0:
+            if has_loop():
+                await asyncio.sleep(0)
+        elif has_loop():
+            loop = asyncio.get_running_loop()
+            woken = loop.create_future()
+            waking = (at_ms, lambda: _wake(loop, woken))
+            self._sleepers.append(waking)
+            try:
+                await woken
+            finally:
+                # A cancelled sleeper leaves; one that was woken is gone already.
+                if waking in self._sleepers:
+                    self._sleepers.remove(waking)
+        else:
+            event = threading.Event()
+            self._sleepers.append((at_ms, event.set))
+            event.wait()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, sleeper: asyncio.Future[None]) -> None:
+    def wake() -> None:
+        if not sleeper.done():
+            sleeper.set_result(None)
+
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(wake)
+
+
+def ttl_to_ms(ttl: float | timedelta) -> int:
+    """A time to live in whole milliseconds, rounded up: never early. Raises `InvalidTTL`."""
+    if isinstance(ttl, timedelta):
+        ttl = ttl.total_seconds()
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float):
+        raise InvalidTTL(f"is a {type(ttl).__name__}")
+    if not math.isfinite(ttl):
+        raise InvalidTTL("is not finite")
+    if ttl <= 0:
+        raise InvalidTTL(f"{ttl} is not above zero")
+    # 0.07 * 1000 is 70.00000000000001: rounding first keeps the ceiling honest.
+    ttl_ms = math.ceil(round(ttl * 1000, 6)) or 1
+    if ttl_ms > TTL_MS_MAX:
+        raise InvalidTTL("is more than a hundred years")
+    return ttl_ms
+
+
+def datetime_of(ms: int) -> datetime:
+    """Milliseconds since 1970 as an aware UTC datetime."""
+    return _EPOCH + timedelta(milliseconds=ms)

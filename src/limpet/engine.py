@@ -1,0 +1,290 @@
+"""The engine protocol: a map and a log behind eight primitives.
+
+The map holds the current entries of a namespace; the log holds the ordered changes that
+made it. An engine stores both, runs a batch under its own exclusion by the rules of
+`limpet.transition`, and tells what changed. Everything else is written once, above it.
+
+Each line of a Behaviour list is a test in `limpet.conformance` with the same words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import msgspec
+
+from limpet.clock import Clock, has_loop
+from limpet.errors import InvalidValue
+from limpet.keys import Span
+from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
+
+__all__ = ["Address", "Bell", "Budget", "Engine", "open_engine"]
+
+
+class Engine(Protocol):
+    """Where state lives. Every call names its namespace; nothing crosses it."""
+
+    @property
+    def traits(self) -> Traits:
+        """What this engine is, where engines may differ."""
+        ...
+
+    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
+        """Read entries by key, in the order asked.
+
+        Behaviour:
+        - A read sees every commit that was acknowledged before it began.
+        - An expired entry reads as absent, swept or not.
+        - Several keys in one read come from one moment.
+        """
+        ...
+
+    async def scan(
+        self,
+        namespace: str,
+        span: Span,
+        *,
+        family: Family = "data",
+        where: Filter | None = None,
+        values: bool = True,
+        limit: int = 500,
+    ) -> Slice:
+        """Read live entries of a span in key order, at most ``limit`` of them.
+
+        Behaviour:
+        - Order is code-point order of the keys.
+        - A slice that ends early says where to go on; a slice without a cursor was the last.
+        - Without values, entries come with their numbers and times alone.
+        """
+        ...
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """Apply a batch entirely or not at all.
+
+        Behaviour:
+        - Guards see the state before the batch.
+        - A refused batch leaves no trace: no change, no event, no revision.
+        - Each change has its own revision, growing in the order of the writes.
+        - Revisions may skip; nobody may count on density.
+        - A refusal carries the entry found, so the caller need not read again.
+        - A request seen before answers with its first result and changes nothing.
+        """
+        ...
+
+    async def changes(
+        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
+    ) -> Feed:
+        """Read the log after a revision, in revision order; wait for news when there is none.
+
+        With a span, only the data of its keys; without, all families.
+
+        Behaviour:
+        - When a revision is readable, every smaller one is readable or will never exist.
+        - A revision that was trimmed, or that lies in the future, is refused as compacted.
+        - A wait ends early when a change arrives, from this process or another.
+        """
+        ...
+
+    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
+        """The data and lock entries whose time has come, as the writes that end them.
+
+        Behaviour:
+        - An entry is due from the millisecond it expires, and not before.
+        - Asking changes nothing; two who ask get the same answer.
+        """
+        ...
+
+    async def trim(self, namespace: str, window: Window) -> int:
+        """Drop what the log need not keep any more, and receipts past their time. Returns changes dropped.
+
+        Behaviour:
+        - The oldest changes go first, and what is younger than the minimum stays.
+        - Trimming moves the floor, so that a watcher behind it is told.
+        """
+        ...
+
+    async def status(self, namespace: str) -> Status:
+        """The namespace at a glance; one that was never written has revision 0.
+
+        Behaviour:
+        - The revision is that of the latest change.
+        - Keys and bytes count what is stored.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of files and connections. Safe to call twice.
+
+        Behaviour:
+        - Commits that began are finished; later calls raise Closed.
+        - Whoever waits for changes is woken and told.
+        """
+        ...
+
+
+class Address(msgspec.Struct, frozen=True):
+    """An engine's URL, taken apart. Its text form never shows a password."""
+
+    url: str
+    scheme: str
+    path: str
+    options: dict[str, str]
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Take a URL apart."""
+        scheme, colon, rest = url.partition(":")
+        if not colon or not scheme:
+            raise InvalidValue(
+                f"{_without_password(url)!r} is not an engine URL: try 'sqlite:///state.db' or 'memory:'"
+            )
+        body, _, query = rest.partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True))
+        return cls(url, scheme.lower(), unquote(body), options)
+
+    def take(self, name: str, default: str, allowed: Sequence[str]) -> str:
+        """An option of the URL that must be one of a few words."""
+        found = self.options.get(name, default).lower()
+        if found not in allowed:
+            raise InvalidValue(f"{self}: {name} is one of {', '.join(allowed)}")
+        return found
+
+    def allow(self, *names: str) -> None:
+        """Refuse options nobody reads: a misspelt one would be silently without effect."""
+        for name in self.options:
+            if name not in names:
+                raise InvalidValue(f"{self}: unknown option {name!r}, known: {', '.join(names) or 'none'}")
+
+    def __str__(self) -> str:
+        return _without_password(self.url)
+
+    __repr__ = __str__
+
+
+def _without_password(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        if parts.password is None:
+            return url
+        host = parts.netloc.rpartition("@")[2]
+        return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
+    except ValueError:
+        return url.partition(":")[0] + ":…"
+
+
+Opener = Callable[[Address, Clock], Awaitable[Engine]]
+
+_BUILT_IN: Final = {"memory": "limpet.engines.memory", "sqlite": "limpet.engines.sqlite"}
+
+
+async def open_engine(url: str, clock: Clock) -> Engine:
+    """Open the engine that a URL names. Third parties join through the entry-point group ``limpet.engines``."""
+    address = Address.parse(url)
+    module = _BUILT_IN.get(address.scheme)
+    if module is not None:
+        opener: Opener = importlib.import_module(module).open
+        return await opener(address, clock)
+    # Only a scheme that is not built in pays for looking at what is installed.
+    from importlib.metadata import entry_points
+
+    found = {point.name: point for point in entry_points(group="limpet.engines")}
+    if address.scheme in found:
+        opener = found[address.scheme].load()
+        return await opener(address, clock)
+    known = sorted({*_BUILT_IN, *found})
+    guess = difflib.get_close_matches(address.scheme, known, n=1)
+    hint = f"did you mean {guess[0]!r}? " if guess else ""
+    raise InvalidValue(f"unknown engine {address.scheme!r}: {hint}known: {', '.join(known)}")
+
+
+class Bell:
+    """Wakes those who wait for changes of a namespace, in whatever loop or thread they and the writer are.
+
+    A wait names the count it saw before it looked at the log, so that a change made in
+    between is not slept through.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]] = {}
+
+    def count(self, namespace: str) -> int:
+        """How often it rang so far."""
+        return self._counts.get(namespace, 0)
+
+    def ring(self, namespace: str) -> None:
+        """Wake everybody who waits for this namespace."""
+        with self._lock:
+            self._counts[namespace] = self._counts.get(namespace, 0) + 1
+            waiting = self._waiting.pop(namespace, ())
+        for loop, sleeper in waiting:
+            # A loop that was closed with a waiter in it has nobody left to wake.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_wake, sleeper)
+
+    def ring_all(self) -> None:
+        """Wake everybody, because the engine closes."""
+        for namespace in list(self._waiting):
+            self.ring(namespace)
+
+    async def wait(self, namespace: str, count: int, timeout_s: float) -> None:
+        """Wait until it rings past this count, or the time is over. Needs a running loop."""
+        loop = asyncio.get_running_loop()
+        sleeper: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self._counts.get(namespace, 0) != count:
+                return
+            self._waiting.setdefault(namespace, []).append((loop, sleeper))
+        timer = loop.call_later(timeout_s, _wake, sleeper)
+        try:
+            await sleeper
+        finally:
+            timer.cancel()
+            with self._lock:
+                waiting = self._waiting.get(namespace, [])
+                if (loop, sleeper) in waiting:
+                    waiting.remove((loop, sleeper))
+
+
+def _wake(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)
+
+
+class Budget:
+    """A fair share of the event loop for calls that never suspend.
+
+    Reads that complete in place would starve every other task of a loop that does nothing
+    but read. After so many calls in one turn of the loop, each further call waits for the
+    next turn. Without a loop nobody is starved and nothing is counted.
+    """
+
+    def __init__(self, calls: int = 50) -> None:
+        self._calls = calls
+        self._left = calls
+        self._renewing: asyncio.AbstractEventLoop | None = None
+
+    def spent(self) -> bool:
+        """Count one call. True means: await `renewed` before going on."""
+        self._left -= 1
+        return self._left < 0 and has_loop()
+
+    async def renewed(self) -> None:
+        """Wait for the next turn of the loop."""
+        loop = asyncio.get_running_loop()
+        if self._renewing is not loop:
+            # Scheduled before this task's own wake-up, so the next turn starts with a full budget.
+            self._renewing = loop
+            loop.call_soon(self._renew)
+        await asyncio.sleep(0)
+
+    def _renew(self) -> None:
+        self._left = self._calls
+        self._renewing = None

@@ -1,0 +1,1 @@
+"""The engines, one file each. Nothing above `limpet.engine` imports from here."""

@@ -1,0 +1,342 @@
+"""The memory engine: the reference, for tests and for state that may go with the process.
+
+State is encoded bytes, never a caller's live object. A commit is planned and applied
+under one lock, so any number of threads and loops may share it. ``memory:`` is private
+to whoever opened it; ``memory:name`` is shared in the process and lives as long as it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import random
+import threading
+import uuid
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable, Iterator, Sequence
+
+from limpet.clock import Clock, has_loop
+from limpet.engine import Address, Bell, Budget
+from limpet.errors import Closed, Compacted
+from limpet.keys import Span
+from limpet.model import (
+    Batch,
+    Change,
+    Commit,
+    Entry,
+    Expire,
+    Family,
+    Feed,
+    Filter,
+    Refusal,
+    Slice,
+    Status,
+    Traits,
+    Window,
+    live,
+)
+from limpet.transition import plan, recall
+
+_shared: dict[str, _Place] = {}
+_shared_lock = threading.Lock()
+
+
+async def open(address: Address, clock: Clock) -> MemoryEngine:
+    """Open ``memory:`` (private) or ``memory:name`` (shared in the process)."""
+    address.allow("skip_revisions")
+    skips = address.take("skip_revisions", "no", ("no", "yes")) == "yes"
+    if not address.path:
+        return MemoryEngine(_Place(clock, skips))
+    with _shared_lock:
+        place = _shared.setdefault(address.path, _Place(clock, skips))
+    return MemoryEngine(place)
+
+
+class _Place:
+    """The namespaces of one memory, and what their users share."""
+
+    def __init__(self, clock: Clock, skips: bool) -> None:
+        self.clock = clock
+        self.skips = skips
+        self.store_id = uuid.uuid4().hex[:16]
+        self.lock = threading.RLock()
+        self.bell = Bell()
+        self.spaces: dict[str, _Space] = {}
+        _places.add(self)
+
+    def space(self, namespace: str) -> _Space:
+        found = self.spaces.get(namespace)
+        if found is None:
+            with self.lock:
+                found = self.spaces.setdefault(namespace, _Space())
+        return found
+
+
+class _Space:
+    """One namespace: the map and the log, and the two orders in which the map is asked for."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.floor = 0
+        self.map: dict[Family, dict[str, Entry]] = {"data": {}, "lock": {}, "receipt": {}}
+        self.order: dict[Family, _KeyOrder] = {"data": _KeyOrder(), "lock": _KeyOrder(), "receipt": _KeyOrder()}
+        self.expiries: list[tuple[int, Family, str, int]] = []
+        self.log: list[Change] = []
+        self.size_bytes = 0
+        self.log_bytes = 0
+
+    def find(self, family: Family, key: str) -> Entry | None:
+        return self.map[family].get(key)
+
+    def apply(self, change: Change) -> None:
+        """Make a change part of the map and of the log."""
+        family, key, after = change.family, change.entry.key, change.after
+        entries = self.map[family]
+        before = entries.get(key)
+        weight_bytes = change.entry.weight_bytes
+        if after is None:
+            entries.pop(key, None)
+        else:
+            if before is None:
+                self.order[family].add(key)
+            entries[key] = after
+            if after.expires_ms is not None:
+                heapq.heappush(self.expiries, (after.expires_ms, family, key, after.revision))
+        if family == "data":
+            self.size_bytes += (weight_bytes if after is not None else 0) - (
+                before.weight_bytes if before is not None else 0
+            )
+        self.log.append(change)
+        self.log_bytes += weight_bytes
+        self.revision = change.revision
+
+    def keep(self, receipt: Entry) -> None:
+        self.map["receipt"][receipt.key] = receipt
+
+
+class _KeyOrder:
+    """Keys in order, sorted when somebody asks. Writers only append."""
+
+    def __init__(self) -> None:
+        self._sorted: list[str] = []
+        self._fresh: list[str] = []
+
+    def add(self, key: str) -> None:
+        self._fresh.append(key)
+
+    def between(self, span: Span, entries: dict[str, Entry]) -> Iterator[str]:
+        """The keys of a span that are still in the map."""
+        if len(self._fresh) > 64:
+            # A deleted key stays until here, and comes twice when it was written again.
+            self._sorted = sorted(entries)
+        else:
+            for key in self._fresh:
+                at = bisect_left(self._sorted, key)
+                if at == len(self._sorted) or self._sorted[at] != key:
+                    insort(self._sorted, key, lo=at)
+        self._fresh = []
+        start = bisect_left(self._sorted, span.start)
+        stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
+        return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
+
+
+class MemoryEngine:
+    """A handle on one memory."""
+
+    def __init__(self, place: _Place) -> None:
+        self.traits = Traits(engine="memory", durability="none", log="every", inline=True)
+        self._place = place
+        self._budget = Budget()
+        self._closed = False
+
+    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
+        """See `Engine.read`."""
+        if self._budget.spent():
+            await self._budget.renewed()
+        space = self._space(namespace)
+        now_ms = self._place.clock.now_ms()
+        entries = space.map[family]
+        if len(keys) == 1:
+            return [live(entries.get(keys[0]), now_ms)]
+        with self._place.lock:
+            return [live(entries.get(key), now_ms) for key in keys]
+
+    async def scan(
+        self,
+        namespace: str,
+        span: Span,
+        *,
+        family: Family = "data",
+        where: Filter | None = None,
+        values: bool = True,
+        limit: int = 500,
+    ) -> Slice:
+        """See `Engine.scan`."""
+        if self._budget.spent():
+            await self._budget.renewed()
+        space = self._space(namespace)
+        now_ms = self._place.clock.now_ms()
+        found: list[Entry] = []
+        with self._place.lock:
+            entries = space.map[family]
+            for key in space.order[family].between(span, entries):
+                entry = live(entries[key], now_ms)
+                if entry is None or (
+                    where is not None and entry.stored is not None and not where.matches(entry.stored)
+                ):
+                    continue
+                if len(found) == limit:
+                    return Slice(found, found[-1].key)
+                found.append(entry if values else entry.without_value())
+        return Slice(found, None)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """See `Engine.commit`."""
+        if self._budget.spent():
+            await self._budget.renewed()
+        place = self._place
+        with place.lock:
+            space = self._space(namespace)
+            if batch.retry_since is not None:
+                earlier = recall(batch, space.log[_index(space.log, batch.retry_since) :], space.find)
+                if earlier is not None:
+                    return earlier
+            now_ms = place.clock.now_ms()
+            outcome = plan(batch, space.find, now_ms=now_ms, revision=space.revision)
+            if isinstance(outcome, Refusal):
+                return outcome
+            if place.skips and outcome.changes:
+                skipped = space.revision + random.randrange(4)
+                again = plan(batch, space.find, now_ms=now_ms, revision=skipped)
+                assert not isinstance(again, Refusal)
+                outcome = again
+            for change in outcome.changes:
+                space.apply(change)
+            if outcome.receipt is not None:
+                space.keep(outcome.receipt)
+        if outcome.changes:
+            place.bell.ring(namespace)
+        return outcome.commit
+
+    async def changes(
+        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
+    ) -> Feed:
+        """See `Engine.changes`."""
+        bell = self._place.bell
+        count = bell.count(namespace)
+        feed = self._feed(namespace, after, span, limit)
+        if feed.changes or wait_s <= 0 or not has_loop():
+            return feed
+        await bell.wait(namespace, count, wait_s)
+        return self._feed(namespace, after, span, limit)
+
+    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
+        """See `Engine.due`."""
+        space = self._space(namespace)
+        now_ms = self._place.clock.now_ms()
+        with self._place.lock:
+            come: list[tuple[int, Family, str, int]] = []
+            while space.expiries and space.expiries[0][0] <= now_ms and len(come) < limit:
+                item = heapq.heappop(space.expiries)
+                entry = space.find(item[1], item[2])
+                # What was written again since has an item of its own.
+                if entry is not None and entry.revision == item[3]:
+                    come.append(item)
+            for item in come:
+                heapq.heappush(space.expiries, item)
+        return [Expire(key, revision, family) for _, family, key, revision in come]
+
+    async def trim(self, namespace: str, window: Window) -> int:
+        """See `Engine.trim`."""
+        space = self._space(namespace)
+        now_ms = self._place.clock.now_ms()
+        with self._place.lock:
+            receipts = space.map["receipt"]
+            for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
+                del receipts[key]
+            oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in space.log)
+            dropped, freed_bytes, floor = window.excess(
+                oldest, count=len(space.log), size_bytes=space.log_bytes, now_ms=now_ms
+            )
+            if dropped:
+                del space.log[:dropped]
+                space.floor, space.log_bytes = floor, space.log_bytes - freed_bytes
+            # Items of entries that were written again would otherwise stay until their time.
+            if len(space.expiries) > 64 + 2 * (len(space.map["data"]) + len(space.map["lock"])):
+                space.expiries = [item for item in space.expiries if _is_current(space, item)]
+                heapq.heapify(space.expiries)
+            return dropped
+
+    async def status(self, namespace: str) -> Status:
+        """See `Engine.status`."""
+        space = self._space(namespace)
+        with self._place.lock:
+            return Status(
+                store_id=self._place.store_id,
+                epoch=1,
+                revision=space.revision,
+                floor=space.floor,
+                keys=len(space.map["data"]),
+                size_bytes=space.size_bytes,
+                log_changes=len(space.log),
+                log_bytes=space.log_bytes,
+                now_ms=self._place.clock.now_ms(),
+            )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        self._closed = True
+        self._place.bell.ring_all()
+
+    def _space(self, namespace: str) -> _Space:
+        if self._closed:
+            raise Closed
+        return self._place.space(namespace)
+
+    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+        space = self._space(namespace)
+        with self._place.lock:
+            if after < space.floor:
+                raise Compacted(f"revision {after} was trimmed, the log starts after {space.floor}", oldest=space.floor)
+            if after > space.revision:
+                raise Compacted(f"revision {after} lies ahead of this store, which is at {space.revision}")
+            log: Iterable[Change] = itertools.islice(space.log, _index(space.log, after), None)
+            if span is not None:
+                log = (change for change in log if change.family == "data" and change.key in span)
+            found = list(itertools.islice(log, limit))
+            return Feed(found, found[-1].revision if len(found) == limit else space.revision)
+
+
+def _index(log: list[Change], after: int) -> int:
+    return bisect_right(log, after, key=lambda change: change.revision)
+
+
+def _is_current(space: _Space, item: tuple[int, Family, str, int]) -> bool:
+    entry = space.find(item[1], item[2])
+    return entry is not None and entry.revision == item[3]
+
+
+# A fork copies the memory. Holding the locks meanwhile keeps the copy whole, and the
+# child gets locks and bells that no thread of its parent holds.
+
+_places: weakref.WeakSet[_Place] = weakref.WeakSet()
+
+
+def _before_fork() -> None:
+    for place in list(_places):
+        place.lock.acquire()
+
+
+def _after_fork_in_parent() -> None:
+    for place in list(_places):
+        place.lock.release()
+
+
+def _after_fork_in_child() -> None:
+    for place in list(_places):
+        place.lock, place.bell = threading.RLock(), Bell()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,821 @@
+"""The SQLite engine: one file, any number of tasks, threads and processes.
+
+Writes are grouped. Whoever holds the writer lock commits everything that is queued in one
+transaction: a writer thread for callers on an event loop, the calling thread itself where
+there is no loop. Each batch of a group is planned on the state left by the ones before it
+and has its own outcome; one that is refused leaves the others untouched.
+
+Reads run in place on a connection of the reading thread, beside the writer: WAL gives each
+its own snapshot. Scans that filter or page far go to a reader thread when there is a loop
+to keep free.
+
+Every write transaction begins with BEGIN IMMEDIATE: a read that later turns into a write
+can fail in a way that no busy timeout cures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import sqlite3
+import threading
+import time
+import uuid
+import weakref
+from base64 import b64decode, b64encode
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from limpet import codec
+from limpet.clock import Clock, has_loop
+from limpet.codec import Stored
+from limpet.engine import Address, Bell, Budget
+from limpet.errors import Ambiguous, Closed, Compacted, Corrupt, InvalidValue, LimpetError, Unavailable
+from limpet.keys import Span
+from limpet.model import (
+    Batch,
+    Change,
+    Commit,
+    Entry,
+    Expire,
+    Family,
+    Feed,
+    Filter,
+    Refusal,
+    Slice,
+    Status,
+    Traits,
+    Window,
+    live,
+)
+from limpet.schema import SCHEMA_VERSION, ddl
+from limpet.transition import plan, recall
+
+T = TypeVar("T")
+
+GROUP_MAX: Final = 256
+INLINE_ROWS_MAX: Final = 500
+EXAMINED_MAX: Final = 5_000
+POLL_S: Final = 0.05
+BUSY_TIMEOUT_MS: Final = 5_000
+
+_COLUMNS: Final = "key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
+_READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
+_READ_SEVERAL: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key IN "
+_SCAN: Final = (
+    "SELECT {columns} FROM limpet_entries WHERE namespace = ? AND family = ? AND key >= ? AND (? IS NULL OR key < ?)"
+    " AND (expires_ms IS NULL OR expires_ms > ?) ORDER BY key LIMIT ?"
+)
+_SCAN_ENTRIES: Final = _SCAN.format(columns=_COLUMNS)
+_SCAN_KEYS: Final = _SCAN.format(columns=_COLUMNS.replace("kind, value", "NULL, NULL"))
+_WRITE: Final = (
+    f"INSERT INTO limpet_entries (namespace, family, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (namespace, family, key) DO UPDATE SET kind = excluded.kind, value = excluded.value,"
+    " version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,"
+    " created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,"
+    " meta = excluded.meta"
+)
+_ERASE: Final = "DELETE FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
+_LOG_COLUMNS: Final = "op, revision, last_revision, at_ms, cause, family, " + _COLUMNS.replace(
+    " revision,", " entry_revision,"
+)
+_LOG: Final = (
+    f"INSERT INTO limpet_changes (namespace, size_bytes, {_LOG_COLUMNS})"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+_CHANGES: Final = (
+    f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? ORDER BY revision LIMIT ?"
+)
+_CHANGES_OF: Final = (
+    f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND family = 'data'"
+    " AND key >= ? AND (? IS NULL OR key < ?) ORDER BY revision LIMIT ?"
+)
+_CAUSED: Final = f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
+_DUE: Final = (
+    "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
+    " AND family <> 'receipt' ORDER BY expires_ms LIMIT ?"
+)
+_OLDEST: Final = "SELECT revision, at_ms, size_bytes FROM limpet_changes WHERE namespace = ? ORDER BY revision LIMIT ?"
+_DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revision <= ?"
+_RECEIPTS_OVER: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family = 'receipt'"
+_DROP_RECEIPTS: Final = "DELETE FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family = 'receipt'"
+_TALLY: Final = (
+    "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = ?"
+)
+_SET_TALLY: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_LATEST_MS: Final = "SELECT max(at_ms) FROM limpet_namespaces"
+_STORE: Final = "SELECT id, epoch, schema FROM limpet_store"
+
+
+async def open(address: Address, clock: Clock) -> SqliteEngine:
+    """Open ``sqlite:///relative.db`` or ``sqlite:////absolute/path.db``, making the file when there is none."""
+    address.allow("synchronous")
+    synchronous = address.take("synchronous", "full", ("full", "extra", "normal"))
+    if not address.path.startswith("///") or len(address.path) == 3:
+        raise InvalidValue(f"{address}: write sqlite:///relative.db or sqlite:////absolute/path.db")
+    return SqliteEngine(address.path[3:], synchronous, clock)
+
+
+class SqliteEngine:
+    """A handle on one database file."""
+
+    def __init__(self, path: str, synchronous: str, clock: Clock) -> None:
+        durability = "process" if synchronous == "normal" else "disk"
+        self.traits = Traits(engine="sqlite", durability=durability, log="every", inline=True)  # type: ignore[arg-type]
+        self._path = os.path.abspath(path)
+        self._synchronous = synchronous
+        self._clock = clock
+        self._closed = False
+        self._bell = Bell()
+        self._budget = Budget()
+        self._start()
+        self._store_id, self._epoch = self._prepare()
+        _engines.add(self)
+
+    def _start(self) -> None:
+        """What a process must have of its own. Runs again in a child after a fork."""
+        self._readers = threading.local()
+        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._writing = threading.Lock()
+        self._writer: _Connection | None = None
+        self._queue: deque[_Ticket] = deque()
+        self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._flushing: set[asyncio.AbstractEventLoop] = set()
+        self._scanner: ThreadPoolExecutor | None = None
+        self._latest_ms = 0
+
+    # The eight primitives -----------------------------------------------------
+
+    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
+        """See `Engine.read`."""
+        if self._budget.spent():
+            await self._budget.renewed()
+        reader = self._reader()
+        try:
+            if len(keys) == 1:
+                row = reader.execute(_READ, (namespace, family, keys[0])).fetchone()
+                return [live(_entry(row), self._now_ms()) if row is not None else None]
+            marks = f"({', '.join('?' * len(keys))})"
+            rows = reader.execute(_READ_SEVERAL + marks, (namespace, family, *keys)).fetchall()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        now_ms = self._now_ms()
+        found = {entry.key: live(entry, now_ms) for entry in map(_entry, rows)}
+        return [found.get(key) for key in keys]
+
+    async def scan(
+        self,
+        namespace: str,
+        span: Span,
+        *,
+        family: Family = "data",
+        where: Filter | None = None,
+        values: bool = True,
+        limit: int = 500,
+    ) -> Slice:
+        """See `Engine.scan`."""
+        if self._budget.spent():
+            await self._budget.renewed()
+        if where is None and limit <= INLINE_ROWS_MAX:
+            return self._slice(namespace, span, family, where, values, limit)
+        return await self._aside(lambda: self._slice(namespace, span, family, where, values, limit))
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """See `Engine.commit`."""
+        self._check_open()
+        ticket = _Ticket(namespace, batch)
+        if not has_loop():
+            self._queue.append(ticket)
+            # Whoever gets the lock commits for all who queued; often that was somebody else.
+            while ticket.outcome is None:
+                with self._writing:
+                    if ticket.outcome is None:
+                        self._commit_queued()
+            return ticket.result()
+        loop = asyncio.get_running_loop()
+        ticket.waiter = loop.create_future()
+        self._queue.append(ticket)
+        if loop not in self._flushing:
+            # At the end of this turn, so that all writes of the turn share one transaction.
+            self._flushing.add(loop)
+            loop.call_soon(self._flush, loop)
+        try:
+            await ticket.waiter
+        except asyncio.CancelledError:
+            # Not begun: it never will. Begun: it will be finished, whoever hears of it.
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+            raise
+        return ticket.result()
+
+    async def changes(
+        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
+    ) -> Feed:
+        """See `Engine.changes`."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            count = self._bell.count(namespace)
+            feed = self._feed(namespace, after, span, limit)
+            left = deadline - time.monotonic()
+            if feed.changes or left <= 0 or not has_loop():
+                return feed
+            # Other processes ring no bell here. Looking is one indexed read.
+            await self._bell.wait(namespace, count, min(left, POLL_S))
+
+    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
+        """See `Engine.due`."""
+        try:
+            rows = self._reader().execute(_DUE, (namespace, self._now_ms(), limit)).fetchall()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        return [Expire(key.decode(), revision, family.decode()) for key, revision, family in rows]
+
+    async def trim(self, namespace: str, window: Window) -> int:
+        """See `Engine.trim`."""
+        if not self._needs_trim(namespace, window):
+            return 0
+        return await self._aside(lambda: self._trim(namespace, window))
+
+    async def status(self, namespace: str) -> Status:
+        """See `Engine.status`."""
+        try:
+            tally = _Tally.load(self._reader(), namespace)
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        return Status(
+            store_id=self._store_id,
+            epoch=self._epoch,
+            revision=tally.revision,
+            floor=tally.floor,
+            keys=tally.keys,
+            size_bytes=tally.size_bytes,
+            log_changes=tally.log_changes,
+            log_bytes=tally.log_bytes,
+            now_ms=self._now_ms(),
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        if self._closed:
+            return
+        with self._writing:
+            while self._queue:
+                self._commit_queued()
+            self._closed = True
+        self._bell.ring_all()
+        if self._thread is not None:
+            self._signals.put(False)
+            self._thread.join()
+        if self._scanner is not None:
+            self._scanner.shutdown()
+        for connection in list(self._connections):
+            connection.close()
+
+    # Committing ---------------------------------------------------------------
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._flushing.discard(loop)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_for_loops, name="limpet-sqlite-writer", daemon=True)
+            self._thread.start()
+        self._signals.put(True)
+
+    def _write_for_loops(self) -> None:
+        while self._signals.get():
+            with self._writing:
+                while self._queue:
+                    self._commit_queued()
+
+    def _commit_queued(self) -> None:
+        """Commit one group and answer its callers. The caller holds self._writing."""
+        group: list[_Ticket] = []
+        while self._queue and len(group) < GROUP_MAX:
+            try:
+                group.append(self._queue.popleft())
+            except IndexError:  # A waiter was cancelled between the look and the take.
+                break
+        try:
+            self._commit_group(group)
+        except Exception as error:
+            for ticket in group:
+                ticket.outcome = error
+        _answer(group)
+
+    def _commit_group(self, group: list[_Ticket]) -> None:
+        if self._closed:
+            raise Closed
+        writer = self._begin()
+        work = _Work(writer)
+        try:
+            for ticket in group:
+                ticket.outcome = work.settle(ticket.namespace, ticket.batch, self._now_ms())
+                self._latest_ms = max(self._latest_ms, work.tallies[ticket.namespace].at_ms)
+            work.write()
+        except BaseException as error:
+            # Nothing of the group was committed, whatever its members were told to expect.
+            self._abandon()
+            raise self._translated(error) from error
+        if not work.dirty:
+            writer.execute("ROLLBACK")
+            return
+        try:
+            writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            # An I/O error here leaves it open: recovery may find the commit in the WAL.
+            self._abandon()
+            problem = f"cannot tell whether {self._path} took the commit: {error}"
+            for ticket in group:
+                since = work.first_revisions[ticket.namespace]
+                ticket.outcome = Ambiguous(problem, request_id=ticket.batch.request_id, since=since)
+            return
+        for namespace in work.changed:
+            self._bell.ring(namespace)
+
+    def _begin(self) -> _Connection:
+        try:
+            if self._writer is None:
+                self._writer = self._connect()
+            self._writer.execute("BEGIN IMMEDIATE")
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        return self._writer
+
+    def _abandon(self) -> None:
+        """Let go of a writer whose transaction went wrong; the next group opens another."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(sqlite3.Error):
+                writer.close()
+
+    # Reading ------------------------------------------------------------------
+
+    def _slice(
+        self, namespace: str, span: Span, family: Family, where: Filter | None, values: bool, limit: int
+    ) -> Slice:
+        """Up to ``limit`` entries; with a filter, of at most so many examined, so that no slice takes for ever."""
+        ask = limit if where is None else EXAMINED_MAX
+        sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
+        parameters = (namespace, family, span.start, span.stop, span.stop, self._now_ms(), ask + 1)
+        try:
+            rows = self._reader().execute(sql, parameters).fetchall()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        found: list[Entry] = []
+        for row in rows[:ask]:
+            entry = _entry(row)
+            if where is None or (entry.stored is not None and where.matches(entry.stored)):
+                if len(found) == limit:
+                    return Slice(found, found[-1].key)
+                found.append(entry if values else entry.without_value())
+        return Slice(found, rows[ask - 1][0].decode() if len(rows) > ask else None)
+
+    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+        reader = self._reader()
+        try:
+            # One snapshot for the tally and the rows, or a change in between would be in neither.
+            reader.execute("BEGIN")
+            try:
+                tally = _Tally.load(reader, namespace)
+                if span is None:
+                    rows = reader.execute(_CHANGES, (namespace, after, limit)).fetchall()
+                else:
+                    place = (namespace, after, span.start, span.stop, span.stop, limit)
+                    rows = reader.execute(_CHANGES_OF, place).fetchall()
+            finally:
+                reader.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        if after < tally.floor:
+            raise Compacted(f"revision {after} was trimmed, the log starts after {tally.floor}", oldest=tally.floor)
+        if after > tally.revision:
+            raise Compacted(f"revision {after} lies ahead of this store, which is at {tally.revision}")
+        changes = [_change(row) for row in rows]
+        return Feed(changes, changes[-1].revision if len(changes) == limit else tally.revision)
+
+    async def _aside(self, work: Callable[[], T]) -> T:
+        """Run longer work beside the loop; in place when there is none."""
+        self._check_open()
+        if not has_loop():
+            return work()
+        if self._scanner is None:
+            self._scanner = ThreadPoolExecutor(1, thread_name_prefix="limpet-sqlite-reader")
+        return await asyncio.get_running_loop().run_in_executor(self._scanner, work)
+
+    # Trimming -----------------------------------------------------------------
+
+    def _needs_trim(self, namespace: str, window: Window) -> bool:
+        """Whether there is anything to drop, asked without taking the writer's place."""
+        reader, now_ms = self._reader(), self._now_ms()
+        try:
+            if reader.execute(_RECEIPTS_OVER, (namespace, now_ms)).fetchone() is not None:
+                return True
+            tally = _Tally.load(reader, namespace)
+            oldest = reader.execute(_OLDEST, (namespace, 1)).fetchall()
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+        return window.excess(oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms)[0] > 0
+
+    def _trim(self, namespace: str, window: Window) -> int:
+        with self._writing:
+            self._check_open()
+            writer, now_ms = self._begin(), self._now_ms()
+            try:
+                writer.execute(_DROP_RECEIPTS, (namespace, now_ms))
+                tally = _Tally.load(writer, namespace)
+                oldest = writer.execute(_OLDEST, (namespace, EXAMINED_MAX)).fetchall()
+                dropped, freed_bytes, floor = window.excess(
+                    oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms
+                )
+                if dropped:
+                    writer.execute(_DROP_CHANGES, (namespace, floor))
+                    tally.floor = floor
+                    tally.log_changes -= dropped
+                    tally.log_bytes -= freed_bytes
+                    tally.save(writer)
+                writer.execute("COMMIT")
+            except BaseException as error:
+                self._abandon()
+                raise self._translated(error) from error
+            return dropped
+
+    # The file -----------------------------------------------------------------
+
+    def _prepare(self) -> tuple[str, int]:
+        """Make the tables when there are none, and read who this store is."""
+        try:
+            # The values may be secrets: a new file is its owner's alone.
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
+        with self._writing:
+            writer = self._begin()
+            try:
+                if not writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'limpet_store'").fetchone():
+                    for statement in ddl("sqlite").split(";\n"):
+                        writer.execute(statement)
+                    row = (uuid.uuid4().hex[:16], 1, SCHEMA_VERSION)
+                    writer.execute("INSERT INTO limpet_store VALUES (?, ?, ?)", row)
+                store_id, epoch, schema = writer.execute(_STORE).fetchone()
+                (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
+                writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._abandon()
+                raise self._translated(error) from error
+        if schema != SCHEMA_VERSION:
+            raise Corrupt(f"{self._path} has schema version {schema}, and this release needs {SCHEMA_VERSION}")
+        self._latest_ms = latest_ms or 0
+        return store_id.decode(), epoch
+
+    def _connect(self) -> _Connection:
+        connection = sqlite3.connect(
+            self._path,
+            timeout=BUSY_TIMEOUT_MS / 1000,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=_Connection,
+        )
+        connection.text_factory = bytes
+        _use_wal(connection)
+        connection.execute(f"PRAGMA synchronous = {self._synchronous}")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")
+        connection.execute("PRAGMA cache_size = -65536")
+        connection.execute("PRAGMA mmap_size = 268435456")
+        self._connections.add(connection)
+        return connection
+
+    def _reader(self) -> _Connection:
+        """This thread's own connection."""
+        self._check_open()
+        found: _Connection | None = getattr(self._readers, "connection", None)
+        if found is None:
+            try:
+                found = self._connect()
+                found.execute("PRAGMA query_only = ON")
+            except sqlite3.Error as error:
+                raise self._translated(error) from error
+            self._readers.connection = found
+        return found
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
+
+    def _now_ms(self) -> int:
+        """The host's time, but never before what this file has seen."""
+        now_ms = self._clock.now_ms()
+        self._latest_ms = max(self._latest_ms, now_ms)
+        return self._latest_ms
+
+    def _translated(self, error: BaseException) -> BaseException:
+        """A driver's error as ours. Raised before COMMIT, so whatever was tried was not applied."""
+        if isinstance(error, LimpetError) or not isinstance(error, sqlite3.Error):
+            return error
+        if self._closed:
+            return Closed()
+        name = getattr(error, "sqlite_errorname", "") or ""
+        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+            return Corrupt(f"cannot use {self._path}: {error}")
+        return Unavailable(f"{self._path} cannot serve now: {error}")
+
+
+class _Connection(sqlite3.Connection):
+    """A connection that can be referred to weakly."""
+
+
+class _Ticket:
+    """One caller's place in the queue of commits."""
+
+    __slots__ = ("batch", "namespace", "outcome", "waiter")
+
+    def __init__(self, namespace: str, batch: Batch) -> None:
+        self.namespace = namespace
+        self.batch = batch
+        self.outcome: Commit | Refusal | BaseException | None = None
+        self.waiter: asyncio.Future[None] | None = None
+
+    def result(self) -> Commit | Refusal:
+        assert self.outcome is not None
+        if isinstance(self.outcome, BaseException):
+            raise self.outcome
+        return self.outcome
+
+
+def _answer(group: Iterable[_Ticket]) -> None:
+    """Wake the callers of a group, with one call into each loop."""
+    waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for ticket in group:
+        if ticket.waiter is not None:
+            waiting.setdefault(ticket.waiter.get_loop(), []).append(ticket.waiter)
+    for loop, waiters in waiting.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_wake_all, waiters)
+
+
+def _wake_all(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+
+
+class _Tally:
+    """The row of a namespace, while it is being changed."""
+
+    def __init__(self, namespace: str, row: Sequence[int] | None) -> None:
+        self.namespace = namespace
+        (
+            self.revision,
+            self.floor,
+            self.at_ms,
+            self.keys,
+            self.size_bytes,
+            self.log_changes,
+            self.log_bytes,
+        ) = row or (0, 0, 0, 0, 0, 0, 0)
+
+    @classmethod
+    def load(cls, connection: _Connection, namespace: str) -> _Tally:
+        return cls(namespace, connection.execute(_TALLY, (namespace,)).fetchone())
+
+    def save(self, connection: _Connection) -> None:
+        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
+        connection.execute(_SET_TALLY, (self.namespace, *row))
+
+
+class _Work:
+    """What a group makes of the file, gathered in memory and written at the end.
+
+    Each batch sees the file as the batches before it in the group will leave it.
+    """
+
+    def __init__(self, writer: _Connection) -> None:
+        self._writer = writer
+        self._seen: dict[tuple[str, Family, str], Entry | None] = {}
+        self._changed: set[tuple[str, Family, str]] = set()
+        self._log: list[tuple[Any, ...]] = []
+        self.tallies: dict[str, _Tally] = {}
+        self.first_revisions: dict[str, int] = {}
+
+    @property
+    def dirty(self) -> bool:
+        return bool(self._changed)
+
+    @property
+    def changed(self) -> set[str]:
+        """The namespaces that have news."""
+        return {
+            namespace for namespace, tally in self.tallies.items() if tally.revision > self.first_revisions[namespace]
+        }
+
+    def settle(self, namespace: str, batch: Batch, now_ms: int) -> Commit | Refusal | Exception:
+        """Decide one batch and take its changes into the group."""
+        tally = self._tally(namespace)
+
+        def find(family: Family, key: str) -> Entry | None:
+            return self._find(namespace, family, key)
+
+        if batch.retry_since is not None:
+            rows = self._writer.execute(_CAUSED, (namespace, batch.retry_since, batch.request_id)).fetchall()
+            earlier = recall(batch, map(_change, rows), find)
+            if earlier is not None:
+                return earlier
+        # The clock of another process on this file may be a little ahead.
+        now_ms = max(now_ms, tally.at_ms)
+        try:
+            outcome = plan(batch, find, now_ms=now_ms, revision=tally.revision)
+        except sqlite3.Error:
+            raise
+        except Exception as error:
+            # A batch that cannot be decided is its caller's trouble and nobody else's.
+            return error
+        if isinstance(outcome, Refusal):
+            return outcome
+        for change in outcome.changes:
+            self._apply(tally, change)
+        if outcome.receipt is not None:
+            self._put((namespace, "receipt", outcome.receipt.key), outcome.receipt)
+        tally.at_ms = now_ms
+        return outcome.commit
+
+    def write(self) -> None:
+        """Bring everything gathered into the file's transaction."""
+        writes, erasures = [], []
+        for place in self._changed:
+            entry = self._seen[place]
+            if entry is None:
+                erasures.append(place)
+            else:
+                writes.append((*place[:2], *_entry_row(entry)))
+        if erasures:
+            self._writer.executemany(_ERASE, erasures)
+        if writes:
+            self._writer.executemany(_WRITE, writes)
+        if self._log:
+            self._writer.executemany(_LOG, self._log)
+        for namespace in self.changed:
+            self.tallies[namespace].save(self._writer)
+
+    def _tally(self, namespace: str) -> _Tally:
+        found = self.tallies.get(namespace)
+        if found is None:
+            found = self.tallies[namespace] = _Tally.load(self._writer, namespace)
+            self.first_revisions[namespace] = found.revision
+        return found
+
+    def _find(self, namespace: str, family: Family, key: str) -> Entry | None:
+        place = (namespace, family, key)
+        if place in self._seen:
+            return self._seen[place]
+        row = self._writer.execute(_READ, place).fetchone()
+        found = self._seen[place] = None if row is None else _entry(row)
+        return found
+
+    def _apply(self, tally: _Tally, change: Change) -> None:
+        place = (tally.namespace, change.family, change.key)
+        before, after = self._seen[place], change.after
+        size_bytes = change.entry.weight_bytes
+        if change.family == "data":
+            tally.keys += (after is not None) - (before is not None)
+            tally.size_bytes += (size_bytes if after is not None else 0) - (
+                before.weight_bytes if before is not None else 0
+            )
+        tally.revision = change.revision
+        tally.log_changes += 1
+        tally.log_bytes += size_bytes
+        self._put(place, after)
+        self._log.append((tally.namespace, size_bytes, *_change_row(change)))
+
+    def _put(self, place: tuple[str, Family, str], entry: Entry | None) -> None:
+        self._seen[place] = entry
+        self._changed.add(place)
+
+
+# Rows -------------------------------------------------------------------------
+
+_json_text = msgspec.json.encode
+_split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
+    return Entry(
+        key.decode(),
+        value if kind == b"json" else _stored(kind, value),
+        version,
+        revision,
+        created_revision,
+        created_ms,
+        updated_ms,
+        expires_ms,
+        meta,
+    )
+
+
+def _entry_row(entry: Entry) -> tuple[Any, ...]:
+    kind, value = _columns(entry.stored)
+    return (
+        entry.key,
+        kind,
+        value,
+        entry.version,
+        entry.revision,
+        entry.created_revision,
+        entry.created_ms,
+        entry.updated_ms,
+        entry.expires_ms,
+        None if entry.meta_json is None else entry.meta_json.decode(),
+    )
+
+
+def _change(row: Sequence[Any]) -> Change:
+    op, revision, last_revision, at_ms, cause, family, *entry = row
+    cause = None if cause is None else cause.decode()
+    return Change(op.decode(), _entry(entry), revision, last_revision, at_ms, cause, family.decode())
+
+
+def _change_row(change: Change) -> tuple[Any, ...]:
+    # A touch did not write the value, so the log does not repeat it.
+    entry = change.entry.without_value() if change.op == "touch" else change.entry
+    head = (change.op, change.revision, change.commit, change.at_ms, change.cause, change.family)
+    return (*head, *_entry_row(entry))
+
+
+def _columns(stored: Stored | None) -> tuple[str | None, str | bytes | None]:
+    """A stored value as its kind and what an operator reads: JSON as text, bytes as a blob."""
+    if stored is None:
+        return None, None
+    if not isinstance(stored, bytes):
+        members = (_json_text(name) + b":" + _member(item) for name, item in sorted(stored.items()))
+        return "record", (b"{" + b",".join(members) + b"}").decode()
+    if stored[:1] == b"\0":
+        return "bytes", stored[1:]
+    return "json", stored.decode()
+
+
+def _stored(kind: bytes | None, value: bytes) -> Stored | None:
+    if kind == b"bytes":
+        return b"\0" + value
+    if kind == b"record":
+        return {name: _unmember(bytes(item)) for name, item in _split(value).items()}
+    return None
+
+
+# Inside a record's JSON object a field of raw bytes is {"$text": …} when it is UTF-8 and
+# {"$bytes": base64} when not. A JSON field that looks like that is wrapped in {"$json": …}.
+
+
+def _member(field: bytes) -> bytes:
+    if field[:1] == b"\0":
+        try:
+            return b'{"$text":' + _json_text(field[1:].decode()) + b"}"
+        except UnicodeDecodeError:
+            return b'{"$bytes":"' + b64encode(field[1:]) + b'"}'
+    return b'{"$json":' + field + b"}" if field.startswith(b'{"$') else field
+
+
+def _unmember(text: bytes) -> bytes:
+    if not text.startswith(b'{"$'):
+        return text
+    ((mark, inner),) = _split(text).items()
+    if mark == "$json":
+        return bytes(inner)
+    content: str = codec.decode(bytes(inner))
+    return b"\0" + (content.encode() if mark == "$text" else b64decode(content))
+
+
+def _use_wal(connection: _Connection) -> None:
+    """Switch to WAL. Two processes doing so at once meet a lock that the busy timeout does not wait for."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
+    while True:
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            if mode != b"wal":
+                raise Corrupt("this file cannot use WAL; a network file system is no place for it")
+            return
+
+
+# Connections do not survive a fork: the child must neither use nor close them.
+
+_engines: weakref.WeakSet[SqliteEngine] = weakref.WeakSet()
+_inherited: list[object] = []
+
+
+def _after_fork() -> None:
+    for engine in list(_engines):
+        _inherited.extend(engine._connections)
+        _inherited.append(engine._readers)
+        engine._start()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,258 @@
+"""The watch hub: the hot end of a namespace's log, read once for everybody.
+
+One task follows the log of a watched namespace and keeps its last changes. A watcher is
+only a position in that log. While it keeps up it reads from the hub; when it has fallen
+behind it reads the log itself, from where it stands. So a slow watcher never blocks a
+writer, never makes a queue grow and never misses a change without being told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections import deque
+from typing import Final, Literal
+
+from limpet.clock import Clock
+from limpet.engine import Engine
+from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
+from limpet.keys import Span
+from limpet.model import Change, Event, Feed, Op, Status, Synced
+
+__all__ = ["Hub", "Watch", "event_of"]
+
+TAIL_MAX: Final = 1024
+WAIT_S: Final = 30.0
+RETRY_S: Final = 0.2
+DROP_BEYOND: Final = 64
+
+
+class Hub:
+    """Follows the log of one namespace while anybody watches it."""
+
+    def __init__(self, engine: Engine, namespace: str, clock: Clock) -> None:
+        self.engine = engine
+        self.namespace = namespace
+        self._clock = clock
+        self._tail: list[Change] = []
+        self._floor = self._head = 0
+        self._follower: asyncio.Task[None] | None = None
+        self._watchers = 0
+        self._news: asyncio.Event = asyncio.Event()
+        self._end: LimpetError | None = None
+
+    async def join(self) -> Status:
+        """Start following, for one more watcher. Returns the namespace as it was just before."""
+        self._watchers += 1
+        try:
+            status = await self.engine.status(self.namespace)
+        except BaseException:
+            self.leave()
+            raise
+        if self._follower is None:
+            self._tail, self._floor, self._head = [], status.revision, status.revision
+            self._end = None
+            self._news = asyncio.Event()
+            self._follower = asyncio.get_running_loop().create_task(self._follow(), name="limpet-hub")
+        return status
+
+    def leave(self) -> None:
+        """One watcher less; the last one stops the following."""
+        self._watchers -= 1
+        if self._watchers == 0 and self._follower is not None:
+            self._follower.cancel()
+            self._follower = None
+
+    async def changes(self, after: int, span: Span | None) -> Feed:
+        """What came after a revision; waits until there is something. Other families come with no span."""
+        while True:
+            if self._end is not None:
+                raise self._end
+            if after < self._floor:
+                return await self.engine.changes(self.namespace, after, span=span)
+            if after < self._head:
+                fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
+                if span is not None:
+                    fresh = [change for change in fresh if change.family == "data" and change.key in span]
+                return Feed(fresh, self._head)
+            await self._news.wait()
+
+    async def close(self) -> None:
+        """Wake all watchers and let them end."""
+        self._finish(Closed())
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                feed = await self.engine.changes(self.namespace, self._head, wait_s=WAIT_S)
+            except TransientError:
+                await self._clock.sleep(RETRY_S)
+                continue
+            except LimpetError as error:
+                self._finish(error)
+                return
+            self._tail.extend(feed.changes)
+            if len(self._tail) > 2 * TAIL_MAX:
+                self._floor = self._tail[-TAIL_MAX - 1].revision
+                del self._tail[:-TAIL_MAX]
+            if feed.head > self._head:
+                self._head = feed.head
+                self._ring()
+
+    def _ring(self) -> None:
+        # Those who wait hold the old bell; whoever comes later waits for the next.
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def _finish(self, error: LimpetError) -> None:
+        self._end = error
+        self._follower = self._follower if isinstance(error, Closed) else None
+        self._ring()
+
+
+class Watch:
+    """Changes as they happen: an async iterator of events.
+
+    It begins when it is entered with ``async with`` or first asked for an event. Closing the
+    store ends it; `aclose` ends it alone.
+
+    Attributes:
+        dropped: How many events were dropped, with ``overflow="drop"``.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        span: Span,
+        *,
+        after: str | int | None,
+        initial: bool,
+        overflow: Literal["resume", "drop"],
+    ) -> None:
+        if initial and after is not None:
+            raise InvalidValue("a watch starts from a position or with what there is (initial=True), not both")
+        if overflow not in ("resume", "drop"):
+            raise InvalidValue(f"overflow is 'resume' or 'drop', not {overflow!r}")
+        self.dropped = 0
+        self._hub = hub
+        self._span = span
+        self._after = after
+        self._initial = initial
+        self._overflow = overflow
+        self._cursor = 0
+        self._prefix = ""
+        self._ready: deque[Event] = deque()
+        # Revisions of entries that the initial scan found newer than its starting point.
+        self._known: dict[str, int] = {}
+        self._scan_from: str | None = None
+        self._state: Literal["new", "scanning", "following", "ended"] = "new"
+
+    async def __aenter__(self) -> Watch:
+        if self._state == "new":
+            await self._start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Watch:
+        return self
+
+    async def __anext__(self) -> Event:
+        if self._state == "new":
+            await self._start()
+        while not self._ready:
+            if self._state == "ended":
+                raise StopAsyncIteration
+            try:
+                if self._state == "scanning":
+                    await self._scan()
+                else:
+                    await self._follow()
+            except TransientError:
+                await asyncio.sleep(RETRY_S)
+            except Closed:
+                await self.aclose()
+            except BaseException as error:
+                if isinstance(error, LimpetError):
+                    await self.aclose()
+                raise
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """End this watch."""
+        if self._state in ("scanning", "following"):
+            self._hub.leave()
+        self._state = "ended"
+
+    async def _start(self) -> None:
+        # The position is taken before the scan. The other way round, a change made in
+        # between would be in neither.
+        status = await self._hub.join()
+        self._prefix = position_prefix(status, self._hub.namespace)
+        self._state = "following"
+        try:
+            self._cursor = status.revision if self._after is None else _revision_of(self._after, status, self._prefix)
+        except LimpetError:
+            await self.aclose()
+            raise
+        if self._initial:
+            self._state, self._scan_from = "scanning", self._span.start
+
+    async def _scan(self) -> None:
+        assert self._scan_from is not None
+        found = await self._hub.engine.scan(self._hub.namespace, Span(self._scan_from, self._span.stop))
+        for entry in found.entries:
+            if entry.revision > self._cursor:
+                self._known[entry.key] = entry.revision
+            self._ready.append(Event("put", entry.key, entry, entry.revision, entry.revision, None))
+        if found.cursor is None:
+            self._ready.append(Synced("synced", "", None, self._cursor, self._cursor, self._prefix + str(self._cursor)))
+            self._state = "following"
+        else:
+            self._scan_from = found.cursor + "\0"
+
+    async def _follow(self) -> None:
+        feed = await self._hub.changes(self._cursor, self._span)
+        fresh = [change for change in feed.changes if change.revision > self._known.get(change.key, 0)]
+        if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
+            self.dropped += len(fresh) - DROP_BEYOND
+            fresh = fresh[-DROP_BEYOND:]
+        self._ready.extend(event_of(change, self._prefix) for change in fresh)
+        self._cursor = feed.head
+
+
+_WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")
+
+
+def event_of(change: Change, prefix: str) -> Event:
+    """A change as its watchers see it."""
+    entry = change.entry if change.op in _WITH_VALUE or change.entry.stored is None else change.entry.without_value()
+    return Event(
+        change.op, change.key, entry, change.revision, change.commit, prefix + str(change.revision), change.cause
+    )
+
+
+def position_prefix(status: Status, namespace: str) -> str:
+    """What all positions of this namespace, in this epoch of this place, start with."""
+    return f"{status.store_id}:{namespace}:{status.epoch}:"
+
+
+def _revision_of(after: str | int, status: Status, prefix: str) -> int:
+    """The revision of a position. A foreign one is told apart, never followed into silence."""
+    if isinstance(after, bool) or not isinstance(after, str | int):
+        raise InvalidValue(f"watch after a position or a revision, not a {type(after).__name__}")
+    if isinstance(after, str):
+        number = after.removeprefix(prefix)
+        if number == after or not number.isdecimal():
+            raise Compacted("the position belongs to another store, namespace or epoch")
+        after = int(number)
+    if after < status.floor:
+        raise Compacted(f"revision {after} was trimmed, the log starts after {status.floor}", oldest=status.floor)
+    if after > status.revision:
+        raise Compacted(f"revision {after} lies ahead of this store, which is at {status.revision}")
+    return after

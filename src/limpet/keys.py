@@ -1,0 +1,86 @@
+"""The grammar of names, and the limits at the door.
+
+A key is 1 to 1024 bytes of UTF-8 without U+0000. No other character has meaning, and
+nothing is normalised. Order is code-point order, which is UTF-8 byte order, so a prefix
+is a half-open range and never a pattern for an engine to interpret.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+from limpet.errors import InvalidKey, InvalidNamespace
+
+KEY_BYTES_MAX: Final = 1024
+META_BYTES_MAX: Final = 8_192
+VALUE_BYTES_MAX: Final = 1_000_000
+BATCH_BYTES_MAX: Final = 4_000_000
+BATCH_WRITES_MAX: Final = 128
+BATCH_GUARDS_MAX: Final = 16
+PAGE_MAX: Final = 10_000
+
+_NAMESPACE = re.compile(r"[a-z0-9_-]{1,100}\Z")
+_LAST_CODE_POINT: Final = "\U0010ffff"
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The keys from ``start`` up to, not including, ``stop``. None means no upper end."""
+
+    start: str
+    stop: str | None
+
+    def __contains__(self, key: str) -> bool:
+        return self.start <= key and (self.stop is None or key < self.stop)
+
+
+def check_namespace(name: object) -> str:
+    """Return the namespace, or raise `InvalidNamespace`."""
+    if not isinstance(name, str) or not _NAMESPACE.match(name):
+        raise InvalidNamespace(name)
+    return name
+
+
+def check_key(key: object) -> str:
+    """Return the key, or raise `InvalidKey` saying what is wrong with it."""
+    # Almost every key takes this line: for ASCII text the length is the byte length.
+    if type(key) is str and key.isascii() and 0 < len(key) <= KEY_BYTES_MAX and "\0" not in key:
+        return key
+    if not isinstance(key, str):
+        raise InvalidKey(key, "a key is a str")
+    if not key:
+        raise InvalidKey(key, "it is empty")
+    if "\0" in key:
+        raise InvalidKey(key, f"U+0000 at position {key.index(chr(0))}")
+    try:
+        size_bytes = len(key.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidKey(key, f"lone surrogate at position {error.start}") from None
+    if size_bytes > KEY_BYTES_MAX:
+        raise InvalidKey(key, f"it is {size_bytes:,} bytes, limit {KEY_BYTES_MAX:,}")
+    return str(key)
+
+
+def prefix_span(prefix: str) -> Span:
+    """The span of all keys that start with the prefix. The empty prefix is every key."""
+    if prefix == "":
+        return Span("", None)
+    check_key(prefix)
+    # Nothing sorts after U+10FFFF, so a run of them at the end cannot be raised.
+    head = prefix.rstrip(_LAST_CODE_POINT)
+    if not head:
+        return Span(prefix, None)
+    following = ord(head[-1]) + 1
+    if 0xD800 <= following <= 0xDFFF:
+        following = 0xE000
+    return Span(prefix, head[:-1] + chr(following))
+
+
+def pattern_span(pattern: str) -> Span:
+    """The span of a watch pattern: ``*``, ``something*``, or one exact key."""
+    if pattern.endswith("*"):
+        return prefix_span(pattern[:-1])
+    # No key contains U+0000, so nothing but the key itself lies in between.
+    return Span(check_key(pattern), pattern + "\0")

@@ -1,0 +1,557 @@
+"""The nouns: what is stored, what is asked, what happened.
+
+Everything here is a frozen value, compared by content and safe to share. Nothing here
+waits, logs or tells the time. Values are msgspec structs, which are built in C: an entry
+costs a tenth of a frozen dataclass, and entries are made on every read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from enum import Enum
+from typing import Any, Final, Literal
+
+import msgspec
+
+from limpet import codec
+from limpet.clock import datetime_of
+from limpet.codec import Kind, Stored
+from limpet.errors import InvalidValue
+
+__all__ = [
+    "ABSENT",
+    "ANY",
+    "KEEP",
+    "PRESENT",
+    "Add",
+    "Batch",
+    "Change",
+    "Commit",
+    "Condition",
+    "Delete",
+    "Entry",
+    "Equals",
+    "Event",
+    "Expire",
+    "Family",
+    "Feed",
+    "FieldEquals",
+    "Filter",
+    "Guard",
+    "HeldBy",
+    "Mark",
+    "Op",
+    "Patch",
+    "Put",
+    "Refusal",
+    "Revision",
+    "Slice",
+    "Status",
+    "Synced",
+    "Test",
+    "Touch",
+    "Traits",
+    "Version",
+    "Window",
+    "Write",
+    "live",
+]
+
+Family = Literal["data", "lock", "receipt"]
+"""The parts of a namespace. They share its revisions, its log and its commits."""
+
+Op = Literal["put", "patch", "touch", "delete", "expire"]
+"""What a change did to its key."""
+
+
+class Mark(Enum):
+    """Words that stand where a value could."""
+
+    ABSENT = "ABSENT"
+    PRESENT = "PRESENT"
+    KEEP = "KEEP"
+    ANY = "ANY"
+
+    def __repr__(self) -> str:
+        return f"limpet.{self.value}"
+
+
+ABSENT: Final = Mark.ABSENT
+"""No such key, or no such field."""
+PRESENT: Final = Mark.PRESENT
+"""The key exists, whatever it holds."""
+KEEP: Final = Mark.KEEP
+"""Leave the time to live, or the meta, as it is."""
+ANY: Final = Mark.ANY
+"""No expectation: the default of ``expect``."""
+
+Keep = Literal[Mark.KEEP]
+
+
+# What is stored ---------------------------------------------------------------
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What is stored under a key.
+
+    Attributes:
+        key: The key.
+        version: Counts the writes of this key since it was created: 1, 2, 3 …
+        revision: Orders the changes of the namespace. Never reused, so it is the token to compare.
+        created_revision: The revision that created this incarnation of the key.
+        stored: The encoded value; None where an event carries an entry without its value.
+    """
+
+    key: str
+    stored: Stored | None
+    version: int
+    revision: int
+    created_revision: int
+    created_ms: int
+    updated_ms: int
+    expires_ms: int | None = None
+    meta_json: bytes | None = None
+
+    @property
+    def value(self) -> Any:
+        """The value, decoded afresh: changing it changes nothing else."""
+        return None if self.stored is None else codec.decode(self.stored)
+
+    @property
+    def kind(self) -> Kind | None:
+        """``"json"``, ``"bytes"`` or ``"record"``."""
+        return None if self.stored is None else codec.kind_of(self.stored)
+
+    @property
+    def size_bytes(self) -> int:
+        """What the value counts against the limits."""
+        return 0 if self.stored is None else codec.size_bytes(self.stored)
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the entry counts in totals: its key and its value."""
+        return len(self.key.encode()) + self.size_bytes
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """What the writer put beside the value. Empty when nothing."""
+        return {} if self.meta_json is None else codec.decode(self.meta_json)
+
+    @property
+    def created_at(self) -> datetime:
+        """When this incarnation of the key began, UTC."""
+        return datetime_of(self.created_ms)
+
+    @property
+    def updated_at(self) -> datetime:
+        """When the value was last written, UTC."""
+        return datetime_of(self.updated_ms)
+
+    @property
+    def expires_at(self) -> datetime | None:
+        """From when on the entry counts as absent, UTC. None means never."""
+        return None if self.expires_ms is None else datetime_of(self.expires_ms)
+
+    def without_value(self) -> Entry:
+        """The same entry, its value left out."""
+        return msgspec.structs.replace(self, stored=None)
+
+    def __repr__(self) -> str:
+        # A repr ends up in logs, and a value may be a secret.
+        return f"Entry({self.key!r}, version={self.version}, revision={self.revision})"
+
+
+def live(entry: Entry | None, now_ms: int) -> Entry | None:
+    """The entry if it still counts: expired is the same as absent."""
+    if entry is None or entry.expires_ms is None:
+        return entry
+    return entry if now_ms < entry.expires_ms else None
+
+
+# What is asked: guards --------------------------------------------------------
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Expect this version of the key. Restarts at 1 when a key is created again."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"version {self.number}"
+
+
+class Revision(msgspec.Struct, frozen=True):
+    """Expect the entry of this revision. Safe across delete and recreation."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"revision {self.number}"
+
+
+class Equals(msgspec.Struct, frozen=True):
+    """Expect exactly this value. Build it with `limpet.equals`."""
+
+    stored: Stored
+
+    def __str__(self) -> str:
+        return "a certain value"
+
+
+class FieldEquals(msgspec.Struct, frozen=True):
+    """Expect this field to hold this value, or not to exist."""
+
+    name: str
+    stored: bytes | Literal[Mark.ABSENT]
+
+    def __str__(self) -> str:
+        return (
+            f"field {self.name!r} to be absent" if self.stored is ABSENT else f"a certain value in field {self.name!r}"
+        )
+
+
+class HeldBy(msgspec.Struct, frozen=True):
+    """Expect the lock to be held under this fencing token: the revision that acquired it."""
+
+    token: int
+
+    def __str__(self) -> str:
+        return f"token {self.token}"
+
+
+Condition = Literal[Mark.ABSENT, Mark.PRESENT] | Version | Revision | Equals | FieldEquals | HeldBy
+
+
+class Guard(msgspec.Struct, frozen=True):
+    """A condition on a key, checked in the same commit as the writes it protects."""
+
+    key: str
+    condition: Condition
+    family: Family = "data"
+
+
+# What is asked: writes --------------------------------------------------------
+
+
+class Put(msgspec.Struct, frozen=True):
+    """Replace the whole value."""
+
+    key: str
+    stored: Stored
+    ttl_ms: int | Keep | None = None
+    meta_json: bytes | Keep | None = None
+    family: Family = "data"
+
+
+class Add(msgspec.Struct, frozen=True):
+    """Add to an integer. A missing key counts as zero."""
+
+    key: str
+    by: int
+    ttl_ms: int | Keep | None = KEEP
+    meta_json: bytes | Keep | None = KEEP
+    family: Family = "data"
+
+
+class Patch(msgspec.Struct, frozen=True):
+    """Write and clear single fields of a record, leaving the others as they are."""
+
+    key: str
+    fields: Mapping[str, bytes]
+    unset: tuple[str, ...] = ()
+    if_exists: bool = False
+    ttl_ms: int | Keep | None = KEEP
+    meta_json: bytes | Keep | None = KEEP
+    family: Family = "data"
+
+
+class Touch(msgspec.Struct, frozen=True):
+    """Change only when the entry expires. None means never."""
+
+    key: str
+    ttl_ms: int | None
+    family: Family = "data"
+
+
+class Delete(msgspec.Struct, frozen=True):
+    """End the entry. With ``take``, the commit returns what it held."""
+
+    key: str
+    take: bool = False
+    family: Family = "data"
+
+
+class Expire(msgspec.Struct, frozen=True):
+    """End the entry of this revision if its time has come; otherwise do nothing."""
+
+    key: str
+    revision: int
+    family: Family = "data"
+
+
+Write = Put | Add | Patch | Touch | Delete | Expire
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Guards and writes that happen together or not at all.
+
+    Attributes:
+        request_id: Names this request in the log. A retry carries the same.
+        digest: What was asked, as a hash. Given only when a receipt is to be kept.
+        receipt_ms: How long to keep the receipt. None means none is written.
+        retry_since: Set on a retry whose first attempt may have been applied: look for
+            the request id in the log after this revision before doing anything.
+    """
+
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...]
+    request_id: str
+    digest: bytes = b""
+    receipt_ms: int | None = None
+    retry_since: int | None = None
+    value_bytes_max: int = 1_000_000
+
+
+# What happened ----------------------------------------------------------------
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What happened to one key.
+
+    ``entry`` is the entry after a put, patch or touch. After a delete or expire it is
+    the entry that ended, with its value only if a `take` asked for it.
+    """
+
+    op: Op
+    entry: Entry
+    revision: int
+    commit: int
+    at_ms: int
+    cause: str | None = None
+    family: Family = "data"
+
+    @property
+    def key(self) -> str:
+        """The key that changed."""
+        return self.entry.key
+
+    @property
+    def after(self) -> Entry | None:
+        """What the map holds after the change."""
+        return None if self.op in ("delete", "expire") else self.entry
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """An accepted batch.
+
+    Attributes:
+        revision: The last revision of the commit; where nothing changed, the namespace's own.
+        entries: For each write, in order, the entry after it; None where none is left.
+        ended: For each write, in order, the entry that a delete ended; None otherwise.
+        at_ms: The engine's time of the commit.
+        replayed: Whether this answers a retry of a request that was applied before.
+    """
+
+    revision: int
+    entries: tuple[Entry | None, ...]
+    ended: tuple[Entry | None, ...]
+    at_ms: int
+    replayed: bool = False
+
+
+Reason = Literal["guard", "stale_request", "type", "size", "overflow", "missing"]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A refused batch: nothing changed. Carries the entry found, so nobody need read again."""
+
+    reason: Reason
+    key: str
+    found: Entry | None
+    at_ms: int
+    guard: Guard | None = None
+    needs: str = ""
+    size_bytes: int = 0
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What a watcher sees.
+
+    Attributes:
+        op: ``put``, ``patch``, ``touch``, ``delete``, ``expire``; ``synced`` for `Synced`.
+        key: The key that changed.
+        entry: The entry after a put, patch or touch; what ended after a delete or expire.
+            Only put and patch carry the value.
+        revision: The change's own revision.
+        commit: The last revision of its batch.
+        position: Where to resume after this event; None for the entries before `Synced`.
+        cause: The request id of the write; None for an expiry.
+    """
+
+    op: Op | Literal["synced"]
+    key: str
+    entry: Entry | None
+    revision: int
+    commit: int
+    position: str | None
+    cause: str | None = None
+
+    @property
+    def value(self) -> Any:
+        """The whole value after a put or patch; None otherwise."""
+        return None if self.entry is None else self.entry.value
+
+
+class Synced(Event, frozen=True):
+    """Everything there was has been delivered; changes follow."""
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """Part of a scan. ``cursor`` is the last key looked at; None when the span is exhausted."""
+
+    entries: list[Entry]
+    cursor: str | None
+
+
+class Feed(msgspec.Struct, frozen=True):
+    """Part of the log. ``head`` is the revision up to which nothing more is to be read."""
+
+    changes: list[Change]
+    head: int
+
+
+class Window(msgspec.Struct, frozen=True):
+    """How much of the log is kept: until any bound is reached, but never younger than ``age_ms_min``."""
+
+    age_ms: int = 86_400_000
+    changes: int = 100_000
+    size_bytes: int = 256_000_000
+    age_ms_min: int = 60_000
+
+    def excess(
+        self, oldest: Iterable[tuple[int, int, int]], *, count: int, size_bytes: int, now_ms: int
+    ) -> tuple[int, int, int]:
+        """How many of the oldest changes are too many, their bytes, and the revision of the last of them.
+
+        ``oldest`` gives revision, time and bytes of changes, oldest first; ``count`` and
+        ``size_bytes`` are those of the whole log.
+        """
+        dropped = freed_bytes = floor = 0
+        for revision, at_ms, weight_bytes in oldest:
+            age_ms = now_ms - at_ms
+            over = count - dropped > self.changes or size_bytes - freed_bytes > self.size_bytes or age_ms > self.age_ms
+            if not over or age_ms < self.age_ms_min:
+                break
+            dropped, freed_bytes, floor = dropped + 1, freed_bytes + weight_bytes, revision
+        return dropped, freed_bytes, floor
+
+
+class Status(msgspec.Struct, frozen=True):
+    """A namespace at a glance.
+
+    Attributes:
+        store_id: Names the place, so that a position of another place is recognised.
+        epoch: Raised when the place may have lost acknowledged writes.
+        revision: The latest revision.
+        floor: Changes up to this revision are no longer in the log.
+        keys: Entries stored, those not yet swept included.
+        size_bytes: Their keys and values together.
+        log_changes: Changes in the log.
+        log_bytes: Their keys and values together.
+        now_ms: The engine's time.
+    """
+
+    store_id: str
+    epoch: int
+    revision: int
+    floor: int
+    keys: int
+    size_bytes: int
+    log_changes: int
+    log_bytes: int
+    now_ms: int
+
+
+Durability = Literal["none", "process", "disk", "quorum"]
+
+
+class Traits(msgspec.Struct, frozen=True):
+    """What this engine is, where engines may differ.
+
+    Attributes:
+        engine: Its name.
+        durability: What an acknowledged write survives: nothing, a killed process, a power cut, a lost machine.
+        log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
+        inline: Whether calls complete in place, without an event loop.
+    """
+
+    engine: str
+    durability: Durability
+    log: Literal["every", "last"]
+    inline: bool
+
+
+# Filters ----------------------------------------------------------------------
+
+Comparison = Literal["eq", "ne", "lt", "le", "gt", "ge", "in", "not_in", "exists"]
+
+_ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+
+
+class Test(msgspec.Struct, frozen=True):
+    """One test of one field. ``operands`` are encoded values."""
+
+    __test__ = False  # Not for pytest to collect.
+
+    name: str
+    comparison: Comparison
+    operands: tuple[bytes, ...] = ()
+
+    def matches(self, stored: Stored) -> bool:
+        """Whether the value passes. Equality is of encodings; order only within one type."""
+        found = codec.member(stored, self.name)
+        match self.comparison:
+            case "exists":
+                return found is not None
+            case "eq" | "in":
+                return found in self.operands
+            case "ne" | "not_in":
+                return found not in self.operands
+            case _:
+                if found is None:
+                    return False
+                left, right = codec.decode(found), codec.decode(self.operands[0])
+                return _comparable(left, right) and _ORDER[self.comparison](left, right)
+
+
+def _comparable(left: object, right: object) -> bool:
+    """Numbers with numbers, str with str, bytes with bytes; nothing else has an order."""
+    if isinstance(left, bool) or isinstance(right, bool):
+        return False
+    return any(isinstance(left, kind) and isinstance(right, kind) for kind in ((int, float), str, bytes))
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Tests that must all pass. Join filters with ``&``."""
+
+    tests: tuple[Test, ...]
+
+    def __and__(self, other: Filter) -> Filter:
+        return Filter(self.tests + other.tests)
+
+    def matches(self, stored: Stored) -> bool:
+        """Whether the value passes every test."""
+        return all(test.matches(stored) for test in self.tests)
+
+    def as_condition(self) -> FieldEquals:
+        """This filter as a guard: one equality of one field."""
+        test = self.tests[0]
+        if len(self.tests) != 1 or test.comparison != "eq":
+            raise InvalidValue("a guard on a field is one equality: limpet.field('state') == 'pending'")
+        return FieldEquals(test.name, test.operands[0])

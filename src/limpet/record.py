@@ -1,0 +1,115 @@
+"""A record: one key whose fields are written one by one, without reading the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
+from limpet.codec import Fields
+from limpet.errors import TypeMismatch
+from limpet.keys import check_key
+from limpet.model import ANY, KEEP, Entry, FieldEquals, Mark, Refusal
+
+if TYPE_CHECKING:
+    from limpet.store import Store
+
+__all__ = ["Record"]
+
+
+class Record:
+    """A handle on a key that holds a record."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self._store = store
+        self.key = check_key(key)
+
+    async def entry(self) -> Entry | None:
+        """The record with its version, revision and times; None when there is none."""
+        entry = await self._store.entry(self.key)
+        if entry is not None and entry.kind != "record":
+            raise TypeMismatch(self.key, expected="a record", found="a plain value")
+        return entry
+
+    async def fields(self) -> Fields | None:
+        """All fields; None when there is no such record."""
+        entry = await self.entry()
+        return None if entry is None else entry.value
+
+    async def get(self, name: str, default: Any = None) -> Any:
+        """One field, or the default when there is no such record or field."""
+        fields = await self.fields()
+        return default if fields is None else fields.get(check_key(name), default)
+
+    async def put(
+        self,
+        fields: Mapping[str, object],
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Mark.KEEP] = None,
+    ) -> Entry:
+        """Replace the whole record."""
+        return await self._store.put(
+            self.key, Fields(fields), ttl=ttl, expect=expect, fence=fence, request_id=request_id, meta=meta
+        )
+
+    async def set(
+        self,
+        fields: Mapping[str, object] | None = None,
+        /,
+        *,
+        unset: Iterable[str] = (),
+        if_exists: bool = False,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        **more: object,
+    ) -> Entry:
+        """Write and clear single fields. The record is made when there is none, unless ``if_exists``."""
+        draft = self._draft(fence, request_id).set(
+            self.key, {**(fields or {}), **more}, unset=unset, if_exists=if_exists
+        )
+        commit = await draft.commit()
+        entry = commit.entries[0]
+        assert entry is not None
+        return entry
+
+    async def swap(
+        self,
+        name: str,
+        expected: object,
+        new: object,
+        *,
+        set: Mapping[str, object] | None = None,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> bool:
+        """Write a field, and others with it, if it holds what is expected. Of all who try, one wins."""
+        draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)
+        outcome = await draft.attempt()
+        if not isinstance(outcome, Refusal):
+            return True
+        lost = outcome.guard is not None and isinstance(outcome.guard.condition, FieldEquals)
+        if lost and (outcome.found is None or outcome.found.kind == "record"):
+            return False
+        if lost:
+            raise TypeMismatch(self.key, expected="a record", found="a plain value")
+        raise draft.error_of(outcome)
+
+    async def touch(self, ttl: TTL) -> Entry | None:
+        """Change only when the record expires."""
+        return await self._store.touch(self.key, ttl)
+
+    async def delete(self, *, expect: Expectation = ANY, fence: Fencing | Fence | None = None) -> bool:
+        """End the record. False when there was none."""
+        return await self._store.delete(self.key, expect=expect, fence=fence)
+
+    def _draft(self, fence: Fencing | Fence | None, request_id: str | None) -> Draft:
+        draft = self._store.batch(request_id=request_id)
+        return draft if fence is None else draft.fence(fence)
+
+    def __repr__(self) -> str:
+        return f"Record({self.key!r} in {self._store!r})"

@@ -1,0 +1,105 @@
+"""One opened engine, and what the stores of its namespaces share.
+
+A session holds the engine and the clock, runs the sweeper, keeps a hub for each namespace
+that is watched, and retries what will pass. A write whose outcome is unknown is sent again
+under the same request id, so that the engine answers with the first result if there was one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import msgspec
+
+from limpet.clock import Clock
+from limpet.engine import Engine
+from limpet.errors import Ambiguous, Closed, TransientError
+from limpet.hub import Hub
+from limpet.keys import VALUE_BYTES_MAX
+from limpet.model import Batch, Commit, Refusal, Window
+from limpet.sweep import Sweeper
+
+T = TypeVar("T")
+
+ATTEMPTS: Final = 5
+
+
+def pause_s(attempt: int, *, first: float = 0.02, longest: float = 1.0) -> float:
+    """How long to wait after the n-th failed attempt: twice as long each time, with jitter."""
+    return min(longest, first * 2.0 ** (attempt - 1)) * (0.5 + random.random())
+
+
+class Session:
+    """An opened engine with its background work."""
+
+    def __init__(
+        self, engine: Engine, clock: Clock, *, value_bytes_max: int = VALUE_BYTES_MAX, window: Window | None = None
+    ) -> None:
+        self.engine = engine
+        self.clock = clock
+        self.value_bytes_max = value_bytes_max
+        self.sweeper = Sweeper(engine, clock, window or Window())
+        self.closed = False
+        self._hubs: dict[str, Hub] = {}
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """Commit a batch, settling an unknown outcome by asking again under the same request id."""
+        unknown: Ambiguous | None = None
+        for attempt in range(1, ATTEMPTS + 1):
+            self.check_open()
+            try:
+                return await self.engine.commit(namespace, batch)
+            except Ambiguous as error:
+                unknown = error
+                batch = msgspec.structs.replace(batch, retry_since=_earliest(batch.retry_since, error.since))
+            except TransientError:
+                if attempt == ATTEMPTS and unknown is None:
+                    raise
+            if attempt < ATTEMPTS:
+                await self.clock.sleep(pause_s(attempt))
+        assert unknown is not None
+        raise unknown
+
+    async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run a call that changes nothing, again where that can help."""
+        for attempt in range(1, ATTEMPTS):
+            self.check_open()
+            try:
+                return await call()
+            except TransientError:
+                await self.clock.sleep(pause_s(attempt))
+        return await call()
+
+    def hub(self, namespace: str) -> Hub:
+        """The hub of a namespace."""
+        self.check_open()
+        found = self._hubs.get(namespace)
+        if found is None:
+            found = self._hubs[namespace] = Hub(self.engine, namespace, self.clock)
+        return found
+
+    def check_open(self) -> None:
+        """Raise `Closed` when the session has been closed."""
+        if self.closed:
+            raise Closed
+
+    def forget_loop(self) -> None:
+        """Drop what lived on an event loop that is no more, as in a child after a fork."""
+        self._hubs.clear()
+        self.sweeper.forget_loop()
+
+    async def close(self) -> None:
+        """End watches and background work, then let go of the engine. Safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        await self.sweeper.stop()
+        for hub in self._hubs.values():
+            await hub.close()
+        await self.engine.close()
+
+
+def _earliest(known: int | None, since: int) -> int:
+    return since if known is None else min(known, since)

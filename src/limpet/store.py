@@ -1,0 +1,440 @@
+"""The store: one namespace of an opened engine, and every verb on it.
+
+Each verb drafts a batch or asks the engine, waits for nothing but the engine and the
+clock, and returns. What a write does is decided in `limpet.transition`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import msgspec
+
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
+from limpet.clock import Clock, SystemClock
+from limpet.engine import open_engine
+from limpet.errors import Compacted, Conflict, Contention, InvalidValue
+from limpet.hub import Watch, event_of, position_prefix
+from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, pattern_span, prefix_span
+from limpet.lock import Lock, LockInfo, lock_info
+from limpet.model import ABSENT, ANY, KEEP, Commit, Entry, Event, Filter, Mark, Status, Traits, Window
+from limpet.record import Record
+from limpet.session import Session, pause_s
+from limpet.transition import read_receipt
+
+__all__ = ["Opening", "Page", "Store", "open"]
+
+SCAN_PAGE: Final = 500
+UPDATE_ATTEMPTS: Final = 64
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some keys, in order. When ``truncated``, pass ``cursor`` as ``after`` to go on."""
+
+    keys: list[str]
+    truncated: bool
+    cursor: str | None
+
+    @property
+    def count(self) -> int:
+        """How many keys are on this page."""
+        return len(self.keys)
+
+
+class Store:
+    """One namespace. Get one from `limpet.open`, others of the same engine from `namespace`."""
+
+    def __init__(self, session: Session, name: str) -> None:
+        self.name = check_namespace(name)
+        self._session = session
+        session.sweeper.watch_over(name)
+
+    @property
+    def traits(self) -> Traits:
+        """What this engine promises where engines differ."""
+        return self._session.engine.traits
+
+    def namespace(self, name: str) -> Store:
+        """Another namespace of the same engine. It is closed together with this one."""
+        return Store(self._session, name)
+
+    # Reading ------------------------------------------------------------------
+
+    async def get(self, key: str, default: Any = None) -> Any:
+        """The value under a key, or the default when there is none."""
+        entry = await self.entry(key)
+        return default if entry is None else entry.value
+
+    async def entry(self, key: str) -> Entry | None:
+        """The value with its version, revision, times and meta; None when there is none."""
+        keys = (check_key(key),)
+        return (await self._session.retrying(lambda: self._session.engine.read(self.name, keys)))[0]
+
+    async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
+        """A page of keys that start with the prefix, in code-point order."""
+        if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
+            raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} keys")
+        found: list[str] = []
+        span: Span | None = _span_after(prefix_span(prefix), after)
+        while span is not None and len(found) < limit:
+            part = await self._slice(span, values=False, limit=limit - len(found))
+            found += [entry.key for entry in part.entries]
+            span = None if part.cursor is None else _span_after(span, part.cursor)
+        return Page(found, span is not None, found[-1] if span is not None else None)
+
+    async def scan(
+        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+    ) -> AsyncIterator[Entry]:
+        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidValue("a scan is limited to one entry or more")
+        if where is not None and not isinstance(where, Filter):
+            raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
+        span: Span | None = _span_after(prefix_span(prefix), after)
+        left = limit
+        while span is not None and left != 0:
+            part = await self._slice(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
+            for entry in part.entries:
+                yield entry
+            left = None if left is None else left - len(part.entries)
+            span = None if part.cursor is None else _span_after(span, part.cursor)
+
+    async def _slice(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> Any:
+        engine = self._session.engine
+        return await self._session.retrying(
+            lambda: engine.scan(self.name, span, where=where, values=values, limit=limit)
+        )
+
+    # Writing ------------------------------------------------------------------
+
+    async def put(
+        self,
+        key: str,
+        value: object,
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Mark.KEEP] = None,
+    ) -> Entry:
+        """Replace the whole value under a key.
+
+        Args:
+            key: The key.
+            value: Any JSON value, raw bytes, or `Fields` for a record.
+            ttl: Seconds until it expires; None for never, KEEP to leave it as it is.
+            expect: What the key must be for the write to happen: an entry read before, a version, ABSENT …
+            fence: A lock that must still be held.
+            request_id: Makes the call safe to repeat for ten minutes, across crashes.
+            meta: A small JSON object beside the value.
+
+        Raises:
+            Conflict: The key is not as expected.
+            LockLost: The fence no longer holds.
+        """
+        draft = self._draft(key, expect, fence, request_id).put(key, value, ttl=ttl, meta=meta)
+        return _only(await draft.commit())
+
+    async def create(
+        self,
+        key: str,
+        value: object,
+        *,
+        ttl: TTL = None,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta = None,
+    ) -> Entry:
+        """Put a value under a key that must not exist. Raises `Conflict` when it does."""
+        return await self.put(key, value, ttl=ttl, expect=ABSENT, fence=fence, request_id=request_id, meta=meta)
+
+    async def update(
+        self,
+        key: str,
+        change: Callable[[Any], Any] | Callable[[Any], Awaitable[Any]],
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Mark.KEEP] = KEEP,
+    ) -> Entry | None:
+        """Change a value by a function of the value found (None when there is none).
+
+        The function, plain or async, runs again only when somebody else wrote in between.
+        Returning ABSENT deletes the key; then the answer is None.
+
+        Raises:
+            Contention: Others kept writing in between.
+        """
+        found = await self.entry(key)
+        for attempt in range(1, UPDATE_ATTEMPTS + 1):
+            value = change(None if found is None else found.value)
+            if inspect.isawaitable(value):
+                value = await value
+            try:
+                if value is not ABSENT:
+                    return await self.put(key, value, ttl=ttl, expect=found, fence=fence, meta=meta)
+                if found is not None:
+                    await self.delete(key, expect=found, fence=fence)
+                return None
+            except Conflict as conflict:
+                found = conflict.current
+            await self._session.clock.sleep(pause_s(attempt, first=0.001, longest=0.05))
+        raise Contention(key, attempts=UPDATE_ATTEMPTS)
+
+    async def add(
+        self,
+        key: str,
+        by: int = 1,
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Mark.KEEP] = KEEP,
+    ) -> int:
+        """Add to a counter, in one step. Returns its new value; a missing key counts as zero."""
+        draft = self._draft(key, expect, fence, request_id).add(key, by, ttl=ttl, meta=meta)
+        number: int = _only(await draft.commit()).value
+        return number
+
+    async def delete(
+        self,
+        key: str,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> bool:
+        """End a key. False when there was none."""
+        commit = await self._draft(key, expect, fence, request_id).delete(key).commit()
+        return commit.ended[0] is not None
+
+    async def take(
+        self,
+        key: str,
+        default: Any = None,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> Any:
+        """Get and delete in one step: of all who try, one gets the value."""
+        commit = await self._draft(key, expect, fence, request_id).take(key).commit()
+        ended = commit.ended[0]
+        return default if ended is None else ended.value
+
+    async def touch(
+        self,
+        key: str,
+        ttl: TTL,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> Entry | None:
+        """Change only when a key expires. None when there is no such key."""
+        commit = await self._draft(key, expect, fence, request_id).touch(key, ttl).commit()
+        return commit.entries[0]
+
+    async def persist(
+        self,
+        key: str,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> Entry | None:
+        """Let a key never expire. None when there is no such key."""
+        return await self.touch(key, None, expect=expect, fence=fence, request_id=request_id)
+
+    def batch(self, *, request_id: str | None = None) -> Draft:
+        """Guards and writes that happen together or not at all."""
+        return Draft(self._session, self.name, request_id)
+
+    def record(self, key: str) -> Record:
+        """A key whose fields are written one by one."""
+        return Record(self, key)
+
+    async def outcome(self, request_id: str) -> Commit | None:
+        """What became of a request that was given an id: its commit, or None when it was not applied.
+
+        The entries that a put left come without their values, which the caller has.
+        """
+        keys = (check_key(request_id),)
+        engine = self._session.engine
+        found = (await self._session.retrying(lambda: engine.read(self.name, keys, family="receipt")))[0]
+        return None if found is None else msgspec.structs.replace(read_receipt(found).commit, replayed=True)
+
+    # Locking ------------------------------------------------------------------
+
+    def lock(
+        self, name: str, *, ttl: float | timedelta, wait: float = 0.0, holder: str | None = None, cancel: bool = True
+    ) -> Lock:
+        """A lease on a name, to be used with ``async with``.
+
+        Args:
+            name: What to lock. Locks and keys never collide.
+            ttl: How long the lease lasts without being renewed.
+            wait: How many seconds to wait for it; 0 raises `LockHeld` at once.
+            holder: Who is shown as its holder; the host and process when not given.
+            cancel: Whether losing the lock cancels the body.
+        """
+        return Lock(self._session, self.name, name, ttl=ttl, wait=wait, holder=holder, cancel=cancel)
+
+    async def locks(self, prefix: str = "") -> list[LockInfo]:
+        """The locks that are held now, with their holders."""
+        engine = self._session.engine
+        status = await self.status()
+        span: Span | None = prefix_span(prefix)
+        found: list[LockInfo] = []
+        while span is not None:
+            part = await engine.scan(self.name, span, family="lock")
+            found += [lock_info(entry, status.now_ms) for entry in part.entries]
+            span = None if part.cursor is None else _span_after(span, part.cursor)
+        return found
+
+    # The log ------------------------------------------------------------------
+
+    def watch(
+        self,
+        pattern: str = "*",
+        *,
+        after: str | int | None = None,
+        initial: bool = False,
+        overflow: Literal["resume", "drop"] = "resume",
+    ) -> Watch:
+        """Changes as they happen, in revision order.
+
+        Args:
+            pattern: ``*`` for all keys, ``config/*`` for what starts so, otherwise one exact key.
+            after: Resume after this position of an event, or after this revision.
+            initial: Deliver what there is first, then one `Synced`, then changes.
+            overflow: ``drop`` skips and counts what a slow watcher cannot take; the default never skips.
+        """
+        return Watch(
+            self._session.hub(self.name), pattern_span(pattern), after=after, initial=initial, overflow=overflow
+        )
+
+    async def history(self, key: str) -> AsyncIterator[Event]:
+        """The changes of a key that are still in the log, oldest first."""
+        span = pattern_span(check_key(key)) if not key.endswith("*") else Span(check_key(key), key + "\0")
+        status = await self.status()
+        prefix, after = position_prefix(status, self.name), status.floor
+        while after < status.revision:
+            try:
+                feed = await self._session.engine.changes(self.name, after, span=span)
+            except Compacted as gone:
+                # Trimmed while we read: what is left starts later.
+                after = gone.oldest if gone.oldest is not None else status.revision
+                continue
+            for change in feed.changes:
+                yield event_of(change, prefix)
+            after = feed.head
+
+    async def status(self) -> Status:
+        """The namespace at a glance."""
+        return await self._session.retrying(lambda: self._session.engine.status(self.name))
+
+    async def sweep(self) -> int:
+        """End what has expired, now. Happens by itself within two seconds."""
+        return await self._session.sweeper.sweep(self.name)
+
+    async def trim(self) -> int:
+        """Drop what the log need not keep, now. Happens by itself."""
+        return await self._session.sweeper.trim(self.name)
+
+    async def close(self) -> None:
+        """End watches and background work and let go of the engine."""
+        await self._session.close()
+
+    def _draft(self, key: str, expect: Expectation, fence: Fencing | Fence | None, request_id: str | None) -> Draft:
+        draft = Draft(self._session, self.name, request_id)
+        if expect is not ANY:
+            draft.expect(key, expect)
+        if fence is not None:
+            draft.fence(fence)
+        return draft
+
+    def __repr__(self) -> str:
+        return f"Store({self.name!r} on {self.traits.engine})"
+
+
+def _only(commit: Commit) -> Entry:
+    entry = commit.entries[0]
+    assert entry is not None
+    return entry
+
+
+def _span_after(span: Span, after: str | None) -> Span:
+    """The rest of a span behind a key. No key contains U+0000, so nothing lies in between."""
+    return span if after is None else Span(max(span.start, check_key(after) + "\0"), span.stop)
+
+
+# Opening ----------------------------------------------------------------------
+
+
+async def open_session(url: str | None, *, clock: Clock | None, max_value_bytes: int, window: Window | None) -> Session:
+    """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
+    if type(max_value_bytes) is not int or max_value_bytes < 1:
+        raise InvalidValue("max_value_bytes is a positive integer")
+    clock = clock or SystemClock()
+    engine = await open_engine(url or os.environ.get("LIMPET_URL") or "sqlite:///limpet.db", clock)
+    return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
+
+
+class Opening:
+    """A store about to be opened: ``async with limpet.open(…) as store`` or ``store = await limpet.open(…)``."""
+
+    def __init__(self, opening: Callable[[], Awaitable[Store]]) -> None:
+        self._opening = opening
+        self._store: Store | None = None
+
+    def __await__(self) -> Generator[Any, None, Store]:
+        return self._opening().__await__()
+
+    async def __aenter__(self) -> Store:
+        self._store = await self._opening()
+        return self._store
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._store is not None:
+            await self._store.close()
+
+
+def open(
+    url: str | None = None,
+    *,
+    namespace: str = "default",
+    clock: Clock | None = None,
+    max_value_bytes: int = VALUE_BYTES_MAX,
+    window: Window | None = None,
+    sweep: bool = True,
+) -> Opening:
+    """Open a namespace of an engine.
+
+    Args:
+        url: ``memory:``, ``memory:name``, ``sqlite:///file.db``; ``LIMPET_URL`` or ``./limpet.db`` when not given.
+        namespace: The keyspace to work in.
+        clock: Where time comes from, for engines that use the host's; a `ManualClock` in tests.
+        max_value_bytes: The largest value that is accepted.
+        window: How much of the log is kept.
+        sweep: Whether this process ends expired entries and trims the log in the background.
+
+    Returns:
+        An `Opening`: use it with ``async with``, or await it and close the store yourself.
+    """
+
+    async def opening() -> Store:
+        check_namespace(namespace)
+        session = await open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window)
+        store = Store(session, namespace)
+        if sweep:
+            session.sweeper.start()
+        return store
+
+    return Opening(opening)

@@ -1,0 +1,94 @@
+"""Expiry, as ordinary commits; and the trimming of the log.
+
+An entry whose time has come is already invisible: reads and guards treat it as
+absent. The sweeper makes that official. It asks the engine which entries are due
+and commits an Expire for each, which the engine grants only if the entry is still
+the one that was due. Watchers and the audit trail see an expiry as they see a delete.
+
+Several sweepers may run at once. One of them wins; the others move on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from limpet.batch import new_request_id
+from limpet.clock import Clock
+from limpet.engine import Engine
+from limpet.errors import BrokenError, LimpetError
+from limpet.keys import BATCH_WRITES_MAX
+from limpet.model import Batch, Commit, Window
+
+log = logging.getLogger("limpet.sweep")
+
+SWEEP_S: Final = 1.0
+TRIM_S: Final = 10.0
+
+
+class Sweeper:
+    """Sweeps the namespaces that this process has opened."""
+
+    def __init__(self, engine: Engine, clock: Clock, window: Window) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._window = window
+        self._namespaces: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def watch_over(self, namespace: str) -> None:
+        """Sweep this namespace from now on."""
+        self._namespaces.add(namespace)
+
+    def start(self) -> None:
+        """Sweep in the background of the running loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="limpet-sweeper")
+
+    async def stop(self) -> None:
+        """End the background work."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def forget_loop(self) -> None:
+        """Drop a background task whose loop is no more."""
+        self._task = None
+
+    async def sweep(self, namespace: str) -> int:
+        """End everything that is due now. Returns how many entries this call ended."""
+        total = 0
+        while due := await self._engine.due(namespace, limit=BATCH_WRITES_MAX):
+            outcome = await self._engine.commit(namespace, Batch((), tuple(due), new_request_id()))
+            ended = sum(entry is not None for entry in outcome.ended) if isinstance(outcome, Commit) else 0
+            total += ended
+            if ended == 0:
+                # Another sweeper was here first, and the next look will show it.
+                break
+        return total
+
+    async def trim(self, namespace: str) -> int:
+        """Drop what the log need not keep. Returns how many changes this call dropped."""
+        total = 0
+        while dropped := await self._engine.trim(namespace, self._window):
+            total += dropped
+        return total
+
+    async def _run(self) -> None:
+        trim_at = self._clock.monotonic() + TRIM_S
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            trims = self._clock.monotonic() >= trim_at
+            if trims:
+                trim_at = self._clock.monotonic() + TRIM_S
+            for namespace in list(self._namespaces):
+                try:
+                    await self.sweep(namespace)
+                    if trims:
+                        await self.trim(namespace)
+                except BrokenError:
+                    return
+                except LimpetError as error:
+                    log.warning("sweep of namespace %s failed and will be tried again: %s", namespace, error)

@@ -1,0 +1,471 @@
+"""The blocking face: the same verbs without await, in any thread.
+
+There is no second implementation. A verb here makes the coroutine of `limpet.store` and runs
+it to its end. Over an engine whose calls complete in place that needs no event loop at all:
+nothing in the coroutine ever suspends, so one `send` runs it in the caller's thread. Other
+engines, and everything that waits for news (watches, locks and their renewal, the sweeper),
+live on one loop in a thread of the store's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
+
+from limpet import hub as _hub
+from limpet import lock as _lock
+from limpet import record as _record
+from limpet import store as _store
+from limpet.batch import TTL, Fence, Fencing, Meta
+from limpet.batch import Draft as _Draft
+from limpet.clock import Clock, has_loop
+from limpet.errors import Conflict
+from limpet.keys import VALUE_BYTES_MAX, check_namespace
+from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
+from limpet.session import Session
+
+__all__ = ["Draft", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MISSING: Final = object()
+
+
+class Runner:
+    """Runs coroutines for callers that cannot await."""
+
+    def __init__(self) -> None:
+        self.inline = False
+        self.background: Callable[[], None] | None = None
+        self.forget_loop()
+
+    def forget_loop(self) -> None:
+        """Start anew, as in a child after a fork: the loop's thread stayed behind."""
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine to its end: in this thread where nothing suspends, else on the loop."""
+        if has_loop():
+            work.close()
+            raise RuntimeError(
+                "a blocking store was called inside a running event loop, which it would stop: "
+                "use limpet.open() and await there, or call it from another thread (asyncio.to_thread)"
+            )
+        if not self.inline:
+            return self.wait(work)
+        if self._loop is None:
+            self._running_loop()
+        try:
+            work.send(None)
+        except StopIteration as done:
+            result: R = done.value
+            return result
+        work.close()
+        raise AssertionError("a call that completes in place has suspended")
+
+    def wait(self, work: Coroutine[Any, Any, R]) -> R:
+        """Run a coroutine on the loop and wait for it."""
+        waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop())
+        try:
+            return waiting.result()
+        except BaseException:
+            # An interrupt reached us, not the work.
+            waiting.cancel()
+            raise
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="limpet-loop", daemon=True)
+                self._thread.start()
+                if self.background is not None:
+                    self._loop.call_soon_threadsafe(self.background)
+            return self._loop
+
+    def start_in_background(self, work: Callable[[], None]) -> None:
+        """Start work on the loop now, and again when the loop is started anew."""
+        self.background = work
+        self._running_loop().call_soon_threadsafe(work)
+
+    def stop(self) -> None:
+        """End the loop and its thread."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            thread, self._thread = self._thread, None
+        if loop is not None and thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+
+
+class _Face:
+    """Something blocking in front of its asynchronous twin."""
+
+    def __init__(self, twin: Any, runner: Runner) -> None:
+        self._twin = twin
+        self._runner = runner
+
+    def __repr__(self) -> str:
+        return f"sync.{self._twin!r}"
+
+
+def mirror(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
+    """The blocking form of an asynchronous method."""
+
+    @functools.wraps(method)
+    def call(self: _Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._runner.run(method(self._twin, *args, **kwargs))
+
+    return call
+
+
+def _iterate(runner: Runner, items: AsyncIterator[R]) -> Iterator[R]:
+    async def advance() -> Any:
+        return await anext(items, _MISSING)
+
+    while (item := runner.run(advance())) is not _MISSING:
+        yield item
+
+
+class Store(_Face):
+    """One namespace, without await. Get one from `limpet.sync.open`."""
+
+    _twin: _store.Store
+
+    get = mirror(_store.Store.get)
+    entry = mirror(_store.Store.entry)
+    keys = mirror(_store.Store.keys)
+    put = mirror(_store.Store.put)
+    create = mirror(_store.Store.create)
+    add = mirror(_store.Store.add)
+    delete = mirror(_store.Store.delete)
+    take = mirror(_store.Store.take)
+    touch = mirror(_store.Store.touch)
+    persist = mirror(_store.Store.persist)
+    outcome = mirror(_store.Store.outcome)
+    locks = mirror(_store.Store.locks)
+    status = mirror(_store.Store.status)
+    sweep = mirror(_store.Store.sweep)
+    trim = mirror(_store.Store.trim)
+
+    @property
+    def name(self) -> str:
+        """The namespace."""
+        return self._twin.name
+
+    @property
+    def traits(self) -> Traits:
+        """What this engine promises where engines differ."""
+        return self._twin.traits
+
+    def namespace(self, name: str) -> Store:
+        """Another namespace of the same engine. It is closed together with this one."""
+        return Store(self._twin.namespace(name), self._runner)
+
+    def update(
+        self,
+        key: str,
+        change: Callable[[Any], Any],
+        *,
+        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Mark.KEEP] = KEEP,
+    ) -> Entry | None:
+        """Change a value by a plain function of the value found; see `limpet.Store.update`."""
+        if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
+            raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
+        return self._runner.run(self._twin.update(key, change, ttl=ttl, fence=fence, meta=meta))
+
+    def scan(
+        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+    ) -> Iterator[Entry]:
+        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
+        return _iterate(self._runner, self._twin.scan(prefix, where=where, limit=limit, after=after))
+
+    def history(self, key: str) -> Iterator[Event]:
+        """The changes of a key that are still in the log, oldest first."""
+        return _iterate(self._runner, self._twin.history(key))
+
+    def watch(
+        self,
+        pattern: str = "*",
+        *,
+        after: str | int | None = None,
+        initial: bool = False,
+        overflow: Literal["resume", "drop"] = "resume",
+    ) -> Watch:
+        """Changes as they happen, in revision order, from now on; see `limpet.Store.watch`."""
+        return Watch(self._twin.watch(pattern, after=after, initial=initial, overflow=overflow), self._runner)
+
+    def lock(self, name: str, *, ttl: float | timedelta, wait: float = 0.0, holder: str | None = None) -> Lock:
+        """A lease on a name, to be used with ``with``. Losing it sets ``lost`` and raises at exit."""
+        return Lock(self._twin.lock(name, ttl=ttl, wait=wait, holder=holder, cancel=False), self._runner)
+
+    def batch(self, *, request_id: str | None = None) -> Draft:
+        """Guards and writes that happen together or not at all."""
+        draft = Draft(self._twin._session, self.name, request_id)
+        draft._runner = self._runner
+        return draft
+
+    def record(self, key: str) -> Record:
+        """A key whose fields are written one by one."""
+        return Record(self._twin.record(key), self._runner)
+
+    def mapping(self, prefix: str = "") -> Mapping:
+        """The keys under a prefix as a dict."""
+        return Mapping(self, prefix)
+
+    def close(self) -> None:
+        """End watches and background work and let go of the engine."""
+        session = self._twin._session
+        if not session.closed:
+            self._runner.wait(session.close())
+            self._runner.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Draft(_Draft):
+    """Guards and writes that will happen together or not at all; `commit` blocks."""
+
+    _runner: Runner
+
+    def commit(self) -> Commit:  # type: ignore[override]
+        """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
+        return self._runner.run(super().commit())
+
+
+class Record(_Face):
+    """A handle on a key that holds a record."""
+
+    _twin: _record.Record
+
+    entry = mirror(_record.Record.entry)
+    fields = mirror(_record.Record.fields)
+    get = mirror(_record.Record.get)
+    put = mirror(_record.Record.put)
+    set = mirror(_record.Record.set)
+    swap = mirror(_record.Record.swap)
+    touch = mirror(_record.Record.touch)
+    delete = mirror(_record.Record.delete)
+
+    @property
+    def key(self) -> str:
+        """The record's key."""
+        return self._twin.key
+
+
+class Watch(_Face):
+    """Changes as they happen: an iterator that blocks until the next one.
+
+    Closing it, or the store, from another thread ends it.
+    """
+
+    _twin: _hub.Watch
+
+    def __init__(self, twin: _hub.Watch, runner: Runner) -> None:
+        super().__init__(twin, runner)
+        runner.wait(twin.__aenter__())
+
+    @property
+    def dropped(self) -> int:
+        """How many events were dropped, with ``overflow="drop"``."""
+        return self._twin.dropped
+
+    def poll(self, timeout: float) -> Event | None:
+        """The next event, or None when there was none in so many seconds."""
+
+        async def next_event() -> Event | None:
+            try:
+                return await asyncio.wait_for(anext(self._twin, None), timeout)
+            except TimeoutError:
+                return None
+
+        return self._runner.wait(next_event())
+
+    def close(self) -> None:
+        """End this watch."""
+        self._runner.wait(self._twin.aclose())
+
+    def __iter__(self) -> Iterator[Event]:
+        return self
+
+    def __next__(self) -> Event:
+        async def next_event() -> Event | None:
+            return await anext(self._twin, None)
+
+        event = self._runner.wait(next_event())
+        if event is None:
+            raise StopIteration
+        return event
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Lock(_Face):
+    """A lease on a name. It renews itself on the store's own loop while a ``with`` body runs."""
+
+    _twin: _lock.Lock
+
+    @property
+    def name(self) -> str:
+        """What is locked."""
+        return self._twin.name
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token while held; None before."""
+        return self._twin.token
+
+    @property
+    def lost(self) -> bool:
+        """Whether the lock was held and then lost."""
+        return self._twin.lost
+
+    @property
+    def fence(self) -> Fence:
+        """The lock's name and token, to fence writes with."""
+        return self._twin.fence
+
+    def check(self) -> None:
+        """Raise `LockLost` when the lock is lost or its time may be over."""
+        self._twin.check()
+
+    def acquire(self) -> Self:
+        """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
+        self._runner.wait(self._twin.acquire())
+        return self
+
+    def refresh(self, ttl: float | timedelta | None = None) -> None:
+        """Extend the lease from now on."""
+        self._runner.wait(self._twin.refresh(ttl))
+
+    def release(self) -> None:
+        """Give the lock back."""
+        self._runner.wait(self._twin.release())
+
+    def __enter__(self) -> Self:
+        self._runner.wait(self._twin.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.wait(self._twin.__aexit__(kind, error, trace))
+
+
+class Mapping(MutableMapping[str, Any]):
+    """The keys under a prefix as a dict. Length and iteration scan; `pop` and `setdefault` are atomic."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        entry = self._store.entry(self._prefix + key)
+        if entry is None:
+            raise KeyError(key)
+        return entry.value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._store.put(self._prefix + key, value)
+
+    def __delitem__(self, key: str) -> None:
+        if not self._store.delete(self._prefix + key):
+            raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self._store.entry(self._prefix + key) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        after: str | None = None
+        while True:
+            page = self._store.keys(self._prefix, after=after)
+            for key in page.keys:
+                yield key.removeprefix(self._prefix)
+            if not page.truncated:
+                return
+            after = page.cursor
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def pop(self, key: str, default: Any = _MISSING) -> Any:
+        """Get and delete in one step."""
+        value = self._store.take(self._prefix + key, _MISSING)
+        if value is not _MISSING:
+            return value
+        if default is _MISSING:
+            raise KeyError(key)
+        return default
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """The value, or the default put there if there is none: one caller's default wins."""
+        try:
+            entry = self._store.put(self._prefix + key, default, expect=ABSENT)
+        except Conflict as conflict:
+            if conflict.current is None:
+                raise
+            entry = conflict.current
+        return entry.value
+
+    def __repr__(self) -> str:
+        return f"Mapping({self._prefix!r} in {self._store!r})"
+
+
+def open(
+    url: str | None = None,
+    *,
+    namespace: str = "default",
+    clock: Clock | None = None,
+    max_value_bytes: int = VALUE_BYTES_MAX,
+    window: Window | None = None,
+    sweep: bool = True,
+) -> Store:
+    """Open a namespace of an engine; see `limpet.open`. Close the store, or use it with ``with``."""
+    check_namespace(namespace)
+    runner = Runner()
+    try:
+        session = runner.wait(_store.open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window))
+    except BaseException:
+        runner.stop()
+        raise
+    runner.inline = session.engine.traits.inline
+    if sweep:
+        runner.start_in_background(session.sweeper.start)
+    _opened[session] = runner
+    return Store(_store.Store(session, namespace), runner)
+
+
+# The loop's thread stays behind in a fork; the child starts its own with its first call.
+
+_opened: weakref.WeakKeyDictionary[Session, Runner] = weakref.WeakKeyDictionary()
+
+
+def _after_fork() -> None:
+    for session, runner in list(_opened.items()):
+        runner.forget_loop()
+        session.forget_loop()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,289 @@
+"""The only code that decides what a write does.
+
+`plan` takes a batch and the state it meets and returns either what the batch makes of
+that state or why it is refused. It is pure: it is told the time and the revision, it
+reads through the function it is given, and it changes nothing. An engine applies the
+plan; an engine whose server decides in its own language is held to it by a test.
+
+Two rules shape the rest. Expired is absent, for every guard and every write. And an
+incarnation that expired gets exactly one ``expire`` change: the sweeper's, or, if a write
+recreates the key first, the one that this write puts before its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from limpet import codec
+from limpet.codec import Stored
+from limpet.model import (
+    ABSENT,
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Change,
+    Commit,
+    Condition,
+    Delete,
+    Entry,
+    Equals,
+    Family,
+    FieldEquals,
+    HeldBy,
+    Op,
+    Patch,
+    Put,
+    Reason,
+    Refusal,
+    Revision,
+    Touch,
+    Version,
+    live,
+)
+
+__all__ = ["Find", "Plan", "Receipt", "plan", "read_receipt", "recall"]
+
+Find = Callable[[Family, str], Entry | None]
+"""Reads the map: the entry stored under a key of a family, expired or not."""
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What an accepted batch makes of the state: changes to apply and to log, and a receipt to keep."""
+
+    commit: Commit
+    changes: tuple[Change, ...]
+    receipt: Entry | None = None
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What is remembered of a request: its hash and its result."""
+
+    digest: bytes
+    commit: Commit
+
+
+class _Refused(Exception):
+    """Carries a refusal out of the depths of a write."""
+
+    def __init__(self, reason: Reason, found: Entry | None, needs: str = "", size_bytes: int = 0) -> None:
+        self.reason, self.found, self.needs, self.size_bytes = reason, found, needs, size_bytes
+
+
+def plan(batch: Batch, find: Find, *, now_ms: int, revision: int) -> Plan | Refusal:
+    """Decide what a batch does to the state that `find` shows, at this time, after this revision."""
+    if batch.receipt_ms is not None:
+        receipt = live(find("receipt", batch.request_id), now_ms)
+        if receipt is not None:
+            return _answer(batch, receipt, now_ms)
+    for guard in batch.guards:
+        found = live(find(guard.family, guard.key), now_ms)
+        if not _holds(guard.condition, found):
+            return Refusal("guard", guard.key, found, now_ms, guard=guard)
+
+    made: list[tuple[Op, Entry, Family]] = []
+    entries: list[Entry | None] = []
+    ended: list[Entry | None] = []
+    for write in batch.writes:
+        stored = find(write.family, write.key)
+        current = live(stored, now_ms)
+        after = before = None
+        if isinstance(write, Put | Add | Patch):
+            if stored is not None and current is None:
+                made.append(("expire", stored, write.family))
+            try:
+                after = _written(write, current, now_ms, revision + len(made) + 1, batch.value_bytes_max)
+            except _Refused as no:
+                return Refusal(no.reason, write.key, no.found, now_ms, needs=no.needs, size_bytes=no.size_bytes)
+            made.append(("patch" if isinstance(write, Patch) else "put", after, write.family))
+        elif isinstance(write, Touch):
+            if current is not None:
+                after = _touched(write, current, now_ms, revision + len(made) + 1)
+                made.append(("touch", after, write.family))
+        elif isinstance(write, Delete):
+            if current is not None:
+                before = current if write.take else current.without_value()
+                made.append(("delete", before, write.family))
+        elif stored is not None and current is None and stored.revision == write.revision:
+            before = stored.without_value()
+            made.append(("expire", stored, write.family))
+        entries.append(after)
+        ended.append(before)
+
+    # A batch that changes nothing uses no revision; its commit names the latest.
+    commit = Commit(revision + len(made), tuple(entries), tuple(ended), now_ms)
+    return Plan(commit, _logged(made, commit, batch.request_id), _receipt(batch, commit))
+
+
+def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None:
+    """The commit that a batch made earlier, read back from the log; None when it left no trace there."""
+    mine = {(change.family, change.key): change for change in changes if change.cause == batch.request_id}
+    if not mine:
+        return None
+    entries: list[Entry | None] = []
+    ended: list[Entry | None] = []
+    for write in batch.writes:
+        hit = mine.get((write.family, write.key))
+        entries.append(None if hit is None else _with_value(hit, find))
+        ended.append(None if hit is None or hit.after is not None else hit.entry)
+    last = max(mine.values(), key=lambda change: change.revision)
+    return Commit(last.commit, tuple(entries), tuple(ended), last.at_ms, replayed=True)
+
+
+def _with_value(change: Change, find: Find) -> Entry | None:
+    """The entry after a change. A log may hold a touch without the value, which the touch did not move."""
+    after = change.after
+    if after is None or after.stored is not None:
+        return after
+    current = find(change.family, change.key)
+    same = current is not None and (current.created_revision, current.version) == (
+        after.created_revision,
+        after.version,
+    )
+    return msgspec.structs.replace(after, stored=current.stored) if current is not None and same else after
+
+
+def _holds(condition: Condition, found: Entry | None) -> bool:
+    """Whether a guard is met. Every condition but ABSENT fails on a missing key."""
+    if found is None:
+        return condition is ABSENT
+    match condition:
+        case Revision(number):
+            return found.revision == number
+        case Version(number):
+            return found.version == number
+        case HeldBy(token):
+            # Not the revision: the holder's own refresh moves that, and must not break its fence.
+            return found.created_revision == token
+        case Equals(stored):
+            return found.stored == stored
+        case FieldEquals(name, expected):
+            held = codec.member(found.stored, name) if found.stored is not None else None
+            return held is None if expected is ABSENT else held == expected
+        case _:
+            return condition is PRESENT
+
+
+def _written(write: Put | Add | Patch, current: Entry | None, now_ms: int, revision: int, bytes_max: int) -> Entry:
+    """The entry that a value-making write leaves."""
+    match write:
+        case Put(stored=stored):
+            pass
+        case Add():
+            stored = _sum(write, current)
+        case Patch():
+            stored = _patched(write, current, bytes_max)
+    ttl_ms, meta_json = write.ttl_ms, write.meta_json
+    if current is None:
+        return Entry(
+            write.key,
+            stored,
+            1,
+            revision,
+            revision,
+            now_ms,
+            now_ms,
+            None if ttl_ms is None or ttl_ms is KEEP else now_ms + ttl_ms,
+            None if meta_json is KEEP else meta_json,
+        )
+    return Entry(
+        write.key,
+        stored,
+        current.version + 1,
+        revision,
+        current.created_revision,
+        current.created_ms,
+        now_ms,
+        current.expires_ms if ttl_ms is KEEP else None if ttl_ms is None else now_ms + ttl_ms,
+        current.meta_json if meta_json is KEEP else meta_json,
+    )
+
+
+def _sum(write: Add, current: Entry | None) -> bytes:
+    number = 0
+    if current is not None:
+        found = None if current.stored is None else codec.counter(current.stored)
+        if found is None:
+            raise _Refused("type", current, needs="an integer")
+        number = found
+    number += write.by
+    if not codec.INT_MIN <= number <= codec.INT_MAX:
+        raise _Refused("overflow", current)
+    return b"%d" % number
+
+
+def _patched(write: Patch, current: Entry | None, bytes_max: int) -> Stored:
+    if current is None:
+        if write.if_exists:
+            raise _Refused("missing", None)
+        fields: dict[str, bytes] = {}
+    elif current.stored is None or isinstance(current.stored, bytes):
+        raise _Refused("type", current, needs="a record")
+    else:
+        fields = {name: item for name, item in current.stored.items() if name not in write.unset}
+    fields.update(write.fields)
+    size = codec.size_bytes(fields)
+    if size > bytes_max:
+        raise _Refused("size", current, size_bytes=size)
+    return fields
+
+
+def _touched(write: Touch, current: Entry, now_ms: int, revision: int) -> Entry:
+    """Only the time to live and the revision move: the value was not written."""
+    expires_ms = None if write.ttl_ms is None else now_ms + write.ttl_ms
+    return msgspec.structs.replace(current, revision=revision, expires_ms=expires_ms)
+
+
+def _logged(made: list[tuple[Op, Entry, Family]], commit: Commit, request_id: str) -> tuple[Change, ...]:
+    """The changes, each with its own revision. What ended is logged without its value, unless it was taken."""
+    first = commit.revision - len(made) + 1
+    return tuple(
+        Change(
+            op,
+            entry.without_value() if op == "expire" else entry,
+            number,
+            commit.revision,
+            commit.at_ms,
+            None if op == "expire" else request_id,
+            family,
+        )
+        for number, (op, entry, family) in enumerate(made, first)
+    )
+
+
+# Receipts. A put's value is in the request, which a retry repeats, so it is not kept twice.
+
+_encode_receipt = msgspec.msgpack.Encoder().encode
+_decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
+
+
+def _receipt(batch: Batch, commit: Commit) -> Entry | None:
+    if batch.receipt_ms is None:
+        return None
+    entries = tuple(
+        entry.without_value() if entry is not None and isinstance(write, Put) else entry
+        for entry, write in zip(commit.entries, batch.writes, strict=True)
+    )
+    body = _encode_receipt(Receipt(batch.digest, msgspec.structs.replace(commit, entries=entries)))
+    at_ms, revision = commit.at_ms, commit.revision
+    return Entry(batch.request_id, b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + batch.receipt_ms)
+
+
+def read_receipt(entry: Entry) -> Receipt:
+    """What a receipt remembers."""
+    assert isinstance(entry.stored, bytes)
+    return _decode_receipt(entry.stored[1:])
+
+
+def _answer(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
+    """A request id that was seen before: the first result, or a refusal if it is another request."""
+    receipt = read_receipt(entry)
+    if receipt.digest != batch.digest:
+        return Refusal("stale_request", batch.request_id, None, now_ms)
+    entries = tuple(
+        msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
+        for entry, write in zip(receipt.commit.entries, batch.writes, strict=True)
+    )
+    return Plan(msgspec.structs.replace(receipt.commit, entries=entries, replayed=True), ())
