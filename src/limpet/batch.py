@@ -170,7 +170,7 @@ class Draft:
         fence = lock if isinstance(lock, Fence) else lock.fence
         if fence.namespace is not None and fence.namespace != self._namespace:
             raise InvalidValue(
-                f"lock {fence.name!r} is of namespace {fence.namespace!r}, it cannot fence writes in {self._namespace!r}"
+                f"lock {fence.name!r} is of namespace {fence.namespace!r} and cannot fence {self._namespace!r}"
             )
         self._guards.append(Guard(check_key(fence.name), HeldBy(fence.token), "lock"))
         return self
