@@ -483,12 +483,14 @@ class Traits(msgspec.Struct, frozen=True):
         engine: Its name.
         durability: What an acknowledged write survives: nothing, a killed process, a power cut, a lost machine.
         log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
+        clock: Whose time decides about expiry: this ``host``'s, or the ``server``'s.
         inline: Whether calls complete in place, without an event loop.
     """
 
     engine: str
     durability: Durability
     log: Literal["every", "last"]
+    clock: Literal["host", "server"]
     inline: bool
 
 

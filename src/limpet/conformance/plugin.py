@@ -1,1 +1,44 @@
-"""The pytest plugin of the conformance suite."""
+"""What pytest must know before it collects the suite: which engines, and through which faces.
+
+Nothing else is here, because pytest loads this wherever limpet is installed. The fixtures are
+in the suite's own conftest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+ENGINES = ("memory:{unique}?skip_revisions=yes", "sqlite:///{tmp}/state.db")
+FACES = ("async", "sync")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the suite."""
+    group = parser.getgroup("limpet", "Limpet's conformance suite")
+    group.addoption(
+        "--limpet-engine",
+        action="append",
+        metavar="URL",
+        help="Test this engine; may be repeated. {tmp} stands for a new folder and {unique} for a new word, "
+        "made for each test. Default: memory and SQLite.",
+    )
+    group.addoption("--limpet-face", action="append", choices=FACES, help="Test through this face only. Default: both.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the suite's marker known."""
+    config.addinivalue_line("markers", "face(name): a promise of one face alone, 'async' or 'sync'")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test of the suite on every engine, through every face that promises it."""
+    if "target" not in metafunc.fixturenames:
+        return
+    engines = metafunc.config.getoption("--limpet-engine") or ENGINES
+    faces = metafunc.config.getoption("--limpet-face") or FACES
+    only = metafunc.definition.get_closest_marker("face")
+    if only is not None:
+        faces = [face for face in faces if face == only.args[0]]
+    targets = [(engine, face) for engine in engines for face in faces]
+    names = [f"{engine.partition(':')[0]}-{face}" for engine, face in targets]
+    metafunc.parametrize("target", targets, ids=names)

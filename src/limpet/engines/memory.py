@@ -146,7 +146,7 @@ class MemoryEngine:
     """A handle on one memory."""
 
     def __init__(self, place: _Place) -> None:
-        self.traits = Traits(engine="memory", durability="none", log="every", inline=True)
+        self.traits = Traits(engine="memory", durability="none", log="every", clock="host", inline=True)
         self._place = place
         self._budget = Budget()
         self._closed = False

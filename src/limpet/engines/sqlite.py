@@ -42,6 +42,7 @@ from limpet.model import (
     Batch,
     Change,
     Commit,
+    Durability,
     Entry,
     Expire,
     Family,
@@ -126,8 +127,8 @@ class SqliteEngine:
     """A handle on one database file."""
 
     def __init__(self, path: str, synchronous: str, clock: Clock) -> None:
-        durability = "process" if synchronous == "normal" else "disk"
-        self.traits = Traits(engine="sqlite", durability=durability, log="every", inline=True)  # type: ignore[arg-type]
+        durability: Durability = "process" if synchronous == "normal" else "disk"
+        self.traits = Traits(engine="sqlite", durability=durability, log="every", clock="host", inline=True)
         self._path = os.path.abspath(path)
         self._synchronous = synchronous
         self._clock = clock

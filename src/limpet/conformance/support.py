@@ -1,0 +1,165 @@
+"""What the tests of the suite share: the blocking face made awaitable, patience, and failing engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from limpet.engine import Engine
+from limpet.errors import Ambiguous, Unavailable
+from limpet.model import Batch, Commit, Event, Refusal
+from limpet.session import Session
+
+PATIENCE_S = 20.0
+QUIET_S = 0.15
+
+
+class Blocking:
+    """Something of the blocking face behind the names of the asynchronous one.
+
+    Each call runs in a thread, as callers of the blocking face do, so that the very same tests hold both.
+    """
+
+    _PLAIN = frozenset({"name", "traits", "key", "token", "lost", "fence", "dropped"})
+    _AT_ONCE = frozenset({"check"})
+    _MAKES = frozenset({"namespace", "batch", "record", "lock"})
+    _ITERATES = frozenset({"scan", "history"})
+
+    def __init__(self, twin: Any) -> None:
+        self._twin = twin
+
+    def __getattr__(self, name: str) -> Any:
+        # A draft is chained: only its commit waits.
+        chained = hasattr(self._twin, "attempt") and name != "commit"
+        if name in self._PLAIN and not (chained and name == "fence"):
+            return getattr(self._twin, name)
+        if name == "watch":
+            return lambda *args, **options: _BlockingWatch(lambda: self._twin.watch(*args, **options))
+        method = getattr(self._twin, name)
+        if name in self._AT_ONCE:
+            return method
+        if chained or name in self._MAKES:
+            return lambda *args, **options: Blocking(method(*args, **options))
+        if name in self._ITERATES:
+            return lambda *args, **options: _iterate(lambda: method(*args, **options))
+        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+
+    async def __aenter__(self) -> Blocking:
+        await asyncio.to_thread(self._twin.__enter__)
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await asyncio.to_thread(self._twin.__exit__, *error)
+
+    def __repr__(self) -> str:
+        return repr(self._twin)
+
+
+async def _iterate(make: Callable[[], Iterable[Any]]) -> AsyncIterator[Any]:
+    items = await asyncio.to_thread(lambda: iter(make()))
+    end = object()
+    while (item := await asyncio.to_thread(next, items, end)) is not end:
+        yield item
+
+
+class _BlockingWatch:
+    """A blocking watch, asked in a thread. An answer that nobody waited for is kept for the next who asks."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._twin: Any = None
+        self._answer: asyncio.Future[Event | None] | None = None
+
+    @property
+    def dropped(self) -> int:
+        return int(self._twin.dropped)
+
+    async def __aenter__(self) -> _BlockingWatch:
+        if self._twin is None:
+            self._twin = await asyncio.to_thread(self._make)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> _BlockingWatch:
+        return self
+
+    async def __anext__(self) -> Event:
+        await self.__aenter__()
+        if self._answer is None:
+            self._answer = asyncio.ensure_future(asyncio.to_thread(next, self._twin, None))
+        event = await asyncio.shield(self._answer)
+        self._answer = None
+        if event is None:
+            raise StopAsyncIteration
+        return event
+
+    async def aclose(self) -> None:
+        if self._twin is not None:
+            await asyncio.to_thread(self._twin.close)
+
+
+async def next_event(watch: Any) -> Event:
+    """The next event, or a failure after some patience."""
+    event: Event = await asyncio.wait_for(anext(watch), PATIENCE_S)
+    return event
+
+
+async def next_events(watch: Any, count: int) -> list[Event]:
+    """The next so many events."""
+    return [await next_event(watch) for _ in range(count)]
+
+
+async def assert_quiet(watch: Any) -> None:
+    """Fail if the watch delivers anything within a moment."""
+    try:
+        event = await asyncio.wait_for(anext(watch), QUIET_S)
+    except TimeoutError:
+        return
+    raise AssertionError(f"unexpected event {event!r}")
+
+
+def session_of(store: Any) -> Session:
+    """The session behind a store of either face."""
+    while not hasattr(store, "_session"):
+        store = store._twin
+    found: Session = store._session
+    return found
+
+
+class Failing:
+    """An engine in front of another, whose commits fail a given number of times.
+
+    ``before`` fails a commit that then was not applied; ``after`` applies it and loses the answer.
+    """
+
+    def __init__(self, engine: Engine, *, before: int = 0, after: int = 0) -> None:
+        self._engine = engine
+        self.before = before
+        self.after = after
+        self.commits = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        self.commits += 1
+        if self.before > 0:
+            self.before -= 1
+            raise Unavailable("the line is cut, nothing was sent")
+        since = (await self._engine.status(namespace)).revision
+        outcome = await self._engine.commit(namespace, batch)
+        if self.after > 0:
+            self.after -= 1
+            raise Ambiguous("the line is cut, the answer is lost", request_id=batch.request_id, since=since)
+        return outcome
+
+
+def fail(store: Any, *, before: int = 0, after: int = 0) -> Failing:
+    """Put a failing engine under a store."""
+    session = session_of(store)
+    failing = Failing(session.engine, before=before, after=after)
+    session.engine = failing
+    return failing
