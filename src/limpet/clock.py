@@ -103,25 +103,30 @@ class ManualClock:
 
     async def sleep(self, seconds: float) -> None:
         """Wait until the clock has been turned that far."""
-        at_ms = self._now_ms + math.ceil(seconds * 1000)
-        if seconds <= 0:
-            if has_loop():
-                await asyncio.sleep(0)
-        elif has_loop():
+        if not has_loop():
+            if seconds > 0:
+                event = threading.Event()
+                self._join(seconds, event.set)
+                event.wait()
+        elif seconds <= 0:
+            await asyncio.sleep(0)
+        else:
             loop = asyncio.get_running_loop()
             woken = loop.create_future()
-            waking = (at_ms, lambda: _wake(loop, woken))
-            self._sleepers.append(waking)
+            sleeper = self._join(seconds, lambda: _wake(loop, woken))
             try:
                 await woken
             finally:
                 # A cancelled sleeper leaves; one that was woken is gone already.
-                if waking in self._sleepers:
-                    self._sleepers.remove(waking)
-        else:
-            event = threading.Event()
-            self._sleepers.append((at_ms, event.set))
-            event.wait()
+                with self._lock:
+                    if sleeper in self._sleepers:
+                        self._sleepers.remove(sleeper)
+
+    def _join(self, seconds: float, wake: Callable[[], None]) -> tuple[int, Callable[[], None]]:
+        with self._lock:
+            sleeper = (self._now_ms + math.ceil(seconds * 1000), wake)
+            self._sleepers.append(sleeper)
+        return sleeper
 
 
 def _wake(loop: asyncio.AbstractEventLoop, sleeper: asyncio.Future[None]) -> None:

@@ -22,6 +22,7 @@ from limpet.model import Change, Event, Feed, Op, Status, Synced
 __all__ = ["Hub", "Watch", "event_of"]
 
 TAIL_MAX: Final = 1024
+TAIL_BYTES_MAX: Final = 16_000_000
 WAIT_S: Final = 30.0
 RETRY_S: Final = 0.2
 DROP_BEYOND: Final = 64
@@ -33,8 +34,9 @@ class Hub:
     def __init__(self, engine: Engine, namespace: str, clock: Clock) -> None:
         self.engine = engine
         self.namespace = namespace
-        self._clock = clock
+        self.clock = clock
         self._tail: list[Change] = []
+        self._tail_bytes = 0
         self._floor = self._head = 0
         self._follower: asyncio.Task[None] | None = None
         self._watchers = 0
@@ -50,7 +52,8 @@ class Hub:
             self.leave()
             raise
         if self._follower is None:
-            self._tail, self._floor, self._head = [], status.revision, status.revision
+            self._tail, self._tail_bytes = [], 0
+            self._floor = self._head = status.revision
             self._end = None
             self._news = asyncio.Event()
             self._follower = asyncio.get_running_loop().create_task(self._follow(), name="limpet-hub")
@@ -90,18 +93,25 @@ class Hub:
             try:
                 feed = await self.engine.changes(self.namespace, self._head, wait_s=WAIT_S)
             except TransientError:
-                await self._clock.sleep(RETRY_S)
+                await self.clock.sleep(RETRY_S)
                 continue
             except LimpetError as error:
                 self._finish(error)
                 return
             self._tail.extend(feed.changes)
-            if len(self._tail) > 2 * TAIL_MAX:
-                self._floor = self._tail[-TAIL_MAX - 1].revision
-                del self._tail[:-TAIL_MAX]
+            self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
+            if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
+                self._shorten()
             if feed.head > self._head:
                 self._head = feed.head
                 self._ring()
+
+    def _shorten(self) -> None:
+        """Forget the older half; whoever still needs it reads the log."""
+        half = (len(self._tail) + 1) // 2
+        self._floor = self._tail[half - 1].revision
+        self._tail_bytes -= sum(change.entry.size_bytes for change in self._tail[:half])
+        del self._tail[:half]
 
     def _ring(self) -> None:
         # Those who wait hold the old bell; whoever comes later waits for the next.
@@ -174,7 +184,7 @@ class Watch:
                 else:
                     await self._follow()
             except TransientError:
-                await asyncio.sleep(RETRY_S)
+                await self._hub.clock.sleep(RETRY_S)
             except Closed:
                 await self.aclose()
             except BaseException as error:
@@ -224,6 +234,8 @@ class Watch:
             fresh = fresh[-DROP_BEYOND:]
         self._ready.extend(event_of(change, self._prefix) for change in fresh)
         self._cursor = feed.head
+        if self._known and self._cursor >= max(self._known.values()):
+            self._known = {}
 
 
 _WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")

@@ -56,14 +56,10 @@ class Runner:
 
     def run(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine to its end: in this thread where nothing suspends, else on the loop."""
-        if has_loop():
-            work.close()
-            raise RuntimeError(
-                "a blocking store was called inside a running event loop, which it would stop: "
-                "use limpet.open() and await there, or call it from another thread (asyncio.to_thread)"
-            )
         if not self.inline:
             return self.wait(work)
+        if has_loop():
+            raise _would_block(work)
         if self._loop is None:
             self._running_loop()
         try:
@@ -76,6 +72,8 @@ class Runner:
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine on the loop and wait for it."""
+        if has_loop():
+            raise _would_block(work)
         waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop())
         try:
             return waiting.result()
@@ -108,6 +106,14 @@ class Runner:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+def _would_block(work: Coroutine[Any, Any, Any]) -> RuntimeError:
+    work.close()
+    return RuntimeError(
+        "a blocking store was called inside a running event loop, which it would stop: "
+        "use limpet.open() and await there, or call it from another thread (asyncio.to_thread)"
+    )
 
 
 class _Face:

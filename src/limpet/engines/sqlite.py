@@ -26,7 +26,7 @@ import uuid
 import weakref
 from base64 import b64decode, b64encode
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
@@ -63,6 +63,7 @@ T = TypeVar("T")
 GROUP_MAX: Final = 256
 INLINE_ROWS_MAX: Final = 500
 EXAMINED_MAX: Final = 5_000
+SLICE_BYTES_MAX: Final = 4_000_000
 POLL_S: Final = 0.05
 BUSY_TIMEOUT_MS: Final = 5_000
 
@@ -211,7 +212,7 @@ class SqliteEngine:
             await ticket.waiter
         except asyncio.CancelledError:
             # Not begun: it never will. Begun: it will be finished, whoever hears of it.
-            if ticket in self._queue:
+            with contextlib.suppress(ValueError):
                 self._queue.remove(ticket)
             raise
         return ticket.result()
@@ -303,41 +304,49 @@ class SqliteEngine:
             except IndexError:  # A waiter was cancelled between the look and the take.
                 break
         try:
-            self._commit_group(group)
+            outcomes = self._commit_group(group)
         except Exception as error:
-            for ticket in group:
-                ticket.outcome = error
-        _answer(group)
+            outcomes = [error] * len(group)
+        except BaseException:
+            # An interrupt of this thread is not the others' fault: they ask again.
+            self._abandon()
+            outcomes = [self._unknown(ticket, 0, "the commit was interrupted") for ticket in group]
+            raise
+        finally:
+            # Not before now: whoever sees an outcome takes it as durable.
+            for ticket, outcome in zip(group, outcomes, strict=True):
+                ticket.outcome = outcome
+            _answer(group)
 
-    def _commit_group(self, group: list[_Ticket]) -> None:
+    def _commit_group(self, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+        """Commit a group in one transaction. An error raised from here means that nothing was applied."""
         if self._closed:
             raise Closed
         writer = self._begin()
         work = _Work(writer)
         try:
-            for ticket in group:
-                ticket.outcome = work.settle(ticket.namespace, ticket.batch, self._now_ms())
-                self._latest_ms = max(self._latest_ms, work.tallies[ticket.namespace].at_ms)
+            outcomes = [work.settle(ticket.namespace, ticket.batch, self._now_ms()) for ticket in group]
             work.write()
-        except BaseException as error:
-            # Nothing of the group was committed, whatever its members were told to expect.
+            if not work.dirty:
+                writer.execute("ROLLBACK")
+                return outcomes
+        except Exception as error:
             self._abandon()
             raise self._translated(error) from error
-        if not work.dirty:
-            writer.execute("ROLLBACK")
-            return
         try:
             writer.execute("COMMIT")
         except sqlite3.Error as error:
             # An I/O error here leaves it open: recovery may find the commit in the WAL.
             self._abandon()
-            problem = f"cannot tell whether {self._path} took the commit: {error}"
-            for ticket in group:
-                since = work.first_revisions[ticket.namespace]
-                ticket.outcome = Ambiguous(problem, request_id=ticket.batch.request_id, since=since)
-            return
+            return [self._unknown(ticket, work.first_revisions[ticket.namespace], error) for ticket in group]
+        self._latest_ms = max(self._latest_ms, *(tally.at_ms for tally in work.tallies.values()))
         for namespace in work.changed:
             self._bell.ring(namespace)
+        return outcomes
+
+    def _unknown(self, ticket: _Ticket, since: int, problem: object) -> Ambiguous:
+        text = f"cannot tell whether {self._path} took the commit: {problem}"
+        return Ambiguous(text, request_id=ticket.batch.request_id, since=since)
 
     def _begin(self) -> _Connection:
         try:
@@ -364,41 +373,55 @@ class SqliteEngine:
         ask = limit if where is None else EXAMINED_MAX
         sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
         parameters = (namespace, family, span.start, span.stop, span.stop, self._now_ms(), ask + 1)
-        try:
-            rows = self._reader().execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
         found: list[Entry] = []
-        for row in rows[:ask]:
-            entry = _entry(row)
-            if where is None or (entry.stored is not None and where.matches(entry.stored)):
-                if len(found) == limit:
-                    return Slice(found, found[-1].key)
-                found.append(entry if values else entry.without_value())
-        return Slice(found, rows[ask - 1][0].decode() if len(rows) > ask else None)
+        examined, size_bytes, last = 0, 0, ""
+        with self._rows(sql, parameters) as rows:
+            for row in rows:
+                if examined == ask or len(found) == limit or size_bytes > SLICE_BYTES_MAX:
+                    return Slice(found, last)
+                entry = _entry(row)
+                examined, size_bytes, last = examined + 1, size_bytes + entry.size_bytes, entry.key
+                if where is None or (entry.stored is not None and where.matches(entry.stored)):
+                    found.append(entry if values else entry.without_value())
+        return Slice(found, None)
 
     def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
-        reader = self._reader()
-        try:
-            # One snapshot for the tally and the rows, or a change in between would be in neither.
-            reader.execute("BEGIN")
-            try:
-                tally = _Tally.load(reader, namespace)
-                if span is None:
-                    rows = reader.execute(_CHANGES, (namespace, after, limit)).fetchall()
-                else:
-                    place = (namespace, after, span.start, span.stop, span.stop, limit)
-                    rows = reader.execute(_CHANGES_OF, place).fetchall()
-            finally:
-                reader.execute("COMMIT")
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
+        # One snapshot for the tally and the rows, or a change in between would be in neither.
+        with self._snapshot() as reader:
+            tally = _Tally.load(reader, namespace)
+            if span is None:
+                place: tuple[Any, ...] = (namespace, after, limit)
+            else:
+                place = (namespace, after, span.start, span.stop, span.stop, limit)
+            with self._rows(_CHANGES if span is None else _CHANGES_OF, place) as rows:
+                changes, is_full = _first_changes(rows, limit)
         if after < tally.floor:
             raise Compacted(f"revision {after} was trimmed, the log starts after {tally.floor}", oldest=tally.floor)
         if after > tally.revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {tally.revision}")
-        changes = [_change(row) for row in rows]
-        return Feed(changes, changes[-1].revision if len(changes) == limit else tally.revision)
+        return Feed(changes, changes[-1].revision if is_full else tally.revision)
+
+    @contextlib.contextmanager
+    def _rows(self, sql: str, parameters: Sequence[Any]) -> Iterator[sqlite3.Cursor]:
+        """The rows of a query, let go at the end: a cursor left half read would keep its snapshot for later reads."""
+        try:
+            with contextlib.closing(self._reader().execute(sql, parameters)) as rows:
+                yield rows
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
+
+    @contextlib.contextmanager
+    def _snapshot(self) -> Iterator[_Connection]:
+        """Several reads of one moment."""
+        reader = self._reader()
+        try:
+            reader.execute("BEGIN")
+            try:
+                yield reader
+            finally:
+                reader.execute("COMMIT")
+        except sqlite3.Error as error:
+            raise self._translated(error) from error
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Run longer work beside the loop; in place when there is none."""
@@ -441,9 +464,12 @@ class SqliteEngine:
                     tally.log_bytes -= freed_bytes
                     tally.save(writer)
                 writer.execute("COMMIT")
-            except BaseException as error:
+            except sqlite3.Error as error:
                 self._abandon()
                 raise self._translated(error) from error
+            except BaseException:
+                self._abandon()
+                raise
             return dropped
 
     # The file -----------------------------------------------------------------
@@ -514,7 +540,7 @@ class SqliteEngine:
         self._latest_ms = max(self._latest_ms, now_ms)
         return self._latest_ms
 
-    def _translated(self, error: BaseException) -> BaseException:
+    def _translated(self, error: Exception) -> Exception:
         """A driver's error as ours. Raised before COMMIT, so whatever was tried was not applied."""
         if isinstance(error, LimpetError) or not isinstance(error, sqlite3.Error):
             return error
@@ -538,12 +564,12 @@ class _Ticket:
     def __init__(self, namespace: str, batch: Batch) -> None:
         self.namespace = namespace
         self.batch = batch
-        self.outcome: Commit | Refusal | BaseException | None = None
+        self.outcome: Commit | Refusal | Exception | None = None
         self.waiter: asyncio.Future[None] | None = None
 
     def result(self) -> Commit | Refusal:
         assert self.outcome is not None
-        if isinstance(self.outcome, BaseException):
+        if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome
 
@@ -738,6 +764,18 @@ def _change(row: Sequence[Any]) -> Change:
     op, revision, last_revision, at_ms, cause, family, *entry = row
     cause = None if cause is None else cause.decode()
     return Change(op.decode(), _entry(entry), revision, last_revision, at_ms, cause, family.decode())
+
+
+def _first_changes(rows: Iterable[Sequence[Any]], limit: int) -> tuple[list[Change], bool]:
+    """Changes up to the limit or to a bearable size, and whether that was the end of it."""
+    changes: list[Change] = []
+    size_bytes = 0
+    for row in rows:
+        changes.append(_change(row))
+        size_bytes += changes[-1].entry.size_bytes
+        if len(changes) == limit or size_bytes > SLICE_BYTES_MAX:
+            return changes, True
+    return changes, False
 
 
 def _change_row(change: Change) -> tuple[Any, ...]:
