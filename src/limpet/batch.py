@@ -318,9 +318,11 @@ class Draft:
             raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
 
     def _check_limits(self) -> None:
-        if len(self._writes) <= 1 and len(self._guards) <= 1:
-            return
         keys = [write.key for write in self._writes]
+        if self._bytes > BATCH_BYTES_MAX:
+            raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+        if len(keys) <= 1 and len(self._guards) <= 1:
+            return
         written = {*keys}
         if len(written) < len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
@@ -332,8 +334,6 @@ class Draft:
         }
         if len(apart) > BATCH_GUARDS_MAX:
             raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
-        if self._bytes > BATCH_BYTES_MAX:
-            raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
 
 
 def _condition(expectation: Expectation) -> Condition:
@@ -344,7 +344,9 @@ def _condition(expectation: Expectation) -> Condition:
             return ABSENT
         case Filter():
             return expectation.as_condition()
-        case Version() | Revision() | Equals():
+        case Equals():
+            return expectation
+        case Version(number) | Revision(number) if type(number) is int:
             return expectation
         case Mark.ABSENT | Mark.PRESENT:
             return expectation

@@ -15,7 +15,7 @@ import importlib
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
@@ -168,14 +168,11 @@ class Address(msgspec.Struct, frozen=True):
 
 
 def _without_password(url: str) -> str:
-    try:
-        parts = urlsplit(url)
-        if parts.password is None:
-            return url
-        host = parts.netloc.rpartition("@")[2]
-        return parts._replace(netloc=f"{parts.username or ''}:***@{host}").geturl()
-    except ValueError:
-        return url.partition(":")[0] + ":…"
+    """The URL as it may be shown: no credentials and no option's value, however it was misspelt."""
+    scheme, _, rest = url.partition(":")
+    credentials, at, place = rest.rpartition("@")
+    place = (place if at else credentials + place).partition("?")[0]
+    return f"{scheme}:{'//***@' if at else ''}{place}"
 
 
 Opener = Callable[[Address, Clock], Awaitable[Engine]]

@@ -80,7 +80,11 @@ def prefix_span(prefix: str) -> Span:
 
 def pattern_span(pattern: str) -> Span:
     """The span of a watch pattern: ``*``, ``something*``, or one exact key."""
-    if pattern.endswith("*"):
+    if check_key(pattern).endswith("*"):
         return prefix_span(pattern[:-1])
-    # No key contains U+0000, so nothing but the key itself lies in between.
-    return Span(check_key(pattern), pattern + "\0")
+    return key_span(pattern)
+
+
+def key_span(key: str) -> Span:
+    """The span of one key. No key contains U+0000, so nothing else lies in between."""
+    return Span(check_key(key), key + "\0")

@@ -19,7 +19,7 @@ from limpet.clock import Clock, SystemClock
 from limpet.engine import open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue
 from limpet.hub import Watch, event_of, position_prefix
-from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, pattern_span, prefix_span
+from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 from limpet.lock import Lock, LockInfo, lock_info
 from limpet.model import ABSENT, ANY, KEEP, Commit, Entry, Event, Filter, Mark, Status, Traits, Window
 from limpet.record import Record
@@ -322,7 +322,7 @@ class Store:
 
     async def history(self, key: str) -> AsyncIterator[Event]:
         """The changes of a key that are still in the log, oldest first."""
-        span = pattern_span(check_key(key)) if not key.endswith("*") else Span(check_key(key), key + "\0")
+        span = key_span(key)
         status = await self.status()
         prefix, after = position_prefix(status, self.name), status.floor
         while after < status.revision:

@@ -27,7 +27,7 @@ from limpet import store as _store
 from limpet.batch import TTL, Fence, Fencing, Meta
 from limpet.batch import Draft as _Draft
 from limpet.clock import Clock, has_loop
-from limpet.errors import Conflict
+from limpet.errors import Closed, Conflict
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
 from limpet.session import Session
@@ -46,6 +46,7 @@ class Runner:
     def __init__(self) -> None:
         self.inline = False
         self.background: Callable[[], None] | None = None
+        self._stopped = False
         self.forget_loop()
 
     def forget_loop(self) -> None:
@@ -61,7 +62,7 @@ class Runner:
         if has_loop():
             raise _would_block(work)
         if self._loop is None:
-            self._running_loop()
+            self._running_loop(work)
         try:
             work.send(None)
         except StopIteration as done:
@@ -74,7 +75,7 @@ class Runner:
         """Run a coroutine on the loop and wait for it."""
         if has_loop():
             raise _would_block(work)
-        waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop())
+        waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop(work))
         try:
             return waiting.result()
         except BaseException:
@@ -82,8 +83,12 @@ class Runner:
             waiting.cancel()
             raise
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
+    def _running_loop(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
         with self._lock:
+            if self._stopped:
+                if work is not None:
+                    work.close()
+                raise Closed
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(target=self._loop.run_forever, name="limpet-loop", daemon=True)
@@ -100,6 +105,7 @@ class Runner:
     def stop(self) -> None:
         """End the loop and its thread."""
         with self._lock:
+            self._stopped = True
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
         if loop is not None and thread is not None:
