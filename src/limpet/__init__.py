@@ -4,7 +4,7 @@ One contract on every engine: versions and revisions, guards, atomic batches, re
 watch, fenced locks, safe retries. Start with `open`; `limpet.sync.open` is the same without await.
 """
 
-from limpet import errors
+from limpet import errors, sync
 from limpet.batch import Draft, Fence, equals, field, new_request_id
 from limpet.clock import Clock, ManualClock, SystemClock
 from limpet.codec import Fields
@@ -65,4 +65,5 @@ __all__ = [
     "field",
     "new_request_id",
     "open",
+    "sync",
 ]

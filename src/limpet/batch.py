@@ -149,6 +149,8 @@ class Draft:
     Every method returns the draft, so that calls can be chained; `commit` ends it.
     """
 
+    __slots__ = ("_bytes", "_guards", "_namespace", "_request_id", "_session", "_writes")
+
     def __init__(self, session: Session, namespace: str, request_id: str | None = None) -> None:
         self._session = session
         self._namespace = namespace
@@ -200,7 +202,9 @@ class Draft:
     ) -> Self:
         """Add to a counter. A missing key counts as zero."""
         if type(by) is not int or not codec.INT_MIN <= by <= codec.INT_MAX:
-            raise InvalidValue(f"a counter moves by an integer from -2^63 to 2^63-1, not by a {type(by).__name__}")
+            raise InvalidValue(
+                f"a counter moves by an integer from -2^63 to 2^63-1, not by one of type {type(by).__name__}"
+            )
         return self._write(Add(check_key(key), by, _ttl_ms(ttl), _meta_json(key, meta)))
 
     def set(
@@ -265,16 +269,17 @@ class Draft:
 
     async def commit(self) -> Commit:
         """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
-        outcome = await self.attempt()
+        outcome = await self._attempt()
         if isinstance(outcome, Refusal):
-            raise self.error_of(outcome)
+            raise self._error_of(outcome)
         return outcome
 
-    async def attempt(self) -> Commit | Refusal:
+    async def _attempt(self) -> Commit | Refusal:
         """Like `commit`, but a refusal is returned instead of raised."""
         if not self._writes and not self._guards:
             raise InvalidValue("an empty batch asks for nothing")
-        self._check_limits()
+        if len(self._writes) + len(self._guards) > 1 or self._bytes > BATCH_BYTES_MAX:
+            self._check_limits()
         guards, writes = tuple(self._guards), tuple(self._writes)
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
@@ -284,7 +289,7 @@ class Draft:
             batch = Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
         return await self._session.commit(self._namespace, batch)
 
-    def error_of(self, refusal: Refusal) -> LimpetError:
+    def _error_of(self, refusal: Refusal) -> LimpetError:
         """A refusal as the error that its caller catches."""
         key, found, guard = refusal.key, refusal.found, refusal.guard
         match refusal.reason:
@@ -321,8 +326,6 @@ class Draft:
         keys = [write.key for write in self._writes]
         if self._bytes > BATCH_BYTES_MAX:
             raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
-        if len(keys) <= 1 and len(self._guards) <= 1:
-            return
         written = {*keys}
         if len(written) < len(keys):
             twice = next(key for key in keys if keys.count(key) > 1)
@@ -353,8 +356,8 @@ def _condition(expectation: Expectation) -> Condition:
         case _:
             pass
     raise InvalidValue(
-        f"cannot expect a {type(expectation).__name__}: give an entry, limpet.Version(n), limpet.Revision(n), "
-        "limpet.ABSENT, limpet.PRESENT, limpet.equals(value) or limpet.field(name) == value"
+        f"cannot expect something of type {type(expectation).__name__}: give an entry, limpet.Version(n), "
+        "limpet.Revision(n), limpet.ABSENT, limpet.PRESENT, limpet.equals(value) or limpet.field(name) == value"
     )
 
 
@@ -366,7 +369,7 @@ def _meta_json(key: str, meta: Meta | Literal[Mark.KEEP]) -> bytes | Literal[Mar
     if meta is None or meta is KEEP:
         return meta
     if not isinstance(meta, Mapping):
-        raise InvalidValue(f"meta is a JSON object, not a {type(meta).__name__}")
+        raise InvalidValue(f"meta is a JSON object, not of type {type(meta).__name__}")
     encoded = codec.encode_field(dict(meta), "meta")
     if len(encoded) > META_BYTES_MAX:
         raise ValueTooLarge(key, size_bytes=len(encoded), limit_bytes=META_BYTES_MAX, what="meta")
@@ -400,6 +403,7 @@ class _RequestIds:
         self._numbers = itertools.count(1)
 
     def next(self) -> str:
+        """A new request id, unique over processes."""
         return f"{self._prefix}-{next(self._numbers):x}"
 
 

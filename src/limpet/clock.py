@@ -12,15 +12,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final, Protocol
 
 from limpet.errors import InvalidTTL
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "datetime_of", "has_loop", "ttl_to_ms"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "has_loop", "ttl_to_ms"]
 
 TTL_MS_MAX: Final = 100 * 366 * 86_400_000
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Clock(Protocol):
@@ -143,7 +142,7 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
     if isinstance(ttl, timedelta):
         ttl = ttl.total_seconds()
     if isinstance(ttl, bool) or not isinstance(ttl, int | float):
-        raise InvalidTTL(f"is a {type(ttl).__name__}")
+        raise InvalidTTL(f"is of type {type(ttl).__name__}")
     if not math.isfinite(ttl):
         raise InvalidTTL("is not finite")
     if ttl <= 0:
@@ -153,8 +152,3 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
     if ttl_ms > TTL_MS_MAX:
         raise InvalidTTL("is more than a hundred years")
     return ttl_ms
-
-
-def datetime_of(ms: int) -> datetime:
-    """Milliseconds since 1970 as an aware UTC datetime."""
-    return _EPOCH + timedelta(milliseconds=ms)

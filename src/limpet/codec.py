@@ -12,7 +12,7 @@ strings. `encode` refuses all of that first, by path, before anything leaves the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
 import msgspec
@@ -37,6 +37,7 @@ _split_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 # Every JSON scalar that needs no further look.
 _PLAIN: Final = frozenset({str, bool, type(None)})
+_RAW: Final = frozenset({bytes, bytearray, memoryview})
 
 
 class Fields(dict[str, Any]):
@@ -55,10 +56,8 @@ def encode(value: object) -> Stored:
 
 def encode_field(value: object, name: str | None = None) -> bytes:
     """The stored form of a JSON value or of raw bytes."""
-    if type(value) is bytes:
-        return b"\0" + value
-    if isinstance(value, bytearray | memoryview):
-        return b"\0" + bytes(value)
+    if type(value) in _RAW:
+        return b"\0" + bytes(value)  # type: ignore[call-overload, no-any-return]
     try:
         _check(value, 1)
         return _encode_json(value)
@@ -72,7 +71,7 @@ def decode(stored: Stored) -> Any:
     """A fresh Python value: never an object that the store or another caller holds."""
     if not isinstance(stored, bytes):
         return Fields((name, decode(item)) for name, item in stored.items())
-    if stored[:1] == b"\0":
+    if stored[0] == 0:
         return stored[1:]
     try:
         return _decode_json(stored)
@@ -84,14 +83,14 @@ def kind_of(stored: Stored) -> Kind:
     """Whether this is a JSON value, raw bytes or a record."""
     if not isinstance(stored, bytes):
         return "record"
-    return "bytes" if stored[:1] == b"\0" else "json"
+    return "bytes" if stored[0] == 0 else "json"
 
 
 def size_bytes(stored: Stored) -> int:
     """What counts against the limits: the encoding; for a record, its names and encoded fields."""
     if not isinstance(stored, bytes):
         return sum(len(name.encode()) + size_bytes(item) for name, item in stored.items())
-    return len(stored) - 1 if stored[:1] == b"\0" else len(stored)
+    return len(stored) - 1 if stored[0] == 0 else len(stored)
 
 
 def member(stored: Stored, name: str) -> bytes | None:
@@ -123,27 +122,12 @@ def _check(value: Any, depth: int) -> None:
     """Refuse what JSON cannot hold, by raising `_Fault`."""
     kind = type(value)
     if kind is dict:
-        if depth > DEPTH_MAX:
-            raise _Fault(f"nested deeper than {DEPTH_MAX}")
-        for name, item in value.items():
+        for name in value:
             if type(name) is not str:
-                raise _Fault(f"a member name is a {type(name).__name__}, not a str")
-            if type(item) not in _PLAIN:
-                try:
-                    _check(item, depth + 1)
-                except _Fault as fault:
-                    fault.steps.append(f".{name}")
-                    raise
+                raise _Fault(f"a member name is of type {type(name).__name__}, not str")
+        _check_items(value.items(), ".{}", depth)
     elif kind is list or kind is tuple:
-        if depth > DEPTH_MAX:
-            raise _Fault(f"nested deeper than {DEPTH_MAX}")
-        for index, item in enumerate(value):
-            if type(item) not in _PLAIN:
-                try:
-                    _check(item, depth + 1)
-                except _Fault as fault:
-                    fault.steps.append(f"[{index}]")
-                    raise
+        _check_items(enumerate(value), "[{}]", depth)
     elif kind is int:
         if not INT_MIN <= value <= INT_MAX:
             raise _Fault("an integer is outside -2^63 to 2^63-1")
@@ -151,8 +135,23 @@ def _check(value: Any, depth: int) -> None:
         if not math.isfinite(value):
             raise _Fault("a float is not finite, which JSON cannot hold")
     elif kind not in _PLAIN:
-        advice = "raw bytes stand alone or as a field" if kind is bytes else "convert it first"
-        raise _Fault(f"a {kind.__name__} is not a JSON value ({advice})")
+        advice = "raw bytes stand alone or as a field" if kind in _RAW else "convert it first"
+        raise _Fault(f"a value of type {kind.__name__} is not JSON ({advice})")
+
+
+def _check_items(items: Iterable[tuple[Any, Any]], step: str, depth: int) -> None:
+    if depth > DEPTH_MAX:
+        raise _Fault(f"nested deeper than {DEPTH_MAX}")
+    for name, item in items:
+        kind = type(item)
+        # Most leaves are done with here, without a call.
+        if kind in _PLAIN or (kind is int and INT_MIN <= item <= INT_MAX):
+            continue
+        try:
+            _check(item, depth + 1)
+        except _Fault as fault:
+            fault.steps.append(step.format(name))
+            raise
 
 
 def _surrogate(value: Any) -> _Fault:

@@ -169,10 +169,10 @@ class Address(msgspec.Struct, frozen=True):
 
 def _without_password(url: str) -> str:
     """The URL as it may be shown: no credentials and no option's value, however it was misspelt."""
-    scheme, _, rest = url.partition(":")
+    scheme, colon, rest = url.partition(":")
     credentials, at, place = rest.rpartition("@")
     place = (place if at else credentials + place).partition("?")[0]
-    return f"{scheme}:{'//***@' if at else ''}{place}"
+    return f"{scheme}{colon}{'//***@' if at else ''}{place}"
 
 
 Opener = Callable[[Address, Clock], Awaitable[Engine]]

@@ -257,7 +257,7 @@ def position_prefix(status: Status, namespace: str) -> str:
 def _revision_of(after: str | int, status: Status, prefix: str) -> int:
     """The revision of a position. A foreign one is told apart, never followed into silence."""
     if isinstance(after, bool) or not isinstance(after, str | int):
-        raise InvalidValue(f"watch after a position or a revision, not a {type(after).__name__}")
+        raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
     if isinstance(after, str):
         number = after.removeprefix(prefix)
         if number == after or not number.isdecimal():

@@ -8,14 +8,13 @@ costs a tenth of a frozen dataclass, and entries are made on every read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, Final, Literal
 
 import msgspec
 
 from limpet import codec
-from limpet.clock import datetime_of
 from limpet.codec import Kind, Stored
 from limpet.errors import InvalidValue
 
@@ -141,17 +140,17 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def created_at(self) -> datetime:
         """When this incarnation of the key began, UTC."""
-        return datetime_of(self.created_ms)
+        return _utc(self.created_ms)
 
     @property
     def updated_at(self) -> datetime:
         """When the value was last written, UTC."""
-        return datetime_of(self.updated_ms)
+        return _utc(self.updated_ms)
 
     @property
     def expires_at(self) -> datetime | None:
         """From when on the entry counts as absent, UTC. None means never."""
-        return None if self.expires_ms is None else datetime_of(self.expires_ms)
+        return None if self.expires_ms is None else _utc(self.expires_ms)
 
     def without_value(self) -> Entry:
         """The same entry, its value left out."""
@@ -160,6 +159,13 @@ class Entry(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         # A repr ends up in logs, and a value may be a secret.
         return f"Entry({self.key!r}, version={self.version}, revision={self.revision})"
+
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def _utc(ms: int) -> datetime:
+    return _EPOCH + timedelta(milliseconds=ms)
 
 
 def live(entry: Entry | None, now_ms: int) -> Entry | None:

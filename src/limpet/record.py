@@ -89,7 +89,7 @@ class Record:
     ) -> bool:
         """Write a field, and others with it, if it holds what is expected. Of all who try, one wins."""
         draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)
-        outcome = await draft.attempt()
+        outcome = await draft._attempt()
         if not isinstance(outcome, Refusal):
             return True
         lost = outcome.guard is not None and isinstance(outcome.guard.condition, FieldEquals)
@@ -97,7 +97,7 @@ class Record:
             return False
         if lost:
             raise TypeMismatch(self.key, expected="a record", found="a plain value")
-        raise draft.error_of(outcome)
+        raise draft._error_of(outcome)
 
     async def touch(self, ttl: TTL) -> Entry | None:
         """Change only when the record expires."""

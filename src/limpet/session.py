@@ -18,7 +18,7 @@ from limpet.engine import Engine
 from limpet.errors import Ambiguous, Closed, TransientError
 from limpet.hub import Hub
 from limpet.keys import VALUE_BYTES_MAX
-from limpet.model import Batch, Commit, Refusal, Window
+from limpet.model import Batch, Commit, Entry, Family, Refusal, Window
 from limpet.sweep import Sweeper
 
 T = TypeVar("T")
@@ -47,8 +47,8 @@ class Session:
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """Commit a batch, settling an unknown outcome by asking again under the same request id."""
         unknown: Ambiguous | None = None
-        for attempt in range(1, ATTEMPTS + 1):
-            self.check_open()
+        attempt = 1
+        while True:
             try:
                 return await self.engine.commit(namespace, batch)
             except Ambiguous as error:
@@ -57,19 +57,28 @@ class Session:
             except TransientError:
                 if attempt == ATTEMPTS and unknown is None:
                     raise
-            if attempt < ATTEMPTS:
-                await self.clock.sleep(pause_s(attempt))
-        assert unknown is not None
-        raise unknown
+            if attempt == ATTEMPTS:
+                assert unknown is not None
+                raise unknown
+            await self.clock.sleep(pause_s(attempt))
+            attempt += 1
 
-    async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def read(self, namespace: str, key: str, *, family: Family = "data") -> Entry | None:
+        """Read one entry, again where that can help."""
+        try:
+            return (await self.engine.read(namespace, (key,), family=family))[0]
+        except TransientError:
+            await self.clock.sleep(pause_s(1))
+            return (await self.retrying(lambda: self.engine.read(namespace, (key,), family=family), attempt=2))[0]
+
+    async def retrying(self, call: Callable[[], Awaitable[T]], *, attempt: int = 1) -> T:
         """Run a call that changes nothing, again where that can help."""
-        for attempt in range(1, ATTEMPTS):
-            self.check_open()
+        while attempt < ATTEMPTS:
             try:
                 return await call()
             except TransientError:
                 await self.clock.sleep(pause_s(attempt))
+                attempt += 1
         return await call()
 
     def hub(self, namespace: str) -> Hub:

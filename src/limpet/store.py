@@ -71,8 +71,7 @@ class Store:
 
     async def entry(self, key: str) -> Entry | None:
         """The value with its version, revision, times and meta; None when there is none."""
-        keys = (check_key(key),)
-        return (await self._session.retrying(lambda: self._session.engine.read(self.name, keys)))[0]
+        return await self._session.read(self.name, check_key(key))
 
     async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
         """A page of keys that start with the prefix, in code-point order."""
@@ -265,9 +264,7 @@ class Store:
 
         The entries that a put left come without their values, which the caller has.
         """
-        keys = (check_key(request_id),)
-        engine = self._session.engine
-        found = (await self._session.retrying(lambda: engine.read(self.name, keys, family="receipt")))[0]
+        found = await self._session.read(self.name, check_key(request_id), family="receipt")
         return None if found is None else msgspec.structs.replace(read_receipt(found).commit, replayed=True)
 
     # Locking ------------------------------------------------------------------
@@ -396,6 +393,12 @@ class Opening:
 
     def __await__(self) -> Generator[Any, None, Store]:
         return self._opening().__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"there is no store yet to ask for {name!r}: write 'async with limpet.open(…) as store', "
+            "or 'store = await limpet.open(…)'"
+        )
 
     async def __aenter__(self) -> Store:
         self._store = await self._opening()

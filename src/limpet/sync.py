@@ -256,6 +256,7 @@ class Store(_Face):
 class Draft(_Draft):
     """Guards and writes that will happen together or not at all; `commit` blocks."""
 
+    __slots__ = ("_runner",)
     _runner: Runner
 
     def commit(self) -> Commit:  # type: ignore[override]

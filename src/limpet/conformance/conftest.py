@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 import limpet.sync
@@ -21,6 +23,14 @@ from limpet.conformance.support import Blocking
 
 Elapse = Callable[[float], Awaitable[None]]
 OpenStore = Callable[..., Awaitable[limpet.Store]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the suite's coroutines whatever mode pytest-asyncio is in."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here) and inspect.iscoroutinefunction(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.asyncio)
 
 
 @pytest.fixture
@@ -41,7 +51,7 @@ def url(target: tuple[str, str], tmp_path: Path) -> str:
     return target[0].replace("{tmp}", str(tmp_path)).replace("{unique}", uuid.uuid4().hex)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def open_store(url: str, face: str, clock: limpet.ManualClock) -> AsyncIterator[OpenStore]:
     """A function that opens stores on the place of this test; it takes the options of `limpet.open`."""
     namespace = f"t-{uuid.uuid4().hex[:12]}"
@@ -66,13 +76,13 @@ async def open_store(url: str, face: str, clock: limpet.ManualClock) -> AsyncIte
         yield open_on_right_clock
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def store(open_store: OpenStore) -> limpet.Store:
     """A store on an empty namespace."""
     return await open_store()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def elapse(store: limpet.Store, clock: limpet.ManualClock) -> Elapse:
     """A function that lets so many seconds pass for the engine."""
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from limpet.engine import Engine
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Batch, Commit, Event, Refusal
 from limpet.session import Session
 
+T = TypeVar("T")
+
 PATIENCE_S = 20.0
 QUIET_S = 0.15
+
+
+# Enough for every client and watcher of a test to block at once; asyncio's own pool is small.
+_threads = ThreadPoolExecutor(128, thread_name_prefix="blocking-face")
+
+
+def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
+    """Run something that blocks in a thread."""
+    return asyncio.get_running_loop().run_in_executor(_threads, call)
 
 
 class Blocking:
@@ -31,7 +43,7 @@ class Blocking:
 
     def __getattr__(self, name: str) -> Any:
         # A draft is chained: only its commit waits.
-        chained = hasattr(self._twin, "attempt") and name != "commit"
+        chained = hasattr(self._twin, "_attempt") and name != "commit"
         if name in self._PLAIN and not (chained and name == "fence"):
             return getattr(self._twin, name)
         if name == "watch":
@@ -43,23 +55,23 @@ class Blocking:
             return lambda *args, **options: Blocking(method(*args, **options))
         if name in self._ITERATES:
             return lambda *args, **options: _iterate(lambda: method(*args, **options))
-        return lambda *args, **options: asyncio.to_thread(method, *args, **options)
+        return lambda *args, **options: in_thread(lambda: method(*args, **options))
 
     async def __aenter__(self) -> Blocking:
-        await asyncio.to_thread(self._twin.__enter__)
+        await in_thread(self._twin.__enter__)
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await asyncio.to_thread(self._twin.__exit__, *error)
+        await in_thread(lambda: self._twin.__exit__(*error))
 
     def __repr__(self) -> str:
         return repr(self._twin)
 
 
 async def _iterate(make: Callable[[], Iterable[Any]]) -> AsyncIterator[Any]:
-    items = await asyncio.to_thread(lambda: iter(make()))
+    items = await in_thread(lambda: iter(make()))
     end = object()
-    while (item := await asyncio.to_thread(next, items, end)) is not end:
+    while (item := await in_thread(lambda: next(items, end))) is not end:
         yield item
 
 
@@ -77,7 +89,7 @@ class _BlockingWatch:
 
     async def __aenter__(self) -> _BlockingWatch:
         if self._twin is None:
-            self._twin = await asyncio.to_thread(self._make)
+            self._twin = await in_thread(self._make)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -89,7 +101,7 @@ class _BlockingWatch:
     async def __anext__(self) -> Event:
         await self.__aenter__()
         if self._answer is None:
-            self._answer = asyncio.ensure_future(asyncio.to_thread(next, self._twin, None))
+            self._answer = in_thread(lambda: next(self._twin, None))
         event = await asyncio.shield(self._answer)
         self._answer = None
         if event is None:
@@ -98,7 +110,7 @@ class _BlockingWatch:
 
     async def aclose(self) -> None:
         if self._twin is not None:
-            await asyncio.to_thread(self._twin.close)
+            await in_thread(self._twin.close)
 
 
 async def next_event(watch: Any) -> Event:

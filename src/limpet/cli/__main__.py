@@ -1,0 +1,5 @@
+"""``python -m limpet.cli``."""
+
+from limpet.cli import main
+
+main(prog_name="limpet")

@@ -1,0 +1,109 @@
+"""Runs the examples of a Markdown document, and tells how they are told apart.
+
+- ``python`` runs, with await at the top level where it is used. All blocks of a document share
+  their names and a working directory that starts empty. A ``print(…)  # text`` must print the text.
+- ``console`` runs each ``$ command`` in a shell and compares what it prints.
+- ``sql`` runs on ``state.db`` of that directory; the comment lines after a statement are its rows.
+- ``toml`` must parse. ``text`` is a picture. ``sh`` is for the reader's own hands: see `test_docs`.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import inspect
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_EXPECTED = re.compile(r"^\s*print\(.*\)  # (.+)$")
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, its text, and the line of the document on which the text starts."""
+
+    language: str
+    text: str
+    line: int
+
+    def lines(self) -> list[str]:
+        """The lines that say something."""
+        return [line for line in self.text.splitlines() if line.strip()]
+
+
+def blocks(document: Path) -> list[Block]:
+    """The fenced blocks of a document, in order."""
+    text = document.read_text(encoding="utf-8")
+    return [Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _FENCE.finditer(text)]
+
+
+class Reader:
+    """Does what a document says, block after block, as a reader would."""
+
+    def __init__(self, document: Path) -> None:
+        self._document = document
+        self._names: dict[str, Any] = {"__name__": "__main__", "print": self._print}
+        self._printed: dict[int, list[str]] = defaultdict(list)
+
+    def read(self) -> None:
+        """Run every block. One event loop serves the whole document."""
+        with asyncio.Runner() as self._loop:
+            for block in blocks(self._document):
+                run = getattr(self, f"_run_{block.language}", None)
+                assert run is not None, f"{self._document.name}:{block.line}: no rule for a {block.language!r} block"
+                run(block)
+
+    def _run_python(self, block: Block) -> None:
+        # Empty lines in front make a traceback point into the document.
+        source = "\n" * (block.line - 1) + block.text
+        code = compile(source, self._document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, self._names)  # noqa: S307 - our own documents
+        if inspect.iscoroutine(result):
+            self._loop.run(result)
+        for number, line in enumerate(block.text.splitlines(), block.line):
+            if expected := _EXPECTED.match(line):
+                printed = self._printed[number]
+                assert printed == [expected[1]], f"{self._document.name}:{number}: {line.strip()} prints {printed}"
+
+    def _print(self, *values: object) -> None:
+        self._printed[sys._getframe(1).f_lineno].append(" ".join(map(str, values)))
+
+    def _run_console(self, block: Block) -> None:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
+            done = subprocess.run(
+                ["sh", "-c", command],
+                env={**os.environ, "PATH": path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            assert done.stdout == expected, f"{self._document.name}:{block.line}: $ {command} prints {done.stdout!r}"
+
+    def _run_sql(self, block: Block) -> None:
+        with contextlib.closing(sqlite3.connect("state.db")) as database:
+            for statement, expected in re.findall(r"([^;]+;)\n((?:-- .*\n)*)", block.text):
+                rows = [" | ".join(map(str, row)) for row in database.execute(statement)]
+                told = [line.removeprefix("-- ") for line in expected.splitlines()]
+                assert rows == told, f"{self._document.name}:{block.line}: {statement} gives {rows}"
+
+    def _run_toml(self, block: Block) -> None:
+        tomllib.loads(block.text)
+
+    def _run_text(self, block: Block) -> None:
+        pass
+
+    def _run_sh(self, block: Block) -> None:
+        pass
