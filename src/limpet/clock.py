@@ -19,7 +19,7 @@ from limpet.errors import InvalidTTL
 
 __all__ = ["Clock", "ManualClock", "SystemClock", "has_loop", "ttl_to_ms"]
 
-TTL_MS_MAX: Final = 100 * 366 * 86_400_000
+TTL_S_MAX: Final = 100 * 366 * 86_400
 
 
 class Clock(Protocol):
@@ -89,7 +89,7 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Turn the clock forward and wake whoever's moment has come."""
         with self._lock:
-            self._now_ms += math.ceil(seconds * 1000)
+            self._now_ms += _whole_ms(seconds)
             due = [wake for at_ms, wake in self._sleepers if at_ms <= self._now_ms]
             self._sleepers = [(at_ms, wake) for at_ms, wake in self._sleepers if at_ms > self._now_ms]
         for wake in due:
@@ -123,7 +123,7 @@ class ManualClock:
 
     def _join(self, seconds: float, wake: Callable[[], None]) -> tuple[int, Callable[[], None]]:
         with self._lock:
-            sleeper = (self._now_ms + math.ceil(seconds * 1000), wake)
+            sleeper = (self._now_ms + _whole_ms(seconds), wake)
             self._sleepers.append(sleeper)
         return sleeper
 
@@ -143,12 +143,15 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
         ttl = ttl.total_seconds()
     if isinstance(ttl, bool) or not isinstance(ttl, int | float):
         raise InvalidTTL(f"is of type {type(ttl).__name__}")
-    if not math.isfinite(ttl):
-        raise InvalidTTL("is not finite")
+    if ttl != ttl:  # noqa: PLR0124 - only NaN differs from itself
+        raise InvalidTTL("is not a number")
     if ttl <= 0:
-        raise InvalidTTL(f"{ttl} is not above zero")
-    # 0.07 * 1000 is 70.00000000000001: rounding first keeps the ceiling honest.
-    ttl_ms = math.ceil(round(ttl * 1000, 6)) or 1
-    if ttl_ms > TTL_MS_MAX:
+        raise InvalidTTL("is not above zero")
+    if ttl > TTL_S_MAX:
         raise InvalidTTL("is more than a hundred years")
-    return ttl_ms
+    return _whole_ms(ttl) or 1
+
+
+def _whole_ms(seconds: float) -> int:
+    """Rounded up; but 2.007 s, which a float makes 2007.0000000000002 ms, are 2007."""
+    return math.ceil(round(seconds * 1000, 6))

@@ -30,6 +30,7 @@ __all__ = ["Opening", "Page", "Store", "open"]
 
 SCAN_PAGE: Final = 500
 UPDATE_ATTEMPTS: Final = 64
+UPDATE_CROWD: Final = 8
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -182,7 +183,10 @@ class Store:
                 return None
             except Conflict as conflict:
                 found = conflict.current
-            await self._session.clock.sleep(pause_s(attempt, first=0.001, longest=0.05))
+            # At first it is enough to let others finish; only a crowd has to be spread over time.
+            await self._session.clock.sleep(
+                0 if attempt < UPDATE_CROWD else pause_s(attempt, first=0.001, longest=0.05)
+            )
         raise Contention(key, attempts=UPDATE_ATTEMPTS)
 
     async def add(

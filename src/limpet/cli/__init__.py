@@ -291,10 +291,9 @@ def lock(setup: Setup, name: str, command: tuple[str, ...], ttl: float, wait: fl
     COMMAND finds its fencing token in LIMPET_FENCING_TOKEN. When the lock is lost, COMMAND is ended
     and the exit code is 5.
     """
-    with setup.open() as store:
-        with store.lock(name, ttl=ttl, wait=wait, holder=holder) as held:
-            environment = {**os.environ, "LIMPET_LOCK": name, "LIMPET_FENCING_TOKEN": str(held.token)}
-            code = _run_while(command, environment, lambda: not held.lost)
+    with setup.open() as store, store.lock(name, ttl=ttl, wait=wait, holder=holder) as held:
+        environment = {**os.environ, "LIMPET_LOCK": name, "LIMPET_FENCING_TOKEN": str(held.token)}
+        code = _run_while(command, environment, lambda: not held.lost)
     sys.exit(code)
 
 
