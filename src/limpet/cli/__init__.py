@@ -60,6 +60,8 @@ class _Group(click.Group):
             setup = context.find_object(Setup)
             output.show_error(error, as_json=setup is not None and setup.as_json)
             sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
