@@ -150,7 +150,7 @@ def _check_items(items: Iterable[tuple[Any, Any]], step: str, depth: int) -> Non
         try:
             _check(item, depth + 1)
         except _Fault as fault:
-            fault.steps.append(step.format(name))
+            fault.steps.append(step.format(_printable(name)))
             raise
 
 
@@ -158,7 +158,7 @@ def _surrogate(value: Any) -> _Fault:
     """Where the lone surrogate is. Runs only after the encoder has found that there is one."""
     problem = "a string holds a lone surrogate, which UTF-8 cannot carry"
     if isinstance(value, dict):
-        steps = [(f".{name}", item) for name, item in value.items()]
+        steps = [(f".{_printable(name)}", item) for name, item in value.items()]
         if not all(_is_clean(name) for name in value):
             return _Fault(f"a member name or {problem}")
     elif isinstance(value, list | tuple):
@@ -179,8 +179,14 @@ def _is_clean(value: Any) -> bool:
     return True
 
 
+def _printable(name: object) -> str:
+    """A member's name as a message can show it, whatever it is made of."""
+    text = str(name)
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
 def _refuse(fault: _Fault, name: str | None) -> InvalidValue:
-    steps = [*fault.steps, f".{name}"] if name is not None else fault.steps
+    steps = [*fault.steps, f".{_printable(name)}"] if name is not None else fault.steps
     path = "$" + "".join(reversed(steps))
     if len(path) > 80:
         path = f"{path[:38]}...{path[-38:]}"

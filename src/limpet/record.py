@@ -38,8 +38,9 @@ class Record:
 
     async def get(self, name: str, default: Any = None) -> Any:
         """One field, or the default when there is no such record or field."""
+        check_key(name)
         fields = await self.fields()
-        return default if fields is None else fields.get(check_key(name), default)
+        return default if fields is None else fields.get(name, default)
 
     async def put(
         self,

@@ -51,6 +51,7 @@ class Runner:
 
     def forget_loop(self) -> None:
         """Start anew, as in a child after a fork: the loop's thread stayed behind."""
+        self.closing = threading.Lock()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -198,7 +199,7 @@ class Store(_Face):
         """Change a value by a plain function of the value found; see `limpet.Store.update`."""
         if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
             raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
-        return self._runner.run(self._twin.update(key, change, ttl=ttl, fence=fence, meta=meta))
+        return self._runner.run(self._twin.update(key, _plain(change), ttl=ttl, fence=fence, meta=meta))
 
     def scan(
         self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
@@ -242,15 +243,33 @@ class Store(_Face):
     def close(self) -> None:
         """End watches and background work and let go of the engine."""
         session = self._twin._session
-        if not session.closed:
-            self._runner.wait(session.close())
-            self._runner.stop()
+        # Of several threads that close, one does; the others must not stop the loop under it.
+        with self._runner.closing:
+            if not session.closed:
+                try:
+                    self._runner.wait(session.close())
+                finally:
+                    self._runner.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function held to what it promised: a lambda may turn out to return a coroutine."""
+
+    def changed(value: Any) -> Any:
+        result = change(value)
+        if inspect.isawaitable(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise TypeError("a blocking store updates by a plain function, and this one returned an awaitable")
+        return result
+
+    return changed
 
 
 class Draft(_Draft):

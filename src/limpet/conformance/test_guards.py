@@ -97,7 +97,7 @@ async def holds(store: limpet.Store, key: str, expectation: Any) -> bool:
 
 
 async def test_an_entry_guards_its_own_replacement(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current."""
+    """`expect=entry` holds only while that very entry of this namespace is current."""
     await store.put("key", "old")
     seen = await store.entry("key")
 
@@ -107,7 +107,7 @@ async def test_an_entry_guards_its_own_replacement(store: limpet.Store) -> None:
 
 
 async def test_an_entry_does_not_hold_after_an_equal_write(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current.
+    """`expect=entry` holds only while that very entry of this namespace is current.
 
     The value and everything a reader sees of it is the same. It is another entry.
     """
@@ -121,7 +121,7 @@ async def test_an_entry_does_not_hold_after_an_equal_write(store: limpet.Store) 
 
 
 async def test_an_entry_does_not_hold_after_a_touch(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current."""
+    """`expect=entry` holds only while that very entry of this namespace is current."""
     seen = await store.put("key", 1)
     touched = await store.touch("key", 60)
 
@@ -130,7 +130,7 @@ async def test_an_entry_does_not_hold_after_a_touch(store: limpet.Store) -> None
 
 
 async def test_an_entry_does_not_hold_for_its_double(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current.
+    """`expect=entry` holds only while that very entry of this namespace is current.
 
     Deleted and made again with the same value, the key has the same version. Only the revision tells.
     """
@@ -146,7 +146,7 @@ async def test_an_entry_does_not_hold_for_its_double(store: limpet.Store) -> Non
 
 
 async def test_an_entry_does_not_hold_for_its_double_after_an_expiry(store: limpet.Store, elapse: Elapse) -> None:
-    """`expect=entry` holds only while that very entry is current."""
+    """`expect=entry` holds only while that very entry of this namespace is current."""
     seen = await store.put("key", "same", ttl=0.1)
     await elapse(0.15)
     double = await store.put("key", "same")
@@ -159,7 +159,7 @@ async def test_an_entry_does_not_hold_for_its_double_after_an_expiry(store: limp
 
 
 async def test_an_entry_of_another_key_does_not_hold(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current."""
+    """`expect=entry` holds only while that very entry of this namespace is current."""
     other = await store.put("other", 1)
     before = await store.put("key", 1)
 
@@ -170,7 +170,7 @@ async def test_an_entry_of_another_key_does_not_hold(store: limpet.Store) -> Non
 
 
 async def test_of_many_who_hold_the_same_entry_one_writes(store: limpet.Store) -> None:
-    """`expect=entry` holds only while that very entry is current."""
+    """`expect=entry` holds only while that very entry of this namespace is current."""
     seen = await store.put("key", "old")
 
     async def write(number: int) -> int | None:
