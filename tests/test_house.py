@@ -32,7 +32,7 @@ LAYERS: list[set[str]] = [
     {"codec"},
     {"model"},
     {"transition"},
-    {"engine", "schema"},
+    {"engine", "schema", "retry"},
     {"batch", "hub"},
     {"sweep"},
     {"session"},

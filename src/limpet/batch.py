@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -405,6 +406,14 @@ class _RequestIds:
     def next(self) -> str:
         """A new request id, unique over processes."""
         return f"{self._prefix}-{next(self._numbers):x}"
+
+
+_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+\Z")
+
+
+def is_made_here(request_id: str) -> bool:
+    """Whether an id looks like one that a store made for a write that was given none."""
+    return _MADE_HERE.match(request_id) is not None
 
 
 _request_ids = _RequestIds()

@@ -8,6 +8,7 @@ when none is; that is what lets the blocking face run the same coroutines.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Final, Protocol
 
 from limpet.errors import InvalidTTL
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "has_loop", "ttl_to_ms"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "has_loop", "ttl_to_ms", "wake"]
 
 TTL_S_MAX: Final = 100 * 366 * 86_400
 
@@ -112,7 +113,7 @@ class ManualClock:
         else:
             loop = asyncio.get_running_loop()
             woken = loop.create_future()
-            sleeper = self._join(seconds, lambda: _wake(loop, woken))
+            sleeper = self._join(seconds, lambda: call_on(loop, wake, woken))
             try:
                 await woken
             finally:
@@ -128,13 +129,16 @@ class ManualClock:
         return sleeper
 
 
-def _wake(loop: asyncio.AbstractEventLoop, sleeper: asyncio.Future[None]) -> None:
-    def wake() -> None:
-        if not sleeper.done():
-            sleeper.set_result(None)
+def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Have something called on a loop of any thread. A loop that was closed has nobody left to tell."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *args)
 
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(wake)
+
+def wake(sleeper: asyncio.Future[None]) -> None:
+    """End a wait that may be over already."""
+    if not sleeper.done():
+        sleeper.set_result(None)
 
 
 def ttl_to_ms(ttl: float | timedelta) -> int:

@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
-from limpet.clock import Clock, has_loop
+from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.errors import InvalidValue
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
@@ -144,7 +144,10 @@ class Address(msgspec.Struct, frozen=True):
             raise InvalidValue(
                 f"{_without_password(url)!r} is not an engine URL: try 'sqlite:///state.db' or 'memory:'"
             )
-        body, _, query = rest.partition("?")
+        # A password may hold a question mark; what follows it up to the last @ is no option.
+        credentials, at, place = rest.rpartition("@")
+        path, _, query = place.partition("?")
+        body = credentials + at + path
         options = dict(parse_qsl(query, keep_blank_values=True))
         return cls(url, scheme.lower(), unquote(body), options)
 
@@ -210,11 +213,12 @@ class Bell:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: dict[str, int] = {}
+        self._for_all = 0
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]] = {}
 
     def count(self, namespace: str) -> int:
         """How often it rang so far."""
-        return self._counts.get(namespace, 0)
+        return self._counts.get(namespace, 0) + self._for_all
 
     def ring(self, namespace: str) -> None:
         """Wake everybody who waits for this namespace."""
@@ -222,12 +226,12 @@ class Bell:
             self._counts[namespace] = self._counts.get(namespace, 0) + 1
             waiting = self._waiting.pop(namespace, ())
         for loop, sleeper in waiting:
-            # A loop that was closed with a waiter in it has nobody left to wake.
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_wake, sleeper)
+            call_on(loop, wake, sleeper)
 
     def ring_all(self) -> None:
         """Wake everybody, because the engine closes."""
+        with self._lock:
+            self._for_all += 1
         for namespace in list(self._waiting):
             self.ring(namespace)
 
@@ -236,10 +240,10 @@ class Bell:
         loop = asyncio.get_running_loop()
         sleeper: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self._counts.get(namespace, 0) != count:
+            if self.count(namespace) != count:
                 return
             self._waiting.setdefault(namespace, []).append((loop, sleeper))
-        timer = loop.call_later(timeout_s, _wake, sleeper)
+        timer = loop.call_later(timeout_s, wake, sleeper)
         try:
             await sleeper
         finally:
@@ -248,11 +252,8 @@ class Bell:
                 waiting = self._waiting.get(namespace, [])
                 if (loop, sleeper) in waiting:
                     waiting.remove((loop, sleeper))
-
-
-def _wake(sleeper: asyncio.Future[None]) -> None:
-    if not sleeper.done():
-        sleeper.set_result(None)
+                if not waiting:
+                    self._waiting.pop(namespace, None)
 
 
 class Budget:

@@ -18,6 +18,7 @@ from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
 from limpet.model import Change, Event, Feed, Op, Status, Synced
+from limpet.retry import retrying
 
 __all__ = ["Hub", "Watch", "event_of"]
 
@@ -47,7 +48,7 @@ class Hub:
         """Start following, for one more watcher. Returns the namespace as it was just before."""
         self._watchers += 1
         try:
-            status = await self.engine.status(self.namespace)
+            status = await retrying(self.clock, lambda: self.engine.status(self.namespace))
         except BaseException:
             self.leave()
             raise
@@ -66,19 +67,28 @@ class Hub:
             self._follower.cancel()
             self._follower = None
 
-    async def changes(self, after: int, span: Span | None) -> Feed:
-        """What came after a revision; waits until there is something. Other families come with no span."""
-        while True:
-            if self._end is not None:
-                raise self._end
-            if after < self._floor:
-                return await self.engine.changes(self.namespace, after, span=span)
-            if after < self._head:
-                fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
-                if span is not None:
-                    fresh = [change for change in fresh if change.family == "data" and change.key in span]
-                return Feed(fresh, self._head)
-            await self._news.wait()
+    async def changes(self, after: int, span: Span | None) -> Feed | None:
+        """What came after a revision; None when there is nothing yet. Other families come with no span."""
+        if self._end is not None:
+            raise self._end
+        if after < self._floor:
+            return await self.engine.changes(self.namespace, after, span=span)
+        if after >= self._head:
+            return None
+        fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
+        if span is not None:
+            fresh = [change for change in fresh if change.family == "data" and change.key in span]
+        return Feed(fresh, self._head)
+
+    async def news(self) -> None:
+        """Wait until something may have changed: the log, a watch that was closed, the store."""
+        await self._news.wait()
+
+    def ring(self) -> None:
+        """Let everybody look again."""
+        # Those who wait hold the old bell; whoever comes later waits for the next.
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     async def close(self) -> None:
         """Wake all watchers and let them end."""
@@ -104,7 +114,7 @@ class Hub:
                 self._shorten()
             if feed.head > self._head:
                 self._head = feed.head
-                self._ring()
+                self.ring()
 
     def _shorten(self) -> None:
         """Forget the older half; whoever still needs it reads the log."""
@@ -113,15 +123,10 @@ class Hub:
         self._tail_bytes -= sum(change.entry.size_bytes for change in self._tail[:half])
         del self._tail[:half]
 
-    def _ring(self) -> None:
-        # Those who wait hold the old bell; whoever comes later waits for the next.
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
     def _finish(self, error: LimpetError) -> None:
         self._end = error
         self._follower = self._follower if isinstance(error, Closed) else None
-        self._ring()
+        self.ring()
 
 
 class Watch:
@@ -186,17 +191,21 @@ class Watch:
             except TransientError:
                 await self._hub.clock.sleep(RETRY_S)
             except Closed:
-                await self.aclose()
-            except BaseException as error:
-                if isinstance(error, LimpetError):
-                    await self.aclose()
+                self._finish()
+            except LimpetError:
+                self._finish()
                 raise
         return self._ready.popleft()
 
     async def aclose(self) -> None:
-        """End this watch."""
+        """End this watch, also for whoever waits in it."""
+        self._ready.clear()
+        self._finish()
+
+    def _finish(self) -> None:
         if self._state in ("scanning", "following"):
             self._hub.leave()
+            self._hub.ring()
         self._state = "ended"
 
     async def _start(self) -> None:
@@ -208,7 +217,7 @@ class Watch:
         try:
             self._cursor = status.revision if self._after is None else _revision_of(self._after, status, self._prefix)
         except LimpetError:
-            await self.aclose()
+            self._finish()
             raise
         if self._initial:
             self._state, self._scan_from = "scanning", self._span.start
@@ -216,6 +225,8 @@ class Watch:
     async def _scan(self) -> None:
         assert self._scan_from is not None
         found = await self._hub.engine.scan(self._hub.namespace, Span(self._scan_from, self._span.stop))
+        if self._state == "ended":
+            return
         for entry in found.entries:
             if entry.revision > self._cursor:
                 self._known[entry.key] = entry.revision
@@ -228,6 +239,11 @@ class Watch:
 
     async def _follow(self) -> None:
         feed = await self._hub.changes(self._cursor, self._span)
+        if feed is None:
+            await self._hub.news()
+            return
+        if self._state == "ended":  # Closed while the log was being read.
+            return
         fresh = [change for change in feed.changes if change.revision > self._known.get(change.key, 0)]
         if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
             self.dropped += len(fresh) - DROP_BEYOND

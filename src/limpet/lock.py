@@ -122,10 +122,9 @@ class Lock:
         if not self.lost:
             return
         token = self.token or 0
-        if kind is None:
-            raise LockLost(self.name, token=token)
+        # Our own cancellation is taken back, whatever the body made of it; somebody else's stays.
         ours = body is not None and self._cancelled and body.uncancel() <= self._cancelling
-        if ours and issubclass(kind, asyncio.CancelledError):
+        if kind is None or (ours and issubclass(kind, asyncio.CancelledError)):
             raise LockLost(self.name, token=token) from error
 
     # By hand ------------------------------------------------------------------
@@ -228,6 +227,9 @@ class Lock:
         try:
             while True:
                 feed = await hub.changes(after, None)
+                if feed is None:
+                    await hub.news()
+                    continue
                 if any(
                     change.family == "lock" and change.key == self.name and change.after is None
                     for change in feed.changes

@@ -100,13 +100,26 @@ class Record:
             raise TypeMismatch(self.key, expected="a record", found="a plain value")
         raise draft._error_of(outcome)
 
-    async def touch(self, ttl: TTL) -> Entry | None:
-        """Change only when the record expires."""
-        return await self._store.touch(self.key, ttl)
+    async def touch(
+        self,
+        ttl: TTL,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> Entry | None:
+        """Change only when the record expires. None when there is no such record."""
+        return await self._store.touch(self.key, ttl, expect=expect, fence=fence, request_id=request_id)
 
-    async def delete(self, *, expect: Expectation = ANY, fence: Fencing | Fence | None = None) -> bool:
+    async def delete(
+        self,
+        *,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+    ) -> bool:
         """End the record. False when there was none."""
-        return await self._store.delete(self.key, expect=expect, fence=fence)
+        return await self._store.delete(self.key, expect=expect, fence=fence, request_id=request_id)
 
     def _draft(self, fence: Fencing | Fence | None, request_id: str | None) -> Draft:
         draft = self._store.batch(request_id=request_id)

@@ -7,9 +7,8 @@ under the same request id, so that the engine answers with the first result if t
 
 from __future__ import annotations
 
-import random
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -19,16 +18,10 @@ from limpet.errors import Ambiguous, Closed, TransientError
 from limpet.hub import Hub
 from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Batch, Commit, Entry, Family, Refusal, Window
+from limpet.retry import ATTEMPTS, pause_s, retrying
 from limpet.sweep import Sweeper
 
 T = TypeVar("T")
-
-ATTEMPTS: Final = 5
-
-
-def pause_s(attempt: int, *, first: float = 0.02, longest: float = 1.0) -> float:
-    """How long to wait after the n-th failed attempt: twice as long each time, with jitter."""
-    return min(longest, first * 2.0 ** (attempt - 1)) * (0.5 + random.random())
 
 
 class Session:
@@ -69,17 +62,12 @@ class Session:
             return (await self.engine.read(namespace, (key,), family=family))[0]
         except TransientError:
             await self.clock.sleep(pause_s(1))
-            return (await self.retrying(lambda: self.engine.read(namespace, (key,), family=family), attempt=2))[0]
+            again = retrying(self.clock, lambda: self.engine.read(namespace, (key,), family=family), attempt=2)
+            return (await again)[0]
 
-    async def retrying(self, call: Callable[[], Awaitable[T]], *, attempt: int = 1) -> T:
+    async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run a call that changes nothing, again where that can help."""
-        while attempt < ATTEMPTS:
-            try:
-                return await call()
-            except TransientError:
-                await self.clock.sleep(pause_s(attempt))
-                attempt += 1
-        return await call()
+        return await retrying(self.clock, call)
 
     def hub(self, namespace: str) -> Hub:
         """The hub of a namespace."""

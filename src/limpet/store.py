@@ -14,16 +14,17 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, is_made_here
 from limpet.clock import Clock, SystemClock
 from limpet.engine import open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 from limpet.lock import Lock, LockInfo, lock_info
-from limpet.model import ABSENT, ANY, KEEP, Commit, Entry, Event, Filter, Mark, Status, Traits, Window
+from limpet.model import ABSENT, ANY, KEEP, Change, Commit, Entry, Event, Feed, Filter, Mark, Status, Traits, Window
 from limpet.record import Record
-from limpet.session import Session, pause_s
+from limpet.retry import pause_s
+from limpet.session import Session
 from limpet.transition import read_receipt
 
 __all__ = ["Opening", "Page", "Store", "open"]
@@ -264,12 +265,29 @@ class Store:
         return Record(self, key)
 
     async def outcome(self, request_id: str) -> Commit | None:
-        """What became of a request that was given an id: its commit, or None when it was not applied.
+        """What became of a request: its commit, or None when it was not applied.
 
-        The entries that a put left come without their values, which the caller has.
+        Of a request that was given an id, the entries that a put left come without their values,
+        which the caller has. The id of an `Ambiguous` write that was given none is looked for in the log.
         """
         found = await self._session.read(self.name, check_key(request_id), family="receipt")
-        return None if found is None else msgspec.structs.replace(read_receipt(found).commit, replayed=True)
+        if found is not None:
+            return msgspec.structs.replace(read_receipt(found).commit, replayed=True)
+        return await self._outcome_in_log(request_id) if is_made_here(request_id) else None
+
+    async def _outcome_in_log(self, request_id: str) -> Commit | None:
+        status = await self.status()
+        after = status.floor
+        caused: list[Change] = []
+        while after < status.revision and not caused:
+            feed = await self._feed(after)
+            caused = [change for change in feed.changes if change.cause == request_id]
+            after = feed.head
+        if not caused:
+            return None
+        entries = tuple(change.after for change in caused)
+        ended = tuple(change.entry if change.after is None else None for change in caused)
+        return Commit(caused[-1].commit, entries, ended, caused[-1].at_ms, replayed=True)
 
     # Locking ------------------------------------------------------------------
 
@@ -294,7 +312,7 @@ class Store:
         span: Span | None = prefix_span(prefix)
         found: list[LockInfo] = []
         while span is not None:
-            part = await engine.scan(self.name, span, family="lock")
+            part = await self._session.retrying(lambda rest=span: engine.scan(self.name, rest, family="lock"))  # type: ignore[misc]
             found += [lock_info(entry, status.now_ms) for entry in part.entries]
             span = None if part.cursor is None else _span_after(span, part.cursor)
         return found
@@ -328,7 +346,7 @@ class Store:
         prefix, after = position_prefix(status, self.name), status.floor
         while after < status.revision:
             try:
-                feed = await self._session.engine.changes(self.name, after, span=span)
+                feed = await self._feed(after, span)
             except Compacted as gone:
                 # Trimmed while we read: what is left starts later.
                 after = gone.oldest if gone.oldest is not None else status.revision
@@ -336,6 +354,9 @@ class Store:
             for change in feed.changes:
                 yield event_of(change, prefix)
             after = feed.head
+
+    async def _feed(self, after: int, span: Span | None = None) -> Feed:
+        return await self._session.retrying(lambda: self._session.engine.changes(self.name, after, span=span))
 
     async def status(self) -> Status:
         """The namespace at a glance."""

@@ -10,6 +10,8 @@ live on one loop in a thread of the store's own.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import functools
 import inspect
 import os
@@ -79,6 +81,9 @@ class Runner:
         waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop(work))
         try:
             return waiting.result()
+        except concurrent.futures.CancelledError:
+            # Nobody cancels but a store that closes.
+            raise Closed from None
         except BaseException:
             # An interrupt reached us, not the work.
             waiting.cancel()
@@ -110,9 +115,20 @@ class Runner:
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
         if loop is not None and thread is not None:
+            asyncio.run_coroutine_threadsafe(_wind_up(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+async def _wind_up() -> None:
+    """Let those who were told that the store is closed come to their end, and end the others."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _would_block(work: Coroutine[Any, Any, Any]) -> RuntimeError:
@@ -322,27 +338,30 @@ class Watch(_Face):
 
     def poll(self, timeout: float) -> Event | None:
         """The next event, or None when there was none in so many seconds."""
+        return self._next(timeout)
 
+    def _next(self, timeout: float | None = None) -> Event | None:
         async def next_event() -> Event | None:
-            try:
-                return await asyncio.wait_for(anext(self._twin, None), timeout)
-            except TimeoutError:
-                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    return await anext(self._twin, None)
+            return None
 
-        return self._runner.wait(next_event())
+        try:
+            return self._runner.wait(next_event())
+        except Closed:
+            return None
 
     def close(self) -> None:
-        """End this watch."""
-        self._runner.wait(self._twin.aclose())
+        """End this watch, also for a thread that waits in it."""
+        with contextlib.suppress(Closed):
+            self._runner.wait(self._twin.aclose())
 
     def __iter__(self) -> Iterator[Event]:
         return self
 
     def __next__(self) -> Event:
-        async def next_event() -> Event | None:
-            return await anext(self._twin, None)
-
-        event = self._runner.wait(next_event())
+        event = self._next()
         if event is None:
             raise StopIteration
         return event

@@ -128,8 +128,7 @@ class _KeyOrder:
 
     def between(self, span: Span, entries: dict[str, Entry]) -> Iterator[str]:
         """The keys of a span that are still in the map."""
-        if len(self._fresh) > 64:
-            # A deleted key stays until here, and comes twice when it was written again.
+        if len(self._fresh) > 64 or self._is_stale(entries):
             self._sorted = sorted(entries)
         else:
             for key in self._fresh:
@@ -140,6 +139,15 @@ class _KeyOrder:
         start = bisect_left(self._sorted, span.start)
         stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
         return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
+
+    def tidy(self, entries: dict[str, Entry]) -> None:
+        """Forget keys that are gone, when they are many."""
+        if self._is_stale(entries):
+            self._sorted, self._fresh = sorted(entries), []
+
+    def _is_stale(self, entries: dict[str, Entry]) -> bool:
+        # A deleted key stays until somebody tidies, and comes twice when it was written again.
+        return len(self._sorted) + len(self._fresh) > 64 + 2 * len(entries)
 
 
 class MemoryEngine:
@@ -263,6 +271,8 @@ class MemoryEngine:
             if dropped:
                 del space.log[:dropped]
                 space.floor, space.log_bytes = floor, space.log_bytes - freed_bytes
+            for family in space.order:
+                space.order[family].tidy(space.map[family])
             # Items of entries that were written again would otherwise stay until their time.
             if len(space.expiries) > 64 + 2 * (len(space.map["data"]) + len(space.map["lock"])):
                 space.expiries = [item for item in space.expiries if _is_current(space, item)]
@@ -324,17 +334,22 @@ def _is_current(space: _Space, item: tuple[int, Family, str, int]) -> bool:
 _places: weakref.WeakSet[_Place] = weakref.WeakSet()
 
 
+_held: list[_Place] = []
+
+
 def _before_fork() -> None:
     for place in list(_places):
         place.lock.acquire()
+        _held.append(place)
 
 
 def _after_fork_in_parent() -> None:
-    for place in list(_places):
-        place.lock.release()
+    while _held:
+        _held.pop().lock.release()
 
 
 def _after_fork_in_child() -> None:
+    _held.clear()
     for place in list(_places):
         place.lock, place.bell = threading.RLock(), Bell()
 

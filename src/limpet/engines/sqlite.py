@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import queue
 import sqlite3
@@ -33,7 +34,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from limpet import codec
-from limpet.clock import Clock, has_loop
+from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.codec import Stored
 from limpet.engine import Address, Bell, Budget
 from limpet.errors import Ambiguous, Closed, Compacted, Corrupt, InvalidValue, LimpetError, Unavailable
@@ -71,7 +72,7 @@ _COLUMNS: Final = "key, kind, value, version, revision, created_revision, create
 _READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
 _READ_SEVERAL: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key IN "
 _SCAN: Final = (
-    "SELECT {columns} FROM limpet_entries WHERE namespace = ? AND family = ? AND key >= ? AND (? IS NULL OR key < ?)"
+    "SELECT {columns} FROM limpet_entries WHERE namespace = ? AND family = ? AND key >= ? AND key < ?"
     " AND (expires_ms IS NULL OR expires_ms > ?) ORDER BY key LIMIT ?"
 )
 _SCAN_ENTRIES: Final = _SCAN.format(columns=_COLUMNS)
@@ -96,7 +97,7 @@ _CHANGES: Final = (
 )
 _CHANGES_OF: Final = (
     f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND family = 'data'"
-    " AND key >= ? AND (? IS NULL OR key < ?) ORDER BY revision LIMIT ?"
+    " AND key >= ? AND key < ? ORDER BY revision LIMIT ?"
 )
 _CAUSED: Final = f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
 _DUE: Final = (
@@ -134,7 +135,7 @@ class SqliteEngine:
         self._synchronous = synchronous
         self._clock = clock
         self._closed = False
-        self._bell = Bell()
+        self._latest_ms = 0
         self._budget = Budget()
         self._start()
         self._store_id, self._epoch = self._prepare()
@@ -142,16 +143,20 @@ class SqliteEngine:
 
     def _start(self) -> None:
         """What a process must have of its own. Runs again in a child after a fork."""
+        self._bell = Bell()
         self._readers = threading.local()
         self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        # While barred no read begins: a fork or a close waits until nobody is inside SQLite.
+        self._barred = False
+        self._bar = threading.Lock()
         self._writing = threading.Lock()
         self._writer: _Connection | None = None
         self._queue: deque[_Ticket] = deque()
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._flushing: set[asyncio.AbstractEventLoop] = set()
         self._scanner: ThreadPoolExecutor | None = None
-        self._latest_ms = 0
 
     # The eight primitives -----------------------------------------------------
 
@@ -159,7 +164,7 @@ class SqliteEngine:
         """See `Engine.read`."""
         if self._budget.spent():
             await self._budget.renewed()
-        reader = self._reader()
+        reader = self._enter()
         try:
             if len(keys) == 1:
                 row = reader.execute(_READ, (namespace, family, keys[0])).fetchone()
@@ -168,6 +173,8 @@ class SqliteEngine:
             rows = reader.execute(_READ_SEVERAL + marks, (namespace, family, *keys)).fetchall()
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        finally:
+            reader.uses -= 1
         now_ms = self._now_ms()
         found = {entry.key: live(entry, now_ms) for entry in map(_entry, rows)}
         return [found.get(key) for key in keys]
@@ -233,10 +240,8 @@ class SqliteEngine:
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
-        try:
-            rows = self._reader().execute(_DUE, (namespace, self._now_ms(), limit)).fetchall()
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
+        with self._reading() as reader:
+            rows = reader.execute(_DUE, (namespace, self._now_ms(), limit)).fetchall()
         return [Expire(key.decode(), revision, family.decode()) for key, revision, family in rows]
 
     async def trim(self, namespace: str, window: Window) -> int:
@@ -247,10 +252,8 @@ class SqliteEngine:
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
-        try:
-            tally = _Tally.load(self._reader(), namespace)
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
+        with self._reading() as reader:
+            tally = _Tally.load(reader, namespace)
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -265,29 +268,39 @@ class SqliteEngine:
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        if self._closed:
-            return
-        with self._writing:
-            while self._queue:
-                self._commit_queued()
-            self._closed = True
-        self._bell.ring_all()
-        if self._thread is not None:
-            self._signals.put(False)
-            self._thread.join()
-        if self._scanner is not None:
-            self._scanner.shutdown()
-        for connection in list(self._connections):
-            connection.close()
+        with self._bar:
+            if self._closed:
+                return
+            with self._writing:
+                while self._queue:
+                    self._commit_queued()
+                self._closed = self._barred = True
+            self._bell.ring_all()
+            with self._starting:
+                thread = self._thread
+            if thread is not None:
+                self._signals.put(False)
+                thread.join()
+            if self._scanner is not None:
+                self._scanner.shutdown()
+            self._await_readers()
+            for connection in list(self._connections):
+                connection.close()
 
     # Committing ---------------------------------------------------------------
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         self._flushing.discard(loop)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_for_loops, name="limpet-sqlite-writer", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._write_for_loops, name="limpet-sqlite-writer", daemon=True)
+                self._thread.start()
         self._signals.put(True)
+        if self._closed:
+            # Whoever queued while the engine closed is told so; there is no thread left to do it.
+            with self._writing:
+                while self._queue:
+                    self._commit_queued()
 
     def _write_for_loops(self) -> None:
         while self._signals.get():
@@ -336,8 +349,10 @@ class SqliteEngine:
         try:
             writer.execute("COMMIT")
         except sqlite3.Error as error:
-            # An I/O error here leaves it open: recovery may find the commit in the WAL.
             self._abandon()
+            if _code(error).startswith(("SQLITE_FULL", "SQLITE_BUSY")):
+                raise self._translated(error) from error
+            # An I/O error here leaves it open: recovery may find the commit in the WAL.
             return [self._unknown(ticket, work.first_revisions[ticket.namespace], error) for ticket in group]
         self._latest_ms = max(self._latest_ms, *(tally.at_ms for tally in work.tallies.values()))
         for namespace in work.changed:
@@ -372,10 +387,10 @@ class SqliteEngine:
         """Up to ``limit`` entries; with a filter, of at most so many examined, so that no slice takes for ever."""
         ask = limit if where is None else EXAMINED_MAX
         sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
-        parameters = (namespace, family, span.start, span.stop, span.stop, self._now_ms(), ask + 1)
+        parameters = (namespace, family, span.start, _upper(span), self._now_ms(), ask + 1)
         found: list[Entry] = []
         examined, size_bytes, last = 0, 0, ""
-        with self._rows(sql, parameters) as rows:
+        with self._reading() as reader, contextlib.closing(reader.execute(sql, parameters)) as rows:
             for row in rows:
                 if examined == ask or len(found) == limit or size_bytes > SLICE_BYTES_MAX:
                     return Slice(found, last)
@@ -386,15 +401,19 @@ class SqliteEngine:
         return Slice(found, None)
 
     def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
-        # One snapshot for the tally and the rows, or a change in between would be in neither.
-        with self._snapshot() as reader:
-            tally = _Tally.load(reader, namespace)
-            if span is None:
-                place: tuple[Any, ...] = (namespace, after, limit)
-            else:
-                place = (namespace, after, span.start, span.stop, span.stop, limit)
-            with self._rows(_CHANGES if span is None else _CHANGES_OF, place) as rows:
-                changes, is_full = _first_changes(rows, limit)
+        with self._reading() as reader:
+            # One snapshot for the tally and the rows, or a change in between would be in neither.
+            reader.execute("BEGIN")
+            try:
+                tally = _Tally.load(reader, namespace)
+                if span is None:
+                    rows = reader.execute(_CHANGES, (namespace, after, limit))
+                else:
+                    rows = reader.execute(_CHANGES_OF, (namespace, after, span.start, _upper(span), limit))
+                with contextlib.closing(rows):
+                    changes, is_full = _first_changes(rows, limit)
+            finally:
+                reader.execute("COMMIT")
         if after < tally.floor:
             raise Compacted(f"revision {after} was trimmed, the log starts after {tally.floor}", oldest=tally.floor)
         if after > tally.revision:
@@ -402,26 +421,44 @@ class SqliteEngine:
         return Feed(changes, changes[-1].revision if is_full else tally.revision)
 
     @contextlib.contextmanager
-    def _rows(self, sql: str, parameters: Sequence[Any]) -> Iterator[sqlite3.Cursor]:
-        """The rows of a query, let go at the end: a cursor left half read would keep its snapshot for later reads."""
+    def _reading(self) -> Iterator[_Connection]:
+        """This thread's connection, for as long as it is used."""
+        reader = self._enter()
         try:
-            with contextlib.closing(self._reader().execute(sql, parameters)) as rows:
-                yield rows
+            yield reader
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        finally:
+            reader.uses -= 1
 
-    @contextlib.contextmanager
-    def _snapshot(self) -> Iterator[_Connection]:
-        """Several reads of one moment."""
-        reader = self._reader()
+    def _enter(self) -> _Connection:
+        """This thread's own connection, counted as used until the caller takes one off its uses."""
+        reader: _Connection | None = getattr(self._readers, "connection", None)
+        if reader is None:
+            reader = self._open_reader()
+        reader.uses += 1
+        if not self._barred:
+            return reader
+        reader.uses -= 1
+        self._check_open()
+        with self._bar:
+            pass
+        return self._enter()
+
+    def _open_reader(self) -> _Connection:
+        self._check_open()
         try:
-            reader.execute("BEGIN")
-            try:
-                yield reader
-            finally:
-                reader.execute("COMMIT")
+            reader = self._connect()
+            reader.execute("PRAGMA query_only = ON")
         except sqlite3.Error as error:
             raise self._translated(error) from error
+        self._readers.connection = reader
+        return reader
+
+    def _await_readers(self) -> None:
+        """Wait until no thread is inside SQLite. The caller has barred the way."""
+        while any(connection.uses for connection in list(self._connections)):
+            time.sleep(0.0005)
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Run longer work beside the loop; in place when there is none."""
@@ -436,14 +473,12 @@ class SqliteEngine:
 
     def _needs_trim(self, namespace: str, window: Window) -> bool:
         """Whether there is anything to drop, asked without taking the writer's place."""
-        reader, now_ms = self._reader(), self._now_ms()
-        try:
+        now_ms = self._now_ms()
+        with self._reading() as reader:
             if reader.execute(_RECEIPTS_OVER, (namespace, now_ms)).fetchone() is not None:
                 return True
             tally = _Tally.load(reader, namespace)
             oldest = reader.execute(_OLDEST, (namespace, 1)).fetchall()
-        except sqlite3.Error as error:
-            raise self._translated(error) from error
         return window.excess(oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms)[0] > 0
 
     def _trim(self, namespace: str, window: Window) -> int:
@@ -477,8 +512,11 @@ class SqliteEngine:
     def _prepare(self) -> tuple[str, int]:
         """Make the tables when there are none, and read who this store is."""
         try:
-            # The values may be secrets: a new file is its owner's alone.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            # The values may be secrets: a new file is its owner's alone. A file that is there is not
+            # touched: closing any descriptor of it drops the locks that this process has on it.
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        except FileExistsError:
+            pass
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
         with self._writing:
@@ -489,12 +527,15 @@ class SqliteEngine:
                         writer.execute(statement)
                     row = (uuid.uuid4().hex[:16], 1, SCHEMA_VERSION)
                     writer.execute("INSERT INTO limpet_store VALUES (?, ?, ?)", row)
-                store_id, epoch, schema = writer.execute(_STORE).fetchone()
+                identity = writer.execute(_STORE).fetchone()
                 (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
                 raise self._translated(error) from error
+        if identity is None:
+            raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
+        store_id, epoch, schema = identity
         if schema != SCHEMA_VERSION:
             raise Corrupt(f"{self._path} has schema version {schema}, and this release needs {SCHEMA_VERSION}")
         self._latest_ms = latest_ms or 0
@@ -509,26 +550,14 @@ class SqliteEngine:
             factory=_Connection,
         )
         connection.text_factory = bytes
-        _use_wal(connection)
+        if not _use_wal(connection):
+            raise Corrupt(f"{self._path} cannot use WAL; a network file system is no place for it")
         connection.execute(f"PRAGMA synchronous = {self._synchronous}")
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
         connection.execute("PRAGMA cache_size = -65536")
         connection.execute("PRAGMA mmap_size = 268435456")
         self._connections.add(connection)
         return connection
-
-    def _reader(self) -> _Connection:
-        """This thread's own connection."""
-        self._check_open()
-        found: _Connection | None = getattr(self._readers, "connection", None)
-        if found is None:
-            try:
-                found = self._connect()
-                found.execute("PRAGMA query_only = ON")
-            except sqlite3.Error as error:
-                raise self._translated(error) from error
-            self._readers.connection = found
-        return found
 
     def _check_open(self) -> None:
         if self._closed:
@@ -546,14 +575,19 @@ class SqliteEngine:
             return error
         if self._closed:
             return Closed()
-        name = getattr(error, "sqlite_errorname", "") or ""
-        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        if _code(error).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
             return Corrupt(f"cannot use {self._path}: {error}")
         return Unavailable(f"{self._path} cannot serve now: {error}")
 
 
+def _code(error: sqlite3.Error) -> str:
+    return getattr(error, "sqlite_errorname", None) or ""
+
+
 class _Connection(sqlite3.Connection):
-    """A connection that can be referred to weakly."""
+    """A connection that can be referred to weakly and says how often it is in use right now."""
+
+    uses = 0
 
 
 class _Ticket:
@@ -581,14 +615,12 @@ def _answer(group: Iterable[_Ticket]) -> None:
         if ticket.waiter is not None:
             waiting.setdefault(ticket.waiter.get_loop(), []).append(ticket.waiter)
     for loop, waiters in waiting.items():
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_wake_all, waiters)
+        call_on(loop, _wake_all, waiters)
 
 
 def _wake_all(waiters: list[asyncio.Future[None]]) -> None:
     for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
+        wake(waiter)
 
 
 class _Tally:
@@ -647,14 +679,14 @@ class _Work:
         def find(family: Family, key: str) -> Entry | None:
             return self._find(namespace, family, key)
 
-        if batch.retry_since is not None:
-            rows = self._writer.execute(_CAUSED, (namespace, batch.retry_since, batch.request_id)).fetchall()
-            earlier = recall(batch, map(_change, rows), find)
-            if earlier is not None:
-                return earlier
         # The clock of another process on this file may be a little ahead.
         now_ms = max(now_ms, tally.at_ms)
         try:
+            if batch.retry_since is not None:
+                rows = self._writer.execute(_CAUSED, (namespace, batch.retry_since, batch.request_id)).fetchall()
+                earlier = recall(batch, map(_change, rows), find)
+                if earlier is not None:
+                    return earlier
             outcome = plan(batch, find, now_ms=now_ms, revision=tally.revision)
         except sqlite3.Error:
             raise
@@ -778,6 +810,11 @@ def _first_changes(rows: Iterable[Sequence[Any]], limit: int) -> tuple[list[Chan
     return changes, False
 
 
+def _upper(span: Span) -> str | bytes:
+    """The upper end of a span for SQL, where every text is less than every blob."""
+    return b"" if span.stop is None else span.stop
+
+
 def _change_row(change: Change) -> tuple[Any, ...]:
     # A touch did not write the value, so the log does not repeat it.
     entry = change.entry.without_value() if change.op == "touch" else change.entry
@@ -801,7 +838,10 @@ def _stored(kind: bytes | None, value: bytes) -> Stored | None:
     if kind == b"bytes":
         return b"\0" + value
     if kind == b"record":
-        return {name: _unmember(bytes(item)) for name, item in _split(value).items()}
+        try:
+            return {name: _unmember(bytes(item)) for name, item in _split(value).items()}
+        except (msgspec.DecodeError, ValueError) as error:
+            raise Corrupt("a stored record is not a JSON object of fields") from error
     return None
 
 
@@ -828,7 +868,7 @@ def _unmember(text: bytes) -> bytes:
     return b"\0" + (content.encode() if mark == "$text" else b64decode(content))
 
 
-def _use_wal(connection: _Connection) -> None:
+def _use_wal(connection: _Connection) -> bool:
     """Switch to WAL. Two processes doing so at once meet a lock that the busy timeout does not wait for."""
     deadline = time.monotonic() + BUSY_TIMEOUT_MS / 1000
     while True:
@@ -839,22 +879,60 @@ def _use_wal(connection: _Connection) -> None:
                 raise
             time.sleep(0.01)
         else:
-            if mode != b"wal":
-                raise Corrupt("this file cannot use WAL; a network file system is no place for it")
-            return
+            return bool(mode == b"wal")
 
 
-# Connections do not survive a fork: the child must neither use nor close them.
+# Forks ------------------------------------------------------------------------
+#
+# SQLite remembers, for the whole process, which locks it has on a file. A child inherits that
+# memory but not the locks, and its parent, on closing, would take itself for the last user and
+# remove the log that the child goes on writing. So a fork waits until nobody is inside SQLite,
+# and the child takes the very locks that SQLite believes it has. The inherited connections are
+# neither used nor closed there.
+
+_SHARED_FIRST: Final = 0x40000002
+_SHARED_SIZE: Final = 510
+_SHM_IN_USE: Final = 128
 
 _engines: weakref.WeakSet[SqliteEngine] = weakref.WeakSet()
+_forking: list[SqliteEngine] = []
 _inherited: list[object] = []
 
 
-def _after_fork() -> None:
+def _before_fork() -> None:
     for engine in list(_engines):
+        engine._bar.acquire()
+        if engine._closed:
+            engine._bar.release()
+            continue
+        engine._barred = True
+        engine._writing.acquire()
+        engine._await_readers()
+        _forking.append(engine)
+
+
+def _after_fork_in_parent() -> None:
+    while _forking:
+        engine = _forking.pop()
+        engine._barred = False
+        engine._writing.release()
+        engine._bar.release()
+
+
+def _after_fork_in_child() -> None:
+    while _forking:
+        engine = _forking.pop()
         _inherited.extend(engine._connections)
         _inherited.append(engine._readers)
         engine._start()
+        _take_inherited_locks(engine._path)
 
 
-os.register_at_fork(after_in_child=_after_fork)
+def _take_inherited_locks(path: str) -> None:
+    for name, start, length in ((path, _SHARED_FIRST, _SHARED_SIZE), (f"{path}-shm", _SHM_IN_USE, 1)):
+        # Never closed: that would drop the locks again.
+        descriptor = os.open(name, os.O_RDWR)
+        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, length, start)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -1,0 +1,1333 @@
+"""Locks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import limpet
+from limpet.conformance.conftest import Elapse, OpenStore
+from limpet.conformance.support import PATIENCE_S, fail
+from limpet.errors import (
+    Conflict,
+    InvalidTTL,
+    InvalidValue,
+    LockExpired,
+    LockHeld,
+    LockLost,
+    LockNotHeld,
+)
+
+TTL_S = 0.8
+LONG_S = 60.0
+
+
+async def held(store: limpet.Store, name: str, *, ttl: float = LONG_S, holder: str | None = None) -> limpet.Lock:
+    """A lock that was just acquired."""
+    lock = store.lock(name, ttl=ttl, holder=holder)
+    await lock.acquire()
+    return lock
+
+
+def token_of(lock: limpet.Lock) -> int:
+    assert lock.token is not None
+    return lock.token
+
+
+async def while_time_passes(elapse: Elapse, work: Awaitable[Any], step_s: float = 0.05) -> Any:
+    """Let time pass until the work is done."""
+    working = asyncio.ensure_future(work)
+    async with asyncio.timeout(PATIENCE_S):
+        while not working.done():
+            await elapse(step_s)
+    return working.result()
+
+
+async def until(elapse: Elapse, fact: Callable[[], bool], step_s: float = 0.05) -> None:
+    """Let time pass until something is so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not fact():
+            await elapse(step_s)
+
+
+async def take_over(store: limpet.Store, other: limpet.Store, lock: limpet.Lock, elapse: Elapse) -> limpet.Lock:
+    """Cut the holder's line until its time is over, let another take the lock, and mend the line."""
+    line = fail(store, before=10**9)
+    thief = other.lock(lock.name, ttl=LONG_S, wait=LONG_S)
+    await while_time_passes(elapse, thief.acquire())
+    line.before = 0
+    return thief
+
+
+def patient_lock(store: limpet.Store, face: str, name: str, *, ttl: float = TTL_S) -> limpet.Lock:
+    """A lock whose body is not cancelled: what the blocking face always has."""
+    return store.lock(name, ttl=ttl) if face == "sync" else store.lock(name, ttl=ttl, cancel=False)
+
+
+async def cancellations_left_by(body: Awaitable[None]) -> int:
+    """How many cancellations a lost lock leaves on the task that caught LockLost."""
+    with pytest.raises(LockLost):
+        await body
+    await asyncio.sleep(0.01)
+    task = asyncio.current_task()
+    assert task is not None
+    return task.cancelling()
+
+
+# Tokens -----------------------------------------------------------------------
+
+
+async def test_tokens_grow_over_release(store: limpet.Store) -> None:
+    """Acquiring gives a token that is greater than every earlier one on that name."""
+    tokens: list[int] = []
+    for _ in range(5):
+        lock = await held(store, "job")
+        tokens.append(token_of(lock))
+        await lock.release()
+
+    assert tokens == sorted({*tokens})
+
+
+async def test_tokens_grow_over_expiry(store: limpet.Store, elapse: Elapse) -> None:
+    """Acquiring gives a token that is greater than every earlier one on that name."""
+    tokens: list[int] = []
+    for turn in range(4):
+        tokens.append(token_of(await held(store, "job", ttl=0.2)))
+        await elapse(0.3)
+        if turn % 2:
+            await store.sweep()
+
+    assert tokens == sorted({*tokens})
+
+
+async def test_tokens_grow_over_refreshing_and_other_handles(store: limpet.Store, open_store: OpenStore) -> None:
+    """Acquiring gives a token that is greater than every earlier one on that name."""
+    first = await held(store, "job")
+    await first.refresh()
+    await first.refresh()
+    await store.put("something", "else")
+    await first.release()
+    tokens = [token_of(await held(await open_store(), "job"))]
+
+    again = store.lock("other", ttl=LONG_S)
+    for _ in range(3):
+        await again.acquire()
+        tokens.append(token_of(again))
+        await again.release()
+
+    assert tokens[0] > 0
+    assert tokens == sorted({*tokens})
+
+
+async def test_of_all_who_try_one_acquires(store: limpet.Store) -> None:
+    """Acquiring gives a token that is greater than every earlier one on that name."""
+    locks = [store.lock("job", ttl=LONG_S) for _ in range(16)]
+
+    answers = await asyncio.gather(*(lock.acquire() for lock in locks), return_exceptions=True)
+
+    winners = [lock for lock, answer in zip(locks, answers, strict=True) if not isinstance(answer, LockHeld)]
+    assert len(winners) == 1
+    assert sum(isinstance(answer, LockHeld) for answer in answers) == 15
+    assert [lock.token for lock in locks if lock not in winners] == [None] * 15
+    assert winners[0].token is not None
+
+
+# Held -------------------------------------------------------------------------
+
+
+async def test_a_held_lock_says_who_holds_it(store: limpet.Store) -> None:
+    """A lock that is held raises LockHeld, with its holder, token and remaining time."""
+    lock = await held(store, "job", ttl=50, holder="worker-7")
+
+    with pytest.raises(LockHeld) as caught:
+        await store.lock("job", ttl=1).acquire()
+
+    assert caught.value.name == "job"
+    assert caught.value.holder == "worker-7"
+    assert caught.value.token == lock.token
+    assert 45 < caught.value.remaining <= 50
+
+
+async def test_the_remaining_time_shrinks(store: limpet.Store, elapse: Elapse) -> None:
+    """A lock that is held raises LockHeld, with its holder, token and remaining time."""
+    await held(store, "job", ttl=30)
+    await elapse(0.5)
+
+    with pytest.raises(LockHeld) as caught:
+        await store.lock("job", ttl=1).acquire()
+
+    assert 20 < caught.value.remaining <= 29.5
+
+
+async def test_a_lock_is_held_for_other_stores_too(store: limpet.Store, open_store: OpenStore) -> None:
+    """A lock that is held raises LockHeld, with its holder, token and remaining time."""
+    await held(store, "job", holder="first")
+    other = await open_store()
+
+    with pytest.raises(LockHeld) as caught:
+        await other.lock("job", ttl=1).acquire()
+
+    assert caught.value.holder == "first"
+    await held(other, "another job")
+    await held(other.namespace(f"{other.name}-b"), "job")
+
+
+async def test_a_refused_handle_does_not_disturb_the_holder(store: limpet.Store) -> None:
+    """A lock that is held raises LockHeld, with its holder, token and remaining time."""
+    lock = await held(store, "job")
+
+    for _ in range(3):
+        with pytest.raises(LockHeld):
+            await store.lock("job", ttl=LONG_S).acquire()
+
+    lock.check()
+    await store.put("a", 1, fence=lock)
+    await lock.release()
+
+
+# Waiting ----------------------------------------------------------------------
+
+
+async def test_a_waiter_gets_the_lock_when_it_is_released(store: limpet.Store) -> None:
+    """With `wait`, acquiring waits for the release.
+
+    No time passes by hand: it is the release that wakes the waiter.
+    """
+    first = await held(store, "job")
+    second = store.lock("job", ttl=LONG_S, wait=LONG_S)
+    waiting = asyncio.ensure_future(second.acquire())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    token = token_of(first)
+
+    await first.release()
+
+    await asyncio.wait_for(waiting, PATIENCE_S)
+    assert token_of(second) > token
+
+
+async def test_a_waiter_hears_of_a_release_by_another_store(store: limpet.Store, open_store: OpenStore) -> None:
+    """With `wait`, acquiring waits for the release."""
+    other = await open_store()
+    first = await held(other, "job")
+    waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    await asyncio.sleep(0.1)
+
+    await first.release()
+
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_a_refresh_is_no_release(store: limpet.Store) -> None:
+    """With `wait`, acquiring waits for the release."""
+    first = await held(store, "job")
+    waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    other = await held(store, "another job")
+    await asyncio.sleep(0.05)
+
+    await first.refresh()
+    await other.release()
+    await store.put("job", "a key of the same name")
+    await store.delete("job")
+    await asyncio.sleep(0.1)
+
+    assert not waiting.done()
+    await first.release()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_waiters_get_the_lock_one_after_the_other(store: limpet.Store) -> None:
+    """With `wait`, acquiring waits for the release."""
+    inside: list[str] = []
+    tokens: list[int] = []
+
+    async def work(name: str) -> None:
+        lock = store.lock("job", ttl=LONG_S, wait=LONG_S)
+        await lock.acquire()
+        inside.append(name)
+        assert inside == [name]
+        tokens.append(token_of(lock))
+        await asyncio.sleep(0.01)
+        inside.remove(name)
+        await lock.release()
+
+    await asyncio.wait_for(asyncio.gather(*(work(f"worker-{number}") for number in range(8))), PATIENCE_S)
+
+    assert tokens == sorted({*tokens})
+    assert len(tokens) == 8
+
+
+async def test_a_waiter_takes_over_when_the_time_is_over(store: limpet.Store, elapse: Elapse) -> None:
+    """With `wait`, acquiring takes over when the holder's time is over."""
+    first = await held(store, "job", ttl=1)
+    second = store.lock("job", ttl=LONG_S, wait=LONG_S)
+    waiting = asyncio.ensure_future(second.acquire())
+    await elapse(0.5)
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+
+    await while_time_passes(elapse, waiting)
+
+    assert token_of(second) > token_of(first)
+
+
+async def test_an_expired_lock_needs_no_waiting(store: limpet.Store, elapse: Elapse) -> None:
+    """With `wait`, acquiring takes over when the holder's time is over."""
+    first = await held(store, "job", ttl=0.2)
+    await elapse(0.3)
+
+    second = await held(store, "job")
+
+    assert token_of(second) > token_of(first)
+
+
+async def test_a_waiter_does_not_take_over_from_one_who_refreshes(store: limpet.Store, elapse: Elapse) -> None:
+    """With `wait`, acquiring takes over when the holder's time is over."""
+    first = await held(store, "job", ttl=2)
+    waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    for _ in range(4):
+        await elapse(1)
+        await first.refresh()
+    assert not waiting.done()
+
+    await while_time_passes(elapse, waiting, step_s=0.2)
+
+    with pytest.raises(LockExpired):
+        await first.refresh()
+
+
+async def test_a_wait_ends(store: limpet.Store, elapse: Elapse) -> None:
+    """A wait that is over raises LockHeld."""
+    first = await held(store, "job", holder="first")
+    before = await store.status()
+    waiting = asyncio.ensure_future(store.lock("job", ttl=1, wait=0.5).acquire())
+
+    with pytest.raises(LockHeld) as caught:
+        await while_time_passes(elapse, waiting)
+
+    assert (await store.status()).now_ms - before.now_ms >= 500
+    assert (caught.value.holder, caught.value.token) == ("first", first.token)
+    first.check()
+
+
+async def test_no_wait_is_no_wait(store: limpet.Store) -> None:
+    """A wait that is over raises LockHeld."""
+    await held(store, "job")
+
+    with pytest.raises(LockHeld):
+        await asyncio.wait_for(store.lock("job", ttl=1, wait=0).acquire(), PATIENCE_S)
+
+
+@pytest.mark.face("async")
+async def test_a_cancelled_waiter_does_not_get_the_lock(store: limpet.Store) -> None:
+    """A wait that is over raises LockHeld."""
+    first = await held(store, "job")
+    waiting = asyncio.create_task(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+    await first.release()
+
+    assert await store.locks() == []
+
+
+# Time to live -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ttl", [0, -1, 0.0, True, None, "1", math.nan, math.inf, timedelta(0)])
+async def test_a_ttl_that_is_none_is_refused(store: limpet.Store, ttl: Any) -> None:
+    """A lock needs a ttl, under the rules of every ttl."""
+    with pytest.raises(InvalidTTL):
+        await store.lock("job", ttl=ttl).acquire()
+
+    assert await store.locks() == []
+
+
+async def test_a_lock_cannot_be_made_without_a_ttl(store: limpet.Store) -> None:
+    """A lock needs a ttl, under the rules of every ttl."""
+    lock: Any = store.lock
+
+    with pytest.raises(TypeError):
+        await lock("job").acquire()
+
+
+@pytest.mark.parametrize(("ttl", "seconds"), [(2, 2), (1.5, 1.5), (timedelta(minutes=1), 60), (0.0001, 0.001)])
+async def test_a_ttl_is_seconds_or_a_timedelta(store: limpet.Store, ttl: Any, seconds: float) -> None:
+    """A lock needs a ttl, under the rules of every ttl."""
+    await store.lock("job", ttl=ttl).acquire()
+
+    if seconds > 1:
+        (found,) = await store.locks()
+        assert seconds - 1 < found.remaining <= seconds
+
+
+@pytest.mark.parametrize("ttl", [0, -1, True, "1", math.nan, math.inf])
+async def test_a_refresh_takes_no_other_ttl(store: limpet.Store, ttl: Any) -> None:
+    """A lock needs a ttl, under the rules of every ttl."""
+    lock = await held(store, "job")
+
+    with pytest.raises(InvalidTTL):
+        await lock.refresh(ttl)
+
+    await lock.refresh()
+    await lock.release()
+
+
+# Ownership --------------------------------------------------------------------
+
+
+async def test_another_handle_cannot_release(store: limpet.Store, open_store: OpenStore) -> None:
+    """Ownership is the handle: another handle cannot release it."""
+    lock = await held(store, "job", holder="me")
+
+    for other in (store, await open_store()):
+        with pytest.raises(LockNotHeld):
+            await other.lock("job", ttl=LONG_S, holder="me").release()
+        with pytest.raises(LockNotHeld):
+            await other.lock("job", ttl=LONG_S, holder="me").refresh()
+
+    lock.check()
+    assert [found.token for found in await store.locks()] == [lock.token]
+
+
+async def test_a_stale_handle_cannot_release_its_successor(store: limpet.Store, elapse: Elapse) -> None:
+    """Ownership is the handle: another handle cannot release it."""
+    stale = await held(store, "job", ttl=0.2)
+    await elapse(0.3)
+    lock = await held(store, "job")
+
+    with pytest.raises(LockExpired):
+        await stale.release()
+
+    lock.check()
+    assert [found.token for found in await store.locks()] == [lock.token]
+
+
+async def test_any_task_may_use_the_handle(store: limpet.Store) -> None:
+    """Ownership is the handle: another handle cannot release it."""
+    lock = store.lock("job", ttl=LONG_S)
+
+    async def elsewhere(work: Callable[[], Awaitable[Any]]) -> None:
+        await work()
+
+    await asyncio.create_task(elsewhere(lock.acquire))
+    await asyncio.create_task(elsewhere(lock.refresh))
+    await asyncio.create_task(elsewhere(lock.release))
+
+    assert await store.locks() == []
+
+
+async def test_a_released_lock_is_free(store: limpet.Store) -> None:
+    """Releasing frees the lock at once."""
+    lock = await held(store, "job")
+
+    await lock.release()
+
+    assert lock.token is None
+    assert not lock.lost
+    assert await store.locks() == []
+    await held(store, "job")
+
+
+async def test_leaving_the_context_frees_the_lock(store: limpet.Store) -> None:
+    """Releasing frees the lock at once."""
+    async with store.lock("job", ttl=LONG_S) as lock:
+        assert [found.token for found in await store.locks()] == [lock.token]
+
+    assert lock.token is None
+    assert await store.locks() == []
+
+
+async def test_a_released_handle_can_be_used_again(store: limpet.Store) -> None:
+    """Releasing frees the lock at once."""
+    lock = store.lock("job", ttl=LONG_S)
+    for _ in range(3):
+        async with lock:
+            lock.check()
+
+    assert await store.locks() == []
+
+
+# Refreshing -------------------------------------------------------------------
+
+
+async def test_refreshing_extends_the_lease(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing extends the lease from now on and keeps the token."""
+    lock = await held(store, "job", ttl=1)
+    token = lock.token
+    for _ in range(4):
+        await elapse(0.6)
+        await lock.refresh()
+
+    assert lock.token == token
+    lock.check()
+    with pytest.raises(LockHeld) as caught:
+        await store.lock("job", ttl=1).acquire()
+    assert caught.value.token == token
+    assert caught.value.remaining > 0.5
+
+
+async def test_refreshing_counts_from_now_on(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing extends the lease from now on and keeps the token.
+
+    It does not add to what is left.
+    """
+    lock = await held(store, "job", ttl=10)
+    await lock.refresh()
+    await lock.refresh()
+    assert (await store.locks())[0].remaining <= 10
+
+    await elapse(0.5)
+    await lock.refresh()
+
+    assert 9.5 < (await store.locks())[0].remaining <= 10
+
+
+async def test_refreshing_with_another_ttl(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing extends the lease from now on and keeps the token."""
+    lock = await held(store, "job", ttl=10)
+    await lock.refresh(100)
+    assert 95 < (await store.locks())[0].remaining <= 100
+
+    await lock.refresh(timedelta(seconds=0.3))
+    assert (await store.locks())[0].remaining <= 0.3
+    await elapse(0.4)
+
+    assert await store.locks() == []
+
+
+async def test_a_context_renews_its_lock(store: limpet.Store, elapse: Elapse) -> None:
+    """A lock used as a context renews itself while its body runs.
+
+    The body lasts several times as long as the lease.
+    """
+    async with store.lock("job", ttl=2) as lock:
+        token = token_of(lock)
+        for _ in range(8):
+            await elapse(0.7)
+            async with asyncio.timeout(PATIENCE_S):
+                while not any(found.remaining > 1.5 for found in await store.locks()):
+                    await elapse(0.005)
+            lock.check()
+
+        assert (await store.locks())[0].token == token
+        with pytest.raises(LockHeld):
+            await store.lock("job", ttl=1).acquire()
+        await store.put("a", 1, fence=lock)
+
+    assert not lock.lost
+    assert await store.locks() == []
+
+
+async def test_renewal_rides_out_a_short_failure(store: limpet.Store, elapse: Elapse) -> None:
+    """A lock used as a context renews itself while its body runs."""
+    async with store.lock("job", ttl=4) as lock:
+        line = fail(store, before=3)
+        await until(elapse, lambda: line.before == 0)
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(found.remaining > 3 for found in await store.locks()):
+                await elapse(0.05)
+
+        lock.check()
+
+    assert not lock.lost
+
+
+async def test_a_lock_by_hand_does_not_renew_itself(store: limpet.Store, elapse: Elapse) -> None:
+    """A lock used as a context renews itself while its body runs."""
+    lock = await held(store, "job", ttl=0.3)
+    for _ in range(4):
+        await elapse(0.1)
+
+    assert await store.locks() == []
+    with pytest.raises(LockExpired):
+        await lock.refresh()
+
+
+# Expired, and not held --------------------------------------------------------
+
+
+async def test_what_expired_cannot_be_refreshed(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    lock = await held(store, "job", ttl=0.2)
+    token = lock.token
+    await elapse(0.3)
+
+    with pytest.raises(LockExpired) as caught:
+        await lock.refresh()
+
+    assert (caught.value.name, caught.value.token) == ("job", token)
+    assert await store.locks() == []
+    with pytest.raises(LockExpired):
+        await lock.refresh()
+
+
+async def test_what_expired_cannot_be_released(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    lock = await held(store, "job", ttl=0.2)
+    await elapse(0.3)
+
+    with pytest.raises(LockExpired):
+        await lock.release()
+
+    with pytest.raises(LockExpired):
+        await lock.release()
+
+
+async def test_what_was_swept_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
+    await elapse(0.3)
+    await store.sweep()
+
+    with pytest.raises(LockExpired):
+        await locks[0].refresh()
+    with pytest.raises(LockExpired):
+        await locks[1].release()
+
+
+async def test_what_was_taken_over_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
+    await elapse(0.3)
+    await held(store, "a")
+    thief = await held(store, "b")
+
+    with pytest.raises(LockExpired):
+        await locks[0].refresh()
+    with pytest.raises(LockExpired):
+        await locks[1].release()
+    thief.check()
+    assert [found.name for found in await store.locks()] == ["a", "b"]
+
+
+async def test_an_expired_handle_can_acquire_again(store: limpet.Store, elapse: Elapse) -> None:
+    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    lock = await held(store, "job", ttl=0.2)
+    token = token_of(lock)
+    await elapse(0.3)
+    with pytest.raises(LockExpired):
+        await lock.release()
+
+    await lock.acquire()
+
+    assert token_of(lock) > token
+    assert not lock.lost
+    await lock.release()
+
+
+async def test_what_was_never_acquired_is_not_held(store: limpet.Store) -> None:
+    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    lock = store.lock("job", ttl=LONG_S)
+
+    with pytest.raises(LockNotHeld) as caught:
+        await lock.refresh()
+    assert caught.value.name == "job"
+    with pytest.raises(LockNotHeld):
+        await lock.release()
+    with pytest.raises(LockNotHeld):
+        lock.check()
+
+
+async def test_what_was_given_back_is_not_held(store: limpet.Store) -> None:
+    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    lock = await held(store, "job")
+    await lock.release()
+    other = await held(store, "job")
+
+    with pytest.raises(LockNotHeld):
+        await lock.refresh()
+    with pytest.raises(LockNotHeld):
+        await lock.release()
+
+    other.check()
+
+
+async def test_a_lock_given_back_inside_its_body_is_fine(store: limpet.Store) -> None:
+    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    async with store.lock("job", ttl=LONG_S) as lock:
+        await lock.release()
+        other = await held(store, "job")
+
+    other.check()
+    assert not lock.lost
+
+
+# Loss -------------------------------------------------------------------------
+
+
+async def test_a_lost_lock_is_told_in_and_after_its_body(
+    store: limpet.Store, open_store: OpenStore, face: str, elapse: Elapse
+) -> None:
+    """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body."""
+    other = await open_store()
+    lock = patient_lock(store, face, "job")
+    seen: list[Any] = []
+
+    async def work() -> None:
+        async with lock:
+            seen.extend([lock.token, lock.lost])
+            await take_over(store, other, lock, elapse)
+            await until(elapse, lambda: lock.lost)
+            with pytest.raises(LockLost) as checked:
+                lock.check()
+            seen.append(checked.value.token)
+
+    with pytest.raises(LockLost) as caught:
+        await work()
+
+    token = caught.value.token
+    assert caught.value.name == "job"
+    assert seen == [token, False, token]
+    assert lock.lost
+    assert [found.token > token for found in await store.locks()] == [True]
+
+
+async def test_a_lock_whose_line_is_cut_is_lost_before_its_time_is_over(
+    store: limpet.Store, face: str, elapse: Elapse
+) -> None:
+    """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body."""
+    lock = patient_lock(store, face, "job")
+
+    async def work() -> None:
+        async with lock:
+            fail(store, before=10**9)
+            await until(elapse, lambda: lock.lost)
+
+    with pytest.raises(LockLost):
+        await work()
+
+
+async def test_check_looks_at_the_clock(store: limpet.Store, elapse: Elapse) -> None:
+    """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body.
+
+    Nobody has told the holder anything. The time that passed is enough.
+    """
+    lock = await held(store, "job", ttl=TTL_S)
+    lock.check()
+    await elapse(TTL_S)
+
+    with pytest.raises(LockLost) as caught:
+        lock.check()
+
+    assert caught.value.token == lock.token
+    assert lock.lost
+
+
+async def test_a_long_pause_loses_the_lock(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body.
+
+    The holder stands still for longer than its lease, and another takes over.
+    """
+    lock = await held(store, "job", ttl=TTL_S)
+    await elapse(10 * TTL_S)
+    thief = await held(await open_store(), "job")
+
+    with pytest.raises(LockExpired):
+        await lock.refresh()
+
+    assert lock.lost
+    with pytest.raises(LockLost):
+        lock.check()
+    thief.check()
+
+
+@pytest.mark.face("async")
+async def test_losing_a_lock_cancels_its_body(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to."""
+    other = await open_store()
+    lock, entered, seen = store.lock("job", ttl=TTL_S), asyncio.Event(), []
+
+    async def work() -> None:
+        async with lock:
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+                raise
+
+    working = asyncio.create_task(work())
+    await entered.wait()
+    await take_over(store, other, lock, elapse)
+
+    with pytest.raises(LockLost):
+        await while_time_passes(elapse, working)
+    assert seen == ["cancelled"]
+    assert not working.cancelled()
+
+
+@pytest.mark.face("async")
+async def test_told_not_to_cancel_the_body_goes_on(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to."""
+    other = await open_store()
+    lock, done = store.lock("job", ttl=TTL_S, cancel=False), asyncio.Event()
+
+    async def work() -> None:
+        async with lock:
+            await take_over(store, other, lock, elapse)
+            await until(elapse, lambda: lock.lost)
+            await asyncio.sleep(0.05)
+            done.set()
+
+    with pytest.raises(LockLost):
+        await work()
+
+    assert done.is_set()
+
+
+@pytest.mark.face("async")
+async def test_a_lost_lock_leaves_its_task_uncancelled(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to.
+
+    Whoever catches LockLost goes on in the same task, as if it had never been cancelled.
+    """
+    other = await open_store()
+    lock, entered = store.lock("job", ttl=TTL_S), asyncio.Event()
+
+    async def body() -> None:
+        async with lock:
+            entered.set()
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(cancellations_left_by(body()))
+    await entered.wait()
+    await take_over(store, other, lock, elapse)
+
+    assert await while_time_passes(elapse, working) == 0
+
+
+@pytest.mark.face("async")
+async def test_a_body_that_outlasts_its_cancellation_still_hears_of_it(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to.
+
+    The body swallows the cancellation. It ends with LockLost all the same, in a task that is not
+    taken for cancelled.
+    """
+    other = await open_store()
+    lock, entered = store.lock("job", ttl=TTL_S), asyncio.Event()
+
+    async def body() -> None:
+        async with lock:
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await asyncio.sleep(0)
+
+    working = asyncio.create_task(cancellations_left_by(body()))
+    await entered.wait()
+    await take_over(store, other, lock, elapse)
+
+    assert await while_time_passes(elapse, working) == 0
+
+
+@pytest.mark.face("async")
+async def test_a_cancellation_from_outside_stays_one(store: limpet.Store) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to.
+
+    The lock is fine: a caller who cancels gets a cancellation, and the lock is free.
+    """
+    entered = asyncio.Event()
+
+    async def work() -> None:
+        async with store.lock("job", ttl=LONG_S):
+            entered.set()
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(work())
+    await entered.wait()
+    working.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert working.cancelled()
+    assert await store.locks() == []
+
+
+@pytest.mark.face("async")
+async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to."""
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05), store.lock("job", ttl=LONG_S):
+            await asyncio.Event().wait()
+
+    assert await store.locks() == []
+
+
+@pytest.mark.face("async")
+async def test_a_cancellation_from_outside_is_not_hidden_by_a_loss(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to.
+
+    The lock is lost and the caller cancels as well: the caller's word counts.
+    """
+    other = await open_store()
+    lock, entered, lost = store.lock("job", ttl=TTL_S), asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        async with lock:
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                lost.set()
+                await asyncio.sleep(LONG_S)
+
+    working = asyncio.create_task(work())
+    await entered.wait()
+    await take_over(store, other, lock, elapse)
+    await while_time_passes(elapse, lost.wait())
+    working.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await while_time_passes(elapse, working)
+
+
+async def test_an_error_of_the_body_comes_through(store: limpet.Store) -> None:
+    """An error of the body itself is not hidden by the lock."""
+    with pytest.raises(ZeroDivisionError):
+        async with store.lock("job", ttl=LONG_S):
+            _ = 1 / 0
+
+    assert await store.locks() == []
+
+
+async def test_an_error_of_the_body_comes_through_a_loss(
+    store: limpet.Store, open_store: OpenStore, face: str, elapse: Elapse
+) -> None:
+    """An error of the body itself is not hidden by the lock."""
+    other = await open_store()
+    lock = patient_lock(store, face, "job")
+
+    async def work() -> None:
+        async with lock:
+            await take_over(store, other, lock, elapse)
+            await until(elapse, lambda: lock.lost)
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        await work()
+
+    assert lock.lost
+
+
+@pytest.mark.face("async")
+async def test_an_error_on_being_cancelled_comes_through(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """An error of the body itself is not hidden by the lock."""
+    other = await open_store()
+    lock, entered = store.lock("job", ttl=TTL_S), asyncio.Event()
+
+    async def work() -> None:
+        async with lock:
+            entered.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise KeyError("on the way out") from None
+
+    working = asyncio.create_task(work())
+    await entered.wait()
+    await take_over(store, other, lock, elapse)
+
+    with pytest.raises(KeyError, match="on the way out"):
+        await while_time_passes(elapse, working)
+
+
+async def test_an_error_of_the_body_comes_through_a_failing_release(store: limpet.Store, elapse: Elapse) -> None:
+    """An error of the body itself is not hidden by the lock."""
+
+    async def work() -> None:
+        async with store.lock("job", ttl=LONG_S):
+            fail(store, before=10**9)
+            _ = 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        await while_time_passes(elapse, work())
+
+
+# Names and lists --------------------------------------------------------------
+
+
+async def test_a_lock_and_a_key_of_one_name_do_not_meet(store: limpet.Store) -> None:
+    """Locks and keys of the same name never meet."""
+    entry = await store.put("job", "a key")
+    lock = await held(store, "job")
+
+    assert await store.entry("job") == entry
+    await store.create("other", 1)
+    await held(store, "other")
+    assert await store.delete("job")
+    assert [found.name for found in await store.locks()] == ["job", "other"]
+    await lock.release()
+    assert await store.get("other") == 1
+
+
+async def test_a_key_does_not_stand_in_for_a_lock(store: limpet.Store) -> None:
+    """Locks and keys of the same name never meet."""
+    entry = await store.put("job", {"holder": "me"})
+
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=limpet.Fence("job", entry.created_revision))
+
+    await held(store, "job")
+    with pytest.raises(Conflict):
+        await store.put("no such key", 1, expect=limpet.PRESENT)
+
+
+async def test_locks_are_listed_with_their_holders(store: limpet.Store) -> None:
+    """`locks` lists who holds what."""
+    b = await held(store, "b", ttl=20, holder="worker-b")
+    a = await held(store, "a", ttl=40, holder="worker-a")
+    gone = await held(store, "c")
+    await gone.release()
+
+    found = await store.locks()
+
+    assert [(each.name, each.holder, each.token) for each in found] == [
+        ("a", "worker-a", a.token),
+        ("b", "worker-b", b.token),
+    ]
+    assert 35 < found[0].remaining <= 40
+    assert 15 < found[1].remaining <= 20
+
+
+async def test_expired_locks_are_not_listed(store: limpet.Store, elapse: Elapse) -> None:
+    """`locks` lists who holds what."""
+    await held(store, "short", ttl=0.2)
+    await held(store, "long")
+    await elapse(0.3)
+
+    assert [found.name for found in await store.locks()] == ["long"]
+
+
+async def test_locks_are_listed_by_prefix(store: limpet.Store) -> None:
+    """`locks` lists who holds what."""
+    for name in ["a", "a/1", "a/2", "a0", "b"]:
+        await held(store, name)
+    await held(store.namespace(f"{store.name}-b"), "a/3")
+    await store.put("a/4", "a key")
+
+    assert [found.name for found in await store.locks("a/")] == ["a/1", "a/2"]
+    assert [found.name for found in await store.locks()] == ["a", "a/1", "a/2", "a0", "b"]
+
+
+async def test_many_locks_are_listed_whole(store: limpet.Store) -> None:
+    """`locks` lists who holds what."""
+    names = [f"job-{number:04}" for number in range(600)]
+    await asyncio.gather(*(held(store, name) for name in names))
+
+    assert [found.name for found in await store.locks()] == names
+
+
+async def test_a_holder_is_named_even_if_nobody_named_it(store: limpet.Store) -> None:
+    """`locks` lists who holds what."""
+    await held(store, "job")
+
+    (found,) = await store.locks()
+
+    assert found.holder
+
+
+# Fences -----------------------------------------------------------------------
+
+Fenced = Callable[[limpet.Store, Any], Awaitable[Any]]
+
+
+async def _record_touch(store: limpet.Store, fence: Any) -> None:
+    record: Any = store.record("record")
+    await record.touch(9, fence=fence)
+
+
+WRITES: dict[str, Fenced] = {
+    "put": lambda store, fence: store.put("key", 2, fence=fence),
+    "create": lambda store, fence: store.create("new", 2, fence=fence),
+    "update": lambda store, fence: store.update("key", lambda found: found + 1, fence=fence),
+    "update to nothing": lambda store, fence: store.update("key", lambda _: limpet.ABSENT, fence=fence),
+    "add": lambda store, fence: store.add("key", fence=fence),
+    "delete": lambda store, fence: store.delete("key", fence=fence),
+    "delete nothing": lambda store, fence: store.delete("missing", fence=fence),
+    "take": lambda store, fence: store.take("key", fence=fence),
+    "touch": lambda store, fence: store.touch("key", 9, fence=fence),
+    "persist": lambda store, fence: store.persist("key", fence=fence),
+    "record put": lambda store, fence: store.record("record").put({"a": 2}, fence=fence),
+    "record set": lambda store, fence: store.record("record").set(a=2, fence=fence),
+    "record swap": lambda store, fence: store.record("record").swap("a", 1, 2, fence=fence),
+    "record delete": lambda store, fence: store.record("record").delete(fence=fence),
+    "record touch": _record_touch,
+    "batch": lambda store, fence: store.batch().fence(fence).put("key", 2).delete("record").commit(),
+    "check": lambda store, fence: store.batch().fence(fence).expect("key", limpet.PRESENT).commit(),
+}
+
+
+async def prepared(store: limpet.Store) -> list[limpet.Entry]:
+    """One key, one record and no more."""
+    await store.delete("new")
+    await store.put("key", 1)
+    await store.record("record").put({"a": 1})
+    return [entry async for entry in store.scan()]
+
+
+@pytest.mark.parametrize("write", WRITES)
+async def test_a_fence_fits_every_write(store: limpet.Store, elapse: Elapse, write: str) -> None:
+    """A fence fits every write, and batches."""
+    before = await prepared(store)
+    lock = await held(store, "job", ttl=1)
+    token = token_of(lock)
+
+    await WRITES[write](store, lock)
+    after = [entry async for entry in store.scan()]
+    await elapse(1.1)
+    before_again = await prepared(store)
+    with pytest.raises(LockLost) as caught:
+        await WRITES[write](store, lock)
+
+    assert (after != before) == (write not in ("check", "delete nothing"))
+    assert (caught.value.name, caught.value.token) == ("job", token)
+    assert [entry async for entry in store.scan()] == before_again
+
+
+async def test_a_fenced_write_happens_while_the_lock_is_held(store: limpet.Store) -> None:
+    """`fence=lock` lets a write happen while the lock is held."""
+    async with store.lock("job", ttl=LONG_S) as lock:
+        entry = await store.put("a", 1, fence=lock)
+        assert await store.add("a", 4, fence=lock) == 5
+
+    assert entry.version == 1
+    assert await store.get("a") == 5
+
+
+async def test_a_fence_and_a_guard_must_both_hold(store: limpet.Store) -> None:
+    """`fence=lock` lets a write happen while the lock is held."""
+    lock = await held(store, "job")
+    entry = await store.put("a", 1)
+
+    with pytest.raises(Conflict):
+        await store.put("a", 2, expect=limpet.ABSENT, fence=lock)
+    await store.put("a", 3, expect=entry, fence=lock)
+
+    assert await store.get("a") == 3
+
+
+async def test_two_fences_must_both_hold(store: limpet.Store, elapse: Elapse) -> None:
+    """`fence=lock` lets a write happen while the lock is held."""
+    long, short = await held(store, "long"), await held(store, "short", ttl=0.5)
+    await store.batch().fence(long).fence(short).put("a", 1).commit()
+    await elapse(0.6)
+
+    with pytest.raises(LockLost) as caught:
+        await store.batch().fence(long).fence(short).put("a", 2).commit()
+
+    assert caught.value.name == "short"
+    assert await store.get("a") == 1
+
+
+async def test_a_fence_serves_another_store_of_the_namespace(store: limpet.Store, open_store: OpenStore) -> None:
+    """`fence=lock` lets a write happen while the lock is held."""
+    lock = await held(store, "job")
+
+    await (await open_store()).put("a", 1, fence=lock)
+
+    assert await store.get("a") == 1
+
+
+async def test_a_write_under_a_lock_taken_over_changes_nothing(store: limpet.Store, elapse: Elapse) -> None:
+    """A fenced write after the lock was taken over is LockLost and changes nothing."""
+    await store.put("a", "old")
+    stale = await held(store, "job", ttl=0.3)
+    await elapse(0.4)
+    lock = await held(store, "job")
+    await store.put("a", "new", fence=lock)
+    before = await store.status()
+
+    with pytest.raises(LockLost) as caught:
+        await store.put("a", "stale", fence=stale)
+
+    assert (caught.value.name, caught.value.token) == ("job", stale.token)
+    assert await store.get("a") == "new"
+    assert (await store.status()).revision == before.revision
+
+
+async def test_a_paused_holder_cannot_write(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """A fenced write after the lock was taken over is LockLost and changes nothing.
+
+    The holder was paused in the middle of its body, past its time, and does not know it. Its
+    successor has begun. Without the fence the late write would destroy what the successor wrote.
+    """
+    other = await open_store()
+    stale = await held(store, "job", ttl=0.3)
+    plan = await store.batch().fence(stale).put("a", 1).commit()
+    assert plan.entries[0] is not None
+    await elapse(5)
+    async with other.lock("job", ttl=LONG_S) as lock:
+        await other.put("a", "successor", fence=lock)
+        with pytest.raises(LockLost):
+            await store.batch().put("a", "late").put("b", "late").fence(stale).commit()
+
+    assert await store.get("a") == "successor"
+    assert await store.get("b") is None
+
+
+async def test_a_write_under_a_lock_given_back_is_refused(store: limpet.Store) -> None:
+    """A fenced write after the lock was taken over is LockLost and changes nothing.
+
+    The fence was kept from before the release.
+    """
+    lock = await held(store, "job")
+    fence = lock.fence
+    await lock.release()
+
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=fence)
+    await lock.acquire()
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=fence)
+
+    assert await store.get("a") is None
+
+
+async def test_a_write_under_an_expired_lock_is_refused(store: limpet.Store, elapse: Elapse) -> None:
+    """A fenced write after the lock expired is LockLost, even if nobody took it."""
+    lock = await held(store, "job", ttl=0.3)
+    await elapse(0.4)
+
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=lock)
+    await store.sweep()
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=lock)
+
+    assert await store.get("a") is None
+
+
+async def test_a_fence_holds_to_the_last_moment(store: limpet.Store, elapse: Elapse) -> None:
+    """A fenced write after the lock expired is LockLost, even if nobody took it."""
+    lock = await held(store, "job", ttl=2)
+    (entry,) = await store.locks()
+    await elapse(entry.remaining - 0.5)
+    await store.put("a", "in time", fence=lock)
+    await elapse(0.5)
+
+    with pytest.raises(LockLost):
+        await store.put("a", "late", fence=lock)
+
+    assert await store.get("a") == "in time"
+
+
+async def test_a_refresh_keeps_the_fence(store: limpet.Store, elapse: Elapse) -> None:
+    """The holder's own refresh does not break its fence."""
+    lock = await held(store, "job", ttl=1)
+    fence = lock.fence
+    for number in range(4):
+        await elapse(0.6)
+        await lock.refresh()
+        await store.put("a", number, fence=fence)
+        await store.put("b", number, fence=lock)
+
+    assert lock.fence == fence
+    assert (await store.get("a"), await store.get("b")) == (3, 3)
+
+
+async def test_renewal_keeps_the_fence(store: limpet.Store, elapse: Elapse) -> None:
+    """The holder's own refresh does not break its fence."""
+    async with store.lock("job", ttl=TTL_S) as lock:
+        fence = lock.fence
+        revision = (await store.status()).revision
+        async with asyncio.timeout(PATIENCE_S):
+            while (await store.status()).revision == revision:
+                await elapse(TTL_S / 10)
+
+        await store.put("a", 1, fence=fence)
+
+
+async def test_a_fence_of_another_namespace_is_refused(store: limpet.Store) -> None:
+    """A fence from another namespace is InvalidValue."""
+    other = store.namespace(f"{store.name}-b")
+    lock = await held(other, "job")
+    await held(store, "job")
+
+    with pytest.raises(InvalidValue):
+        await store.put("a", 1, fence=lock)
+    with pytest.raises(InvalidValue):
+        await store.batch().fence(lock).put("a", 1).commit()
+    with pytest.raises(InvalidValue):
+        await store.put("a", 1, fence=limpet.Fence("job", token_of(lock), other.name))
+
+    assert await store.get("a") is None
+    await other.put("a", 1, fence=lock)
+
+
+async def test_a_fence_is_a_name_and_a_token(store: limpet.Store, open_store: OpenStore) -> None:
+    """A fence can be named by name and token."""
+    lock = await held(store, "job")
+    other = await open_store()
+
+    await other.put("a", 1, fence=limpet.Fence("job", token_of(lock)))
+    await other.batch().fence(limpet.Fence("job", token_of(lock), store.name)).add("a").commit()
+
+    assert await store.get("a") == 2
+
+
+async def test_a_fence_with_another_token_is_refused(store: limpet.Store) -> None:
+    """A fence can be named by name and token."""
+    token = token_of(await held(store, "job"))
+
+    for wrong in (token - 1, token + 1, 0, -1):
+        with pytest.raises(LockLost) as caught:
+            await store.put("a", 1, fence=limpet.Fence("job", wrong))
+        assert caught.value.token == wrong
+    with pytest.raises(LockLost):
+        await store.put("a", 1, fence=limpet.Fence("another job", token))
+
+    assert await store.get("a") is None
+
+
+async def test_a_lock_that_was_never_acquired_cannot_fence(store: limpet.Store) -> None:
+    """A lock that is not held cannot fence."""
+    lock = store.lock("job", ttl=LONG_S)
+    await held(store, "job")
+
+    with pytest.raises(LockNotHeld):
+        await store.put("a", 1, fence=lock)
+    with pytest.raises(LockNotHeld):
+        await store.batch().fence(lock).put("a", 1).commit()
+
+    assert await store.get("a") is None
+
+
+async def test_a_lock_that_was_given_back_cannot_fence(store: limpet.Store) -> None:
+    """A lock that is not held cannot fence."""
+    lock = await held(store, "job")
+    await lock.release()
+
+    with pytest.raises(LockNotHeld):
+        await store.put("a", 1, fence=lock)
+
+    assert await store.get("a") is None
+
+
+async def test_a_lock_that_somebody_else_holds_cannot_fence(store: limpet.Store) -> None:
+    """A lock that is not held cannot fence."""
+    await held(store, "job")
+    lock = store.lock("job", ttl=1)
+    with pytest.raises(LockHeld):
+        await lock.acquire()
+
+    with pytest.raises(LockNotHeld):
+        await store.put("a", 1, fence=lock)
+
+    assert await store.get("a") is None

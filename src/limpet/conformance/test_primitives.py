@@ -1,0 +1,1318 @@
+"""The eight primitives, asked of the engine itself.
+
+Here nothing stands between the test and the engine: no retries, no checks, no sweeper. Through the
+blocking face a call runs as that face runs it, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+import limpet
+from limpet import codec
+from limpet.conformance.conftest import Elapse, OpenStore
+from limpet.conformance.support import PATIENCE_S, Blocking, session_of
+from limpet.engine import Engine
+from limpet.errors import Closed, Compacted
+from limpet.keys import Span, pattern_span, prefix_span
+from limpet.model import (
+    ABSENT,
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Change,
+    Commit,
+    Delete,
+    Entry,
+    Equals,
+    Expire,
+    FieldEquals,
+    Guard,
+    HeldBy,
+    Patch,
+    Put,
+    Refusal,
+    Revision,
+    Touch,
+    Version,
+    Window,
+    Write,
+)
+
+T = TypeVar("T")
+
+ALL = Span("", None)
+KEEP_FIVE = Window(changes=5, age_ms_min=0)
+
+
+class Asked:
+    """An engine and one namespace of it, asked through the face of a store."""
+
+    def __init__(self, store: Any) -> None:
+        self.engine: Engine = session_of(store).engine
+        self.name: str = store.name
+        self._runner = store._twin._runner if isinstance(store, Blocking) else None
+
+    async def _run(self, call: Coroutine[Any, Any, T]) -> T:
+        return await call if self._runner is None else await asyncio.to_thread(self._runner.run, call)
+
+    async def read(self, *keys: str, **options: Any) -> list[Entry | None]:
+        return await self._run(self.engine.read(self.name, keys, **options))
+
+    async def scan(self, span: Span = ALL, **options: Any) -> Any:
+        return await self._run(self.engine.scan(self.name, span, **options))
+
+    async def commit(self, *writes: Write, guards: tuple[Guard, ...] = (), **options: Any) -> Commit | Refusal:
+        batch = Batch(guards, writes, options.pop("request_id", limpet.new_request_id()), **options)
+        return await self._run(self.engine.commit(self.name, batch))
+
+    async def done(self, *writes: Write, **options: Any) -> Commit:
+        outcome = await self.commit(*writes, **options)
+        assert isinstance(outcome, Commit)
+        return outcome
+
+    async def refused(self, *writes: Write, **options: Any) -> Refusal:
+        outcome = await self.commit(*writes, **options)
+        assert isinstance(outcome, Refusal)
+        return outcome
+
+    async def changes(self, after: int = 0, **options: Any) -> Any:
+        return await self._run(self.engine.changes(self.name, after, **options))
+
+    async def due(self, **options: Any) -> list[Expire]:
+        return await self._run(self.engine.due(self.name, **options))
+
+    async def trim(self, window: Window) -> int:
+        return await self._run(self.engine.trim(self.name, window))
+
+    async def status(self) -> limpet.Status:
+        return await self._run(self.engine.status(self.name))
+
+    async def log(self, **options: Any) -> list[Change]:
+        """The whole log, page by page."""
+        found: list[Change] = []
+        after, head = (await self.status()).floor, (await self.status()).revision
+        while after < head:
+            feed = await self.changes(after, **options)
+            found += feed.changes
+            after = feed.head
+        return found
+
+    async def image(self) -> list[Any]:
+        """Everything there is to see."""
+        entries = [(await self.scan(family=family)).entries for family in ("data", "lock", "receipt")]
+        status = await self.status()
+        return [entries, await self.log(), status.revision, status.keys, status.size_bytes, status.log_changes]
+
+
+@pytest.fixture
+async def asked(open_store: OpenStore) -> Asked:
+    """An engine on an empty namespace that nobody sweeps."""
+    return Asked(await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False))
+
+
+def put(key: str, value: object = 1, **options: Any) -> Put:
+    return Put(key, codec.encode(value), **options)
+
+
+def only(commit: Commit) -> Entry:
+    assert len(commit.entries) == 1
+    assert commit.entries[0] is not None
+    return commit.entries[0]
+
+
+# read -------------------------------------------------------------------------
+
+
+async def test_a_read_sees_what_was_acknowledged(asked: Asked) -> None:
+    """A read sees every commit that was acknowledged before it began."""
+    for number in range(50):
+        entry = only(await asked.done(put("a", number)))
+        assert await asked.read("a") == [entry]
+    await asked.done(Delete("a"))
+    assert await asked.read("a") == [None]
+
+
+async def test_a_read_of_another_handle_sees_what_was_acknowledged(open_store: OpenStore) -> None:
+    """A read sees every commit that was acknowledged before it began."""
+    writer, reader = Asked(await open_store(sweep=False)), Asked(await open_store(sweep=False))
+
+    for number in range(50):
+        entry = only(await writer.done(put("a", number)))
+        assert await reader.read("a") == [entry]
+
+
+async def test_reads_among_writers_never_go_back(open_store: OpenStore) -> None:
+    """A read sees every commit that was acknowledged before it began."""
+    asked = Asked(await open_store(sweep=False))
+    acknowledged = 0
+
+    async def write() -> None:
+        nonlocal acknowledged
+        for _ in range(40):
+            acknowledged = max(acknowledged, only(await asked.done(Add("n", 1))).value)
+
+    async def read() -> None:
+        for _ in range(100):
+            before = acknowledged
+            (found,) = await asked.read("n")
+            assert (0 if found is None else found.value) >= before
+
+    await asyncio.gather(write(), write(), read(), read())
+    assert acknowledged == 80
+
+
+async def test_a_read_answers_in_the_order_asked(asked: Asked) -> None:
+    """Several keys in one read come from one moment."""
+    commit = await asked.done(put("a"), put("b", [2]), put("c", b"3"))
+    a, b, c = commit.entries
+
+    assert await asked.read("c", "a", "missing", "b", "a") == [c, a, None, b, a]
+    assert await asked.read() == []
+    many = [f"k{number}" for number in range(1000)]
+    assert await asked.read(*many) == [None] * 1000
+
+
+async def test_several_keys_are_read_at_one_moment(asked: Asked) -> None:
+    """Several keys in one read come from one moment."""
+    keys = ["a", "b", "c", "d"]
+    await asked.done(*(put(key, 0) for key in keys))
+    over = False
+
+    async def write(writer: int) -> None:
+        nonlocal over
+        for number in range(60):
+            await asked.done(*(put(key, writer * 1000 + number) for key in keys))
+        over = True
+
+    async def read() -> None:
+        while not over:
+            found = await asked.read(*keys)
+            assert len({entry and entry.stored for entry in found}) == 1
+            await asyncio.sleep(0)
+
+    await asyncio.gather(write(1), write(2), read(), read())
+
+
+async def test_what_expired_reads_as_absent(asked: Asked, elapse: Elapse) -> None:
+    """An expired entry reads as absent, swept or not."""
+    await asked.done(put("short", ttl_ms=300), put("long", ttl_ms=60_000), put("ever"))
+    await asked.done(Put("job", b"{}", ttl_ms=300, family="lock"))
+    assert None not in await asked.read("short", "long", "ever")
+    await elapse(0.4)
+
+    before = [entry is None for entry in await asked.read("short", "long", "ever")]
+    await asked.done(*await asked.due())
+    after = [entry is None for entry in await asked.read("short", "long", "ever")]
+
+    assert before == after == [True, False, False]
+    assert await asked.read("short") == [None]
+    assert await asked.read("job", family="lock") == [None]
+    assert [entry.key for entry in (await asked.scan()).entries] == ["ever", "long"]
+
+
+async def test_families_do_not_meet(asked: Asked) -> None:
+    """A read sees every commit that was acknowledged before it began."""
+    data = only(await asked.done(put("x", "data")))
+    lock = only(await asked.done(Put("x", codec.encode("lock"), ttl_ms=60_000, family="lock")))
+
+    assert await asked.read("x") == [data]
+    assert await asked.read("x", family="lock") == [lock]
+    assert await asked.read("x", family="receipt") == [None]
+
+
+# scan -------------------------------------------------------------------------
+
+STRANGE = ["\x01", " ", "%", "*", "A", "Z", "_", "a", "a\x01", "a ", "aa", "a\ud7ff", "a\ue000", "b", "z", "é", "￿"]
+STRANGE += ["\U00010000", "\U0010ffff", "\U0010ffff\U0010ffff"]
+
+
+async def test_a_scan_goes_in_code_point_order(asked: Asked) -> None:
+    """Order is code-point order of the keys.
+
+    Code units would put U+10000 before U+E000, and a collation would put É beside e.
+    """
+    shuffled = random.Random(1).sample(STRANGE, len(STRANGE))
+    for key in shuffled:
+        await asked.done(put(key))
+
+    found = [entry.key for entry in (await asked.scan()).entries]
+
+    assert found == sorted(STRANGE)
+    assert sorted(STRANGE) == sorted(STRANGE, key=str.encode)
+
+
+@pytest.mark.parametrize("prefix", ["", "a", "a\ud7ff", "\U0010ffff", "é", "%", "_", "missing"])
+async def test_a_span_is_a_range_of_that_order(asked: Asked, prefix: str) -> None:
+    """Order is code-point order of the keys."""
+    await asked.done(*(put(key) for key in STRANGE))
+
+    found = [entry.key for entry in (await asked.scan(prefix_span(prefix))).entries]
+
+    assert found == [key for key in sorted(STRANGE) if key.startswith(prefix)]
+
+
+async def test_keys_that_come_and_go_keep_the_order(asked: Asked) -> None:
+    """Order is code-point order of the keys."""
+    dice, model = random.Random(5), set[str]()
+    for _ in range(30):
+        keys = {f"k{dice.randrange(400):03}" for _ in range(20)}
+        gone = {key for key in keys if dice.random() < 0.4}
+        await asked.done(*(Delete(key) if key in gone else put(key) for key in keys))
+        model = (model | keys) - gone
+        assert [entry.key for entry in (await asked.scan()).entries] == sorted(model)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 10, 50, 500])
+async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
+    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    entries = [entry for entry in (await asked.done(*(put(f"k{number:02}") for number in range(50)))).entries]
+
+    found: list[Entry] = []
+    start: str | None = ""
+    while start is not None:
+        part = await asked.scan(Span(start, None), limit=limit)
+        assert len(part.entries) <= limit
+        found += part.entries
+        start = None if part.cursor is None else part.cursor + "\0"
+
+    assert found == entries
+
+
+async def test_an_empty_span_has_no_cursor(asked: Asked) -> None:
+    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    assert await asked.scan() == limpet.model.Slice([], None)
+    await asked.done(put("a"), put("z"))
+
+    assert await asked.scan(Span("b", "c")) == limpet.model.Slice([], None)
+    assert (await asked.scan(Span("a", "b"), limit=1)).cursor is None
+
+
+async def test_a_filtered_slice_says_where_to_go_on(asked: Asked) -> None:
+    """A slice that ends early says where to go on; a slice without a cursor was the last.
+
+    With a filter a slice may be empty and still not be the last.
+    """
+    for start in range(0, 700, 100):
+        await asked.done(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
+    where = limpet.field("n").in_([3, 350, 351, 699])
+
+    found: list[int] = []
+    start_key: str | None = ""
+    while start_key is not None:
+        part = await asked.scan(Span(start_key, None), where=where, limit=2)
+        assert len(part.entries) <= 2
+        found += [entry.value["n"] for entry in part.entries]
+        start_key = None if part.cursor is None else part.cursor + "\0"
+
+    assert found == [3, 350, 351, 699]
+
+
+async def test_expired_entries_do_not_end_a_scan(asked: Asked, elapse: Elapse) -> None:
+    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    await asked.done(*(put(f"k{number:02}", ttl_ms=300 if number < 40 else None) for number in range(50)))
+    await elapse(0.4)
+
+    found: list[str] = []
+    start: str | None = ""
+    while start is not None:
+        part = await asked.scan(Span(start, None), limit=4)
+        found += [entry.key for entry in part.entries]
+        start = None if part.cursor is None else part.cursor + "\0"
+
+    assert found == [f"k{number:02}" for number in range(40, 50)]
+
+
+async def test_large_values_come_in_slices_too(asked: Asked) -> None:
+    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    for number in range(12):
+        await asked.done(put(f"k{number:02}", bytes([number]) * 900_000))
+
+    found: list[bytes] = []
+    start: str | None = ""
+    while start is not None:
+        part = await asked.scan(Span(start, None))
+        found += [entry.value[:1] for entry in part.entries]
+        start = None if part.cursor is None else part.cursor + "\0"
+
+    assert found == [bytes([number]) for number in range(12)]
+
+
+@pytest.mark.parametrize("value", [None, 17, "text", b"raw", limpet.Fields(a=1, b=b"2"), {"large": "x" * 10_000}])
+async def test_a_scan_without_values(asked: Asked, value: Any) -> None:
+    """Without values, entries come with their numbers and times alone."""
+    await asked.done(put("a", 0, ttl_ms=60_000))
+    entry = only(await asked.done(put("a", value, ttl_ms=60_000, meta_json=b'{"by":"me"}')))
+
+    (found,) = (await asked.scan(values=False)).entries
+
+    assert found.stored is None
+    assert found == entry.without_value()
+    assert (found.version, found.revision, found.created_revision) == (2, entry.revision, entry.created_revision)
+    assert (await asked.scan()).entries == [entry]
+
+
+async def test_a_filtered_scan_without_values(asked: Asked) -> None:
+    """Without values, entries come with their numbers and times alone."""
+    await asked.done(put("a", {"n": 1}), put("b", {"n": 2}), put("c", {"n": 1}))
+
+    found = (await asked.scan(where=limpet.field("n") == 1, values=False)).entries
+
+    assert [(entry.key, entry.stored) for entry in found] == [("a", None), ("c", None)]
+
+
+# commit -----------------------------------------------------------------------
+
+
+async def test_guards_do_not_see_the_writes(asked: Asked) -> None:
+    """Guards see the state before the batch."""
+    await asked.done(put("a", 1), put("gone", 1))
+
+    await asked.done(
+        put("a", 2),
+        put("new", 1),
+        Delete("gone"),
+        guards=(Guard("a", Equals(b"1")), Guard("new", ABSENT), Guard("gone", PRESENT)),
+    )
+    refusal = await asked.refused(put("other", 1), put("new", 2), guards=(Guard("other", PRESENT),))
+
+    assert (refusal.reason, refusal.key, refusal.found) == ("guard", "other", None)
+
+
+async def test_every_condition_is_judged_before_the_batch(asked: Asked) -> None:
+    """Guards see the state before the batch."""
+    record = only(await asked.done(Patch("r", {"state": b'"new"'})))
+    holding = [
+        ABSENT is None,
+        Version(record.version),
+        Revision(record.revision),
+        PRESENT,
+        Equals({"state": b'"new"'}),
+        FieldEquals("state", b'"new"'),
+        FieldEquals("other", ABSENT),
+        HeldBy(record.created_revision),
+    ][1:]
+    failing = [
+        ABSENT,
+        Version(record.version + 1),
+        Revision(record.revision + 1),
+        Equals(b'{"state":"new"}'),
+        FieldEquals("state", b'"old"'),
+        FieldEquals("state", ABSENT),
+        HeldBy(record.created_revision + 1),
+    ]
+
+    for condition in failing:
+        refusal = await asked.refused(put("x"), guards=(Guard("r", condition),))
+        assert refusal.guard == Guard("r", condition)
+    await asked.done(put("x"), guards=tuple(Guard("r", condition) for condition in holding))
+    for condition in [*holding, *failing]:
+        missing = await asked.commit(put("y"), guards=(Guard("missing", condition),))
+        assert isinstance(missing, Commit) == (condition is ABSENT)
+
+
+async def test_the_first_guard_that_fails_is_told(asked: Asked) -> None:
+    """Guards see the state before the batch."""
+    await asked.done(put("a"))
+    guards = (Guard("a", PRESENT), Guard("b", PRESENT), Guard("c", PRESENT), Guard("a", ABSENT))
+
+    refusal = await asked.refused(put("d"), guards=guards)
+
+    assert (refusal.key, refusal.guard) == ("b", guards[1])
+
+
+REFUSED: dict[str, tuple[Write, ...]] = {
+    "type of an add": (put("new"), Add("text", 1)),
+    "type of a patch": (put("new"), Patch("text", {"a": b"1"})),
+    "overflow": (put("new"), Add("full", 1)),
+    "missing": (Delete("text"), Patch("missing", {"a": b"1"}, if_exists=True)),
+    "size": (put("text", 5), Patch("record", {"b": b'"' + b"x" * 200 + b'"'})),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_a_write_that_is_refused_refuses_all(asked: Asked, case: str) -> None:
+    """A refused batch leaves no trace: no change, no event, no revision."""
+    await asked.done(put("text", "t"), put("full", 2**63 - 1), Patch("record", {"a": b"1"}))
+    before = await asked.image()
+
+    refusal = await asked.refused(
+        *REFUSED[case], value_bytes_max=100, receipt_ms=60_000, digest=b"digest", request_id="request-1"
+    )
+
+    assert refusal.key == REFUSED[case][1].key
+    assert await asked.image() == before
+    assert await asked.read("request-1", family="receipt") == [None]
+
+
+async def test_a_batch_that_fails_its_guard_leaves_no_trace(asked: Asked) -> None:
+    """A refused batch leaves no trace: no change, no event, no revision."""
+    await asked.done(put("a"), put("b", ttl_ms=60_000))
+    before = await asked.image()
+
+    await asked.refused(
+        put("a", 2),
+        put("new"),
+        Delete("b"),
+        Put("job", b"{}", ttl_ms=5000, family="lock"),
+        guards=(Guard("a", ABSENT),),
+    )
+
+    assert await asked.image() == before
+
+
+async def test_a_refused_batch_leaves_the_expired_where_they_are(asked: Asked, elapse: Elapse) -> None:
+    """A refused batch leaves no trace: no change, no event, no revision.
+
+    A write over an expired key makes its expiry official. A refused one does not.
+    """
+    await asked.done(put("old", ttl_ms=300), put("text", "t"))
+    await elapse(0.4)
+    before = await asked.image()
+
+    await asked.refused(put("old", 2), Add("text", 1))
+    assert await asked.image() == before
+    assert len(await asked.due()) == 1
+    commit = await asked.done(put("old", 2))
+
+    assert [change.op for change in await asked.log()][-2:] == ["expire", "put"]
+    assert only(commit).version == 1
+
+
+async def test_every_change_has_a_revision_of_its_own(asked: Asked) -> None:
+    """Each change has its own revision, growing in the order of the writes."""
+    await asked.done(put("gone"), put("touched"))
+    start = (await asked.status()).revision
+
+    commit = await asked.done(
+        put("z"), Delete("gone"), Touch("touched", 5000), Add("n", 1), Patch("r", {"a": b"1"}), put("a")
+    )
+    made = (await asked.changes(start)).changes
+
+    assert [(change.op, change.key) for change in made] == [
+        ("put", "z"),
+        ("delete", "gone"),
+        ("touch", "touched"),
+        ("put", "n"),
+        ("patch", "r"),
+        ("put", "a"),
+    ]
+    revisions = [change.revision for change in made]
+    assert revisions == sorted({*revisions})
+    assert start < revisions[0]
+    assert {change.commit for change in made} == {commit.revision} == {revisions[-1]}
+    assert [entry and entry.revision for entry in commit.entries] == [
+        None if change.op == "delete" else change.revision for change in made
+    ]
+
+
+async def test_concurrent_commits_share_no_revision(open_store: OpenStore) -> None:
+    """Each change has its own revision, growing in the order of the writes."""
+    handles = [Asked(await open_store(sweep=False)) for _ in range(2)]
+
+    commits = await asyncio.gather(
+        *(handles[number % 2].done(put(f"a{number}"), put(f"b{number}")) for number in range(60))
+    )
+
+    pairs = [tuple(entry.revision for entry in commit.entries if entry is not None) for commit in commits]
+    assert all(first < second for first, second in pairs)
+    flat = [revision for pair in sorted(pairs) for revision in pair]
+    assert flat == sorted({*flat})
+
+
+async def test_revisions_only_grow(asked: Asked) -> None:
+    """Revisions may skip; nobody may count on density."""
+    seen = [0]
+    for number in range(40):
+        commit = await asked.done(put("a") if number % 3 else Delete("a"))
+        assert commit.revision > seen[-1]
+        assert (await asked.status()).revision == commit.revision
+        seen.append(commit.revision)
+
+
+async def test_a_gap_between_revisions_is_no_gap_in_the_log(asked: Asked) -> None:
+    """Revisions may skip; nobody may count on density.
+
+    Whatever revisions were left out, asking after any of them goes on with the next that exists.
+    """
+    commits = [await asked.done(put(f"k{number}")) for number in range(20)]
+    revisions = [commit.revision for commit in commits]
+
+    for after in range(revisions[0], revisions[-1] + 1):
+        feed = await asked.changes(after)
+        assert [change.revision for change in feed.changes] == [each for each in revisions if each > after]
+
+
+async def test_what_changes_nothing_uses_no_revision(asked: Asked) -> None:
+    """Revisions may skip; nobody may count on density."""
+    revision = (await asked.done(put("a"))).revision
+
+    for writes in ((Delete("b"),), (Touch("b", 5),), (Expire("a", revision),), (Expire("b", 1),)):
+        commit = await asked.done(*writes)
+        assert (commit.entries, commit.ended) == ((None,), (None,))
+    check = await asked.done(guards=(Guard("a", PRESENT),))
+
+    assert check.revision == revision
+    assert (await asked.status()).revision == revision
+
+
+async def test_a_refusal_carries_the_entry_found(asked: Asked) -> None:
+    """A refusal carries the entry found, so the caller need not read again."""
+    await asked.done(put("a", {"v": 1}, meta_json=b'{"by":"me"}', ttl_ms=60_000), put("text", "t"))
+    a, text = await asked.read("a", "text")
+
+    assert (await asked.refused(put("b"), guards=(Guard("a", ABSENT),))).found == a
+    assert (await asked.refused(put("a"), guards=(Guard("a", Version(7)),))).found == a
+    assert (await asked.refused(Add("text", 1))).found == text
+    assert (await asked.refused(Patch("text", {"a": b"1"}))).found == text
+    assert (await asked.refused(put("a"), guards=(Guard("missing", PRESENT),))).found is None
+
+
+async def test_a_refusal_does_not_find_what_has_expired(asked: Asked, elapse: Elapse) -> None:
+    """A refusal carries the entry found, so the caller need not read again."""
+    await asked.done(put("a", ttl_ms=300))
+    await elapse(0.4)
+
+    refusal = await asked.refused(put("a"), guards=(Guard("a", PRESENT),))
+
+    assert refusal.found is None
+    assert refusal.at_ms <= (await asked.status()).now_ms
+
+
+async def test_what_a_refusal_found_can_be_expected(asked: Asked) -> None:
+    """A refusal carries the entry found, so the caller need not read again."""
+    await asked.done(put("a", 1))
+    refusal = await asked.refused(put("a", 2), guards=(Guard("a", ABSENT),))
+    assert refusal.found is not None
+
+    commit = await asked.done(put("a", 2), guards=(Guard("a", Revision(refusal.found.revision)),))
+
+    assert only(commit).version == 2
+
+
+async def test_a_repeated_request_is_answered_from_its_receipt(asked: Asked) -> None:
+    """A request seen before answers with its first result and changes nothing."""
+    await asked.done(put("old", "value"), put("touched", "value"))
+    writes = (put("a", [1]), Add("n", 5), Delete("old", take=True), Touch("touched", 60_000), Delete("missing"))
+    options: dict[str, Any] = {"request_id": "request-1", "digest": b"digest", "receipt_ms": 60_000}
+    first = await asked.done(*writes, **options)
+    await asked.done(put("a", 2), Add("n", 100), put("old", "new"), Delete("touched"))
+    before = await asked.image()
+
+    again = await asked.done(*writes, **options)
+
+    assert again.replayed
+    assert not first.replayed
+    assert (again.revision, again.entries, again.ended, again.at_ms) == (
+        first.revision,
+        first.entries,
+        first.ended,
+        first.at_ms,
+    )
+    assert await asked.image() == before
+
+
+async def test_another_digest_is_refused(asked: Asked) -> None:
+    """A request seen before answers with its first result and changes nothing."""
+    await asked.done(put("a", 1), request_id="request-1", digest=b"one", receipt_ms=60_000)
+    before = await asked.image()
+
+    refusal = await asked.refused(put("a", 2), request_id="request-1", digest=b"two", receipt_ms=60_000)
+
+    assert (refusal.reason, refusal.key) == ("stale_request", "request-1")
+    assert await asked.image() == before
+
+
+RETRIED: dict[str, tuple[Write, ...]] = {
+    "put": (put("a", 2),),
+    "put of a record": (put("a", limpet.Fields(x=b"1")),),
+    "add": (Add("n", 5),),
+    "patch": (Patch("r", {"b": b"2"}, unset=("a",)),),
+    "touch": (Touch("a", 60_000),),
+    "delete": (Delete("a"),),
+    "take": (Delete("a", take=True),),
+    "lock": (Put("job", b'{"holder":"me"}', ttl_ms=60_000, family="lock"),),
+    "over an expired key": (put("short", 2),),
+    "batch": (put("z", 1), Delete("a", take=True), Delete("missing"), Add("n", 1), Touch("r", 60_000)),
+}
+
+
+@pytest.mark.parametrize("case", RETRIED)
+async def test_a_retry_finds_its_first_attempt_in_the_log(asked: Asked, elapse: Elapse, case: str) -> None:
+    """A request seen before answers with its first result and changes nothing.
+
+    No receipt was asked for. What the first attempt left in the log tells.
+    """
+    await asked.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
+    await elapse(0.4)
+    since = (await asked.status()).revision
+    first = await asked.done(*RETRIED[case], request_id="request-1")
+    before = await asked.image()
+
+    again = await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
+
+    assert again.replayed
+    assert (again.revision, again.entries, again.ended, again.at_ms) == (
+        first.revision,
+        first.entries,
+        first.ended,
+        first.at_ms,
+    )
+    assert await asked.image() == before
+
+
+async def test_a_retry_that_was_not_applied_is_applied(asked: Asked) -> None:
+    """A request seen before answers with its first result and changes nothing."""
+    await asked.done(put("n", 1))
+    since = (await asked.status()).revision
+    await asked.done(Add("n", 1), request_id="somebody else's")
+
+    commit = await asked.done(Add("n", 5), request_id="request-1", retry_since=since)
+
+    assert not commit.replayed
+    assert only(commit).value == 7
+
+
+async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: Asked) -> None:
+    """A request seen before answers with its first result and changes nothing."""
+    since = (await asked.status()).revision
+    options: dict[str, Any] = {"request_id": "request-1", "guards": (Guard("a", ABSENT),)}
+    first = await asked.done(put("a"), **options)
+
+    again = await asked.done(put("a"), retry_since=since, **options)
+
+    assert again.entries == first.entries
+    await asked.refused(put("a"), guards=(Guard("a", ABSENT),))
+
+
+# changes ----------------------------------------------------------------------
+
+
+async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
+    """When a revision is readable, every smaller one is readable or will never exist.
+
+    A reader looks at the log while others write. What it has seen up to some revision stays all
+    there ever was up to there.
+    """
+    handles = [Asked(await open_store(sweep=False)) for _ in range(2)]
+    looks: list[tuple[int, list[int]]] = []
+    over = False
+
+    async def write(writer: int) -> None:
+        for number in range(40):
+            await handles[writer % 2].done(put(f"{writer}/{number}"), put(f"shared-{number % 3}"))
+
+    async def look(asked: Asked) -> None:
+        while not over:
+            feed = await asked.changes(0, limit=10_000)
+            looks.append((feed.head, [change.revision for change in feed.changes]))
+            await asyncio.sleep(0.001)
+
+    looking = [asyncio.create_task(look(asked)) for asked in handles]
+    await asyncio.gather(*(write(writer) for writer in range(6)))
+    over = True
+    await asyncio.gather(*looking)
+    whole = [change.revision for change in await handles[0].log()]
+
+    assert len(whole) == 480
+    assert len(looks) > 2
+    for head, seen in looks:
+        assert seen == [revision for revision in whole if revision <= head]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 500])
+async def test_the_log_is_read_in_pages_without_a_seam(asked: Asked, limit: int) -> None:
+    """When a revision is readable, every smaller one is readable or will never exist."""
+    for number in range(10):
+        await asked.done(put(f"a{number}"), put(f"b{number}"), Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock"))
+    whole = (await asked.changes(0, limit=10_000)).changes
+
+    found = await asked.log(limit=limit)
+
+    assert found == whole
+    assert len(found) == 30
+    assert [change.revision for change in found] == sorted({change.revision for change in found})
+
+
+async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
+    """When a revision is readable, every smaller one is readable or will never exist.
+
+    With a span a page may be empty. Its head still says how far it has looked.
+    """
+    for number in range(30):
+        await asked.done(put(f"noise-{number}"))
+    await asked.done(put("a/1"), Put("a/1", b"{}", ttl_ms=60_000, family="lock"), put("b"))
+    status = await asked.status()
+
+    found = await asked.log(span=prefix_span("a/"), limit=5)
+    nothing = await asked.changes(0, span=pattern_span("missing"))
+
+    assert [(change.family, change.key) for change in found] == [("data", "a/1")]
+    assert (nothing.changes, nothing.head) == ([], status.revision)
+
+
+async def test_a_trimmed_revision_is_compacted(asked: Asked) -> None:
+    """A revision that was trimmed, or that lies in the future, is refused as compacted."""
+    revisions = [(await asked.done(put(f"k{number:02}"))).revision for number in range(20)]
+    assert await asked.trim(KEEP_FIVE) == 15
+    floor = (await asked.status()).floor
+
+    for after in [0, *revisions[:14]]:
+        with pytest.raises(Compacted) as caught:
+            await asked.changes(after)
+        assert caught.value.oldest == floor
+    assert len((await asked.changes(floor)).changes) == 5
+
+
+@pytest.mark.parametrize("ahead", [1, 1000, 2**60])
+async def test_a_future_revision_is_compacted(asked: Asked, ahead: int) -> None:
+    """A revision that was trimmed, or that lies in the future, is refused as compacted."""
+    revision = (await asked.done(put("a"))).revision
+
+    with pytest.raises(Compacted):
+        await asked.changes(revision + ahead)
+
+    assert (await asked.changes(revision)).changes == []
+
+
+async def test_a_namespace_that_was_never_written_is_at_zero(asked: Asked) -> None:
+    """A revision that was trimmed, or that lies in the future, is refused as compacted."""
+    feed = await asked.changes(0)
+
+    assert (feed.changes, feed.head) == ([], 0)
+    with pytest.raises(Compacted):
+        await asked.changes(1)
+
+
+@pytest.mark.face("async")
+async def test_a_wait_ends_when_a_change_arrives(asked: Asked) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    for number in range(5):
+        after = (await asked.status()).revision
+        waiting = asyncio.create_task(asked.changes(after, wait_s=60.0))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+
+        await asked.done(put("a", number))
+
+        feed = await asyncio.wait_for(waiting, 2)
+        assert [change.entry.value for change in feed.changes] == [number]
+
+
+@pytest.mark.face("async")
+async def test_a_wait_ends_when_another_handle_writes(asked: Asked, open_store: OpenStore) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    await asyncio.sleep(0.05)
+
+    await other.done(put("a"))
+
+    assert len((await asyncio.wait_for(waiting, 5)).changes) == 1
+
+
+@pytest.mark.face("async")
+async def test_a_wait_ends_when_another_process_writes(asked: Asked, url: str) -> None:
+    """A wait ends early when a change arrives, from this process or another.
+
+    Where no other process can reach the place, another thread with a loop of its own writes.
+    """
+    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    await asyncio.sleep(0.05)
+
+    if asked.engine.traits.durability == "none":
+        await asyncio.to_thread(write_elsewhere, url, asked.name)
+    else:
+        call = f"from {__name__} import write_elsewhere; write_elsewhere({url!r}, {asked.name!r})"
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", call)
+        assert await process.wait() == 0
+
+    feed = await asyncio.wait_for(waiting, 5)
+    assert [change.key for change in feed.changes] == ["from elsewhere"]
+
+
+def write_elsewhere(url: str, namespace: str) -> None:
+    with limpet.sync.open(url, namespace=namespace, sweep=False) as store:
+        store.put("from elsewhere", 1)
+
+
+@pytest.mark.face("async")
+async def test_a_wait_for_nothing_ends_in_time(asked: Asked) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    revision = (await asked.done(put("a"))).revision
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+
+    feed = await asyncio.wait_for(asked.changes(revision, wait_s=0.2), PATIENCE_S)
+
+    assert (feed.changes, feed.head) == ([], revision)
+    assert loop.time() - begun >= 0.15
+
+
+@pytest.mark.face("async")
+async def test_a_change_in_another_namespace_is_no_news(asked: Asked, open_store: OpenStore) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    other = Asked(await open_store(namespace=f"{asked.name}-b", sweep=False))
+    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    await asyncio.sleep(0.02)
+    await other.done(put("a"))
+    await asyncio.sleep(0.1)
+
+    assert not waiting.done() or waiting.result().changes == []
+    waiting.cancel()
+
+
+@pytest.mark.face("async")
+async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: Asked) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    dice = random.Random(11)
+
+    async def write() -> None:
+        for number in range(100):
+            await asked.done(put("a", number))
+            await asyncio.sleep(dice.choice((0, 0, 0.001)))
+
+    writing = asyncio.create_task(write())
+    seen: list[int] = []
+    head = 0
+    while len(seen) < 100:
+        feed = await asyncio.wait_for(asked.changes(head, wait_s=60.0), 5)
+        seen += [change.entry.value for change in feed.changes]
+        head = feed.head
+    await writing
+
+    assert seen == list(range(100))
+
+
+# due --------------------------------------------------------------------------
+
+
+async def test_an_entry_is_due_from_its_moment_on(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before."""
+    entry = only(await asked.done(put("a", ttl_ms=500)))
+    assert entry.expires_ms is not None
+    assert await asked.due() == []
+    await elapse(0.48)
+
+    for _ in range(60):
+        before = (await asked.status()).now_ms
+        found = await asked.due()
+        after = (await asked.status()).now_ms
+        if after < entry.expires_ms:
+            assert found == []
+        if before >= entry.expires_ms:
+            assert found == [Expire("a", entry.revision)]
+        await elapse(0.001)
+
+    assert await asked.due() == [Expire("a", entry.revision)]
+
+
+async def test_locks_are_due_and_receipts_are_not(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before."""
+    lock = only(await asked.done(Put("job", b"{}", ttl_ms=300, family="lock")))
+    await asked.done(put("ever"), request_id="request-1", digest=b"d", receipt_ms=300)
+    await elapse(0.4)
+
+    assert await asked.due() == [Expire("job", lock.revision, "lock")]
+
+
+async def test_what_was_written_again_is_due_at_its_new_moment(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before."""
+    await asked.done(put("longer", ttl_ms=300), put("for ever", ttl_ms=300), put("gone", ttl_ms=300))
+    await asked.done(put("kept", ttl_ms=300))
+    await asked.done(Touch("longer", 60_000), put("for ever"), Delete("gone"))
+    kept = only(await asked.done(put("kept", 2, ttl_ms=KEEP)))
+    await elapse(0.4)
+
+    assert await asked.due() == [Expire("kept", kept.revision)]
+
+
+async def test_only_what_is_still_due_is_ended(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before."""
+    await asked.done(put("a", ttl_ms=300), put("b", ttl_ms=300))
+    await elapse(0.4)
+    due = await asked.due()
+    await asked.done(put("a", "written again"))
+
+    commit = await asked.done(*sorted(due, key=lambda each: each.key))
+
+    assert [ended and ended.key for ended in commit.ended] == [None, "b"]
+    assert [entry.value for entry in (await asked.scan()).entries] == ["written again"]
+    assert [change.op for change in await asked.log(span=pattern_span("a"))] == ["put", "expire", "put"]
+    again = await asked.done(*due)
+    assert again.ended == (None, None)
+
+
+async def test_not_more_is_due_than_asked_for(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before."""
+    await asked.done(*(put(f"k{number:02}", ttl_ms=300) for number in range(30)))
+    await elapse(0.4)
+    ended: set[str] = set()
+
+    while due := await asked.due(limit=7):
+        assert len(due) <= 7
+        await asked.done(*due)
+        ended |= {each.key for each in due}
+
+    assert len(ended) == 30
+    assert (await asked.status()).keys == 0
+
+
+async def test_asking_what_is_due_changes_nothing(asked: Asked, elapse: Elapse, open_store: OpenStore) -> None:
+    """Asking changes nothing; two who ask get the same answer."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    await asked.done(*(put(f"k{number:02}", ttl_ms=300) for number in range(10)))
+    await elapse(0.4)
+    before = await asked.image()
+
+    first, second, third = await asked.due(), await asked.due(), await other.due()
+    part = await asked.due(limit=3)
+
+    assert len(first) == 10
+    assert sorted(map(repr, first)) == sorted(map(repr, second)) == sorted(map(repr, third))
+    assert len(part) == 3
+    assert {each.key for each in await asked.due()} == {each.key for each in first}
+    assert await asked.image() == before
+
+
+# trim -------------------------------------------------------------------------
+
+
+async def test_the_oldest_changes_go_first(asked: Asked) -> None:
+    """The oldest changes go first, and what is younger than the minimum stays."""
+    for number in range(20):
+        await asked.done(put(f"k{number:02}"))
+
+    assert await asked.trim(KEEP_FIVE) == 15
+
+    assert [change.key for change in await asked.log()] == [f"k{number}" for number in range(15, 20)]
+    assert (await asked.status()).log_changes == 5
+    assert await asked.trim(KEEP_FIVE) == 0
+
+
+async def test_what_is_young_stays(asked: Asked, elapse: Elapse) -> None:
+    """The oldest changes go first, and what is younger than the minimum stays."""
+    await asked.done(put("old-1"), put("old-2"))
+    await elapse(0.6)
+    await asked.done(put("young-1"), put("young-2"))
+    greedy = Window(age_ms=1, changes=0, size_bytes=0, age_ms_min=500)
+
+    assert await asked.trim(greedy) == 2
+    assert [change.key for change in await asked.log()] == ["young-1", "young-2"]
+    await elapse(0.6)
+    assert await asked.trim(greedy) == 2
+    assert await asked.log() == []
+
+
+async def test_each_bound_of_a_window_counts(asked: Asked, elapse: Elapse) -> None:
+    """The oldest changes go first, and what is younger than the minimum stays."""
+    for number in range(10):
+        await asked.done(put(f"k{number}", bytes(98)))
+    await elapse(0.2)
+
+    assert await asked.trim(Window(age_ms_min=0)) == 0
+    assert await asked.trim(Window(changes=8, age_ms_min=0)) == 2
+    assert await asked.trim(Window(size_bytes=500, age_ms_min=0)) == 3
+    assert (await asked.status()).log_bytes == 500
+    assert await asked.trim(Window(age_ms=100, age_ms_min=0)) == 5
+
+
+async def test_trimming_lets_go_of_receipts_past_their_time(asked: Asked, elapse: Elapse) -> None:
+    """The oldest changes go first, and what is younger than the minimum stays."""
+    await asked.done(put("a"), request_id="short", digest=b"d", receipt_ms=300)
+    await asked.done(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)
+    await elapse(0.4)
+
+    await asked.trim(KEEP_FIVE)
+
+    assert await asked.read("short", family="receipt") == [None]
+    assert (await asked.done(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)).replayed
+    assert not (await asked.done(put("a"), request_id="short", digest=b"d", receipt_ms=300)).replayed
+
+
+async def test_a_large_log_is_trimmed_to_its_bound(asked: Asked) -> None:
+    """The oldest changes go first, and what is younger than the minimum stays."""
+    for start in range(0, 6000, 100):
+        await asked.done(*(put(f"k{number:04}") for number in range(start, start + 100)))
+
+    total = 0
+    while dropped := await asked.trim(KEEP_FIVE):
+        total += dropped
+
+    assert total == 5995
+    assert [change.key for change in await asked.log()] == [f"k{number}" for number in range(5995, 6000)]
+
+
+async def test_trimming_moves_the_floor(asked: Asked) -> None:
+    """Trimming moves the floor, so that a watcher behind it is told."""
+    revisions = [(await asked.done(put(f"k{number:02}"))).revision for number in range(20)]
+    assert (await asked.status()).floor == 0
+
+    await asked.trim(KEEP_FIVE)
+
+    status = await asked.status()
+    assert revisions[14] <= status.floor < revisions[15]
+    assert status.revision == revisions[-1]
+    with pytest.raises(Compacted) as caught:
+        await asked.changes(revisions[3], span=pattern_span("k19"))
+    assert caught.value.oldest == status.floor
+
+
+async def test_trimming_everything_leaves_the_revision(asked: Asked) -> None:
+    """Trimming moves the floor, so that a watcher behind it is told."""
+    commit = await asked.done(put("a"), put("b"))
+
+    assert await asked.trim(Window(changes=0, age_ms_min=0)) == 2
+
+    status = await asked.status()
+    assert (status.floor, status.revision, status.log_changes) == (commit.revision, commit.revision, 0)
+    assert (await asked.changes(commit.revision)).changes == []
+    with pytest.raises(Compacted):
+        await asked.changes(commit.revision - 1)
+    assert (await asked.done(put("c"))).revision > commit.revision
+
+
+async def test_trimming_nothing_moves_nothing(asked: Asked) -> None:
+    """Trimming moves the floor, so that a watcher behind it is told."""
+    assert await asked.trim(KEEP_FIVE) == 0
+    await asked.done(put("a"), put("b"))
+    before = await asked.image()
+
+    assert await asked.trim(KEEP_FIVE) == 0
+
+    assert await asked.image() == before
+    assert (await asked.status()).floor == 0
+
+
+@pytest.mark.face("async")
+async def test_who_waits_is_told_of_trimming_or_gets_what_is_left(asked: Asked) -> None:
+    """Trimming moves the floor, so that a watcher behind it is told."""
+    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    await asyncio.sleep(0.02)
+    for number in range(20):
+        await asked.done(put(f"k{number:02}"))
+    await asked.trim(KEEP_FIVE)
+
+    try:
+        feed = await asyncio.wait_for(waiting, 5)
+    except Compacted:
+        return
+    # It was served before the trimming, from the very first change on.
+    assert feed.changes[0].key == "k00"
+
+
+# status -----------------------------------------------------------------------
+
+
+async def test_the_revision_is_that_of_the_latest_change(asked: Asked) -> None:
+    """The revision is that of the latest change."""
+    assert (await asked.status()).revision == 0
+    writes: list[Write] = [put("a"), Touch("a", 60_000), Add("n", 1), Delete("a"), Patch("r", {"a": b"1"})]
+    writes.append(Put("job", b"{}", ttl_ms=60_000, family="lock"))
+    for write in writes:
+        commit = await asked.done(write)
+        assert (await asked.status()).revision == commit.revision == (await asked.log())[-1].revision
+    await asked.refused(put("x"), guards=(Guard("x", PRESENT),))
+    assert (await asked.status()).revision == commit.revision
+
+
+async def test_the_revision_of_one_namespace_is_not_another_ones(asked: Asked, open_store: OpenStore) -> None:
+    """The revision is that of the latest change."""
+    other = Asked(await open_store(namespace=f"{asked.name}-b", sweep=False))
+    await asked.done(put("a"), put("b"))
+
+    assert (await other.status()).revision == 0
+    mine, theirs = await asked.status(), await other.status()
+    assert (mine.store_id, mine.epoch) == (theirs.store_id, theirs.epoch)
+    assert (mine.keys, theirs.keys) == (2, 0)
+
+
+async def test_the_revision_outlives_a_handle(asked: Asked, open_store: OpenStore) -> None:
+    """The revision is that of the latest change."""
+    commit = await asked.done(put("a"), put("b"))
+    before = await asked.status()
+    again = Asked(await open_store(namespace=asked.name, sweep=False))
+
+    after = await again.status()
+
+    assert after.revision == commit.revision
+    assert (after.store_id, after.epoch, after.keys) == (before.store_id, before.epoch, before.keys)
+
+
+async def test_keys_and_bytes_are_counted(asked: Asked) -> None:
+    """Keys and bytes count what is stored."""
+    await asked.done(put("é", b"12345"), put("ab", {"a": 1}), Patch("r", {"x": b"12", "yy": b"\x00123"}))
+
+    status = await asked.status()
+
+    assert status.keys == 3
+    # é is two bytes and its value five; {"a":1} is seven; a record counts its names and fields.
+    assert status.size_bytes == (2 + 5) + (2 + 7) + (1 + 1 + 2 + 2 + 3)
+    assert (status.log_changes, status.log_bytes) == (3, status.size_bytes)
+
+
+async def test_counts_follow_every_kind_of_write(asked: Asked, elapse: Elapse) -> None:
+    """Keys and bytes count what is stored."""
+    dice = random.Random(9)
+    for _ in range(60):
+        key = f"k{dice.randrange(8)}"
+        writes: list[Write] = [
+            put(key, "x" * dice.randrange(50)),
+            put(key, "x" * dice.randrange(50), ttl_ms=dice.randrange(1, 300)),
+            Delete(key),
+            Delete(key, take=True),
+            Touch(key, 60_000),
+            Add(f"n{key}", dice.randrange(1000)),
+            Patch(f"r{key}", {"f": b'"' + b"y" * dice.randrange(9) + b'"'}, unset=("g",)),
+        ]
+        await asked.done(dice.choice(writes))
+        if dice.random() < 0.1:
+            await elapse(0.1)
+            await asked.done(*await asked.due())
+    await elapse(0.4)
+    await asked.done(*await asked.due())
+
+    entries = (await asked.scan()).entries
+    status = await asked.status()
+
+    assert status.keys == len(entries) > 5
+    assert status.size_bytes == sum(entry.weight_bytes for entry in entries)
+    assert status.log_changes == len(await asked.log())
+
+
+async def test_what_has_expired_counts_until_it_is_swept(asked: Asked, elapse: Elapse) -> None:
+    """Keys and bytes count what is stored."""
+    await asked.done(put("a", ttl_ms=300), put("b"))
+    await elapse(0.4)
+    assert (await asked.status()).keys == 2
+
+    await asked.done(*await asked.due())
+
+    status = await asked.status()
+    assert (status.keys, status.size_bytes) == (1, 2)
+
+
+async def test_locks_and_receipts_are_not_counted(asked: Asked) -> None:
+    """Keys and bytes count what is stored."""
+    await asked.done(put("a"), request_id="request-1", digest=b"d", receipt_ms=60_000)
+    await asked.done(Put("job", b"{}", ttl_ms=60_000, family="lock"))
+
+    status = await asked.status()
+
+    assert (status.keys, status.size_bytes) == (1, 2)
+
+
+# close ------------------------------------------------------------------------
+
+CALLS: dict[str, Callable[[Asked], Awaitable[Any]]] = {
+    "read": lambda asked: asked.read("a"),
+    "read several": lambda asked: asked.read("a", "b"),
+    "scan": lambda asked: asked.scan(),
+    "scan far": lambda asked: asked.scan(limit=5000),
+    "scan with a filter": lambda asked: asked.scan(where=limpet.field("a") == 1),
+    "commit": lambda asked: asked.commit(put("a", 2)),
+    "changes": lambda asked: asked.changes(0),
+    "changes with a wait": lambda asked: asked.changes(0, wait_s=60.0),
+    "due": lambda asked: asked.due(),
+    "trim": lambda asked: asked.trim(KEEP_FIVE),
+    "status": lambda asked: asked.status(),
+}
+
+
+@pytest.mark.face("async")
+@pytest.mark.parametrize("call", CALLS)
+async def test_later_calls_raise_closed(asked: Asked, open_store: OpenStore, call: str) -> None:
+    """Commits that began are finished; later calls raise Closed."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    entry = only(await asked.done(put("a")))
+    await CALLS[call](asked)
+    before = await other.read("a")
+
+    await asked.engine.close()
+    await asked.engine.close()
+
+    with pytest.raises(Closed):
+        await asyncio.wait_for(CALLS[call](asked), PATIENCE_S)
+    assert await other.read("a") == before
+    assert before[0] is not None
+    assert before[0].created_revision == entry.created_revision
+
+
+@pytest.mark.face("async")
+async def test_commits_that_began_are_finished(asked: Asked, open_store: OpenStore) -> None:
+    """Commits that began are finished; later calls raise Closed."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    begun = [asyncio.create_task(asked.commit(put(f"k{number}"), put(f"l{number}"))) for number in range(10)]
+    await asyncio.sleep(0)
+
+    await asked.engine.close()
+
+    commits = await asyncio.wait_for(asyncio.gather(*begun), PATIENCE_S)
+    assert all(isinstance(commit, Commit) for commit in commits)
+    assert (await other.status()).keys == 20
+
+
+@pytest.mark.face("async")
+async def test_a_commit_that_closing_met_is_done_or_not_done(asked: Asked, open_store: OpenStore) -> None:
+    """Commits that began are finished; later calls raise Closed.
+
+    Writers go on while the engine closes. Who was answered is in the store, who was told Closed is not.
+    """
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    answered: set[str] = set()
+
+    async def write(writer: int) -> None:
+        for number in range(10_000):
+            key = f"{writer}/{number:04}"
+            await asked.done(put(key))
+            answered.add(key)
+            await asyncio.sleep(0)
+
+    writing = [asyncio.create_task(write(writer)) for writer in range(5)]
+    await asyncio.sleep(0.03)
+    await asked.engine.close()
+    ends = await asyncio.wait_for(asyncio.gather(*writing, return_exceptions=True), PATIENCE_S)
+
+    assert [type(end) for end in ends] == [Closed] * 5
+    assert {change.key for change in await other.log()} == answered
+    assert answered
+
+
+@pytest.mark.face("async")
+async def test_who_waits_is_told_of_closing(asked: Asked, open_store: OpenStore) -> None:
+    """Whoever waits for changes is woken and told."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    commit = await asked.done(put("a"))
+    waiting = [asyncio.create_task(asked.changes(commit.revision, wait_s=60.0)) for _ in range(3)]
+    waiting.append(asyncio.create_task(asked.changes(commit.revision, wait_s=60.0, span=pattern_span("b"))))
+    elsewhere = asyncio.create_task(other.changes(commit.revision, wait_s=60.0))
+    await asyncio.sleep(0.05)
+
+    await asked.engine.close()
+
+    ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
+    assert [type(end) for end in ends] == [Closed] * 4
+    later = await other.done(put("b"))
+    feed = await asyncio.wait_for(elsewhere, 5)
+    assert feed.head in (commit.revision, later.revision)
+
+
+@pytest.mark.face("sync")
+async def test_closing_a_blocking_store_wakes_its_watches(open_store: OpenStore) -> None:
+    """Whoever waits for changes is woken and told."""
+    store = await open_store()
+    async with store.watch() as watch:
+        waiting = asyncio.ensure_future(anext(watch, None))
+        await asyncio.sleep(0.05)
+
+        await store.close()
+
+        assert await asyncio.wait_for(waiting, 5) is None

@@ -1,0 +1,228 @@
+"""Several processes on one file: nothing lost, nothing twice, one winner, and everybody sees it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+import limpet
+import limpet.sync
+from tests.sqlite.support import Process, together
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_that_add_at_once_lose_nothing(url: str, processes: int) -> None:
+    """Concurrent adds all count."""
+    with ExitStack() as stack:
+        adders = [stack.enter_context(Process("adds", url, 200)) for _ in range(processes)]
+        assert [adder.hear() for adder in adders] == ["ready"] * processes
+
+        together(adders)
+        answers = [adder.hear() for adder in adders]
+
+    # Each add answered with its own value, so no two were counted as one.
+    assert sorted(value for answer in answers for value in answer) == [*range(1, 200 * processes + 1)]
+    assert all(answer == sorted(answer) for answer in answers)
+    with limpet.sync.open(url) as store:
+        entry = store.entry("hits")
+        assert entry is not None
+        assert (entry.value, entry.version) == (200 * processes, 200 * processes)
+
+
+@pytest.mark.parametrize("writers", [1, 3])
+def test_a_watch_in_another_process_sees_everything_in_order(url: str, writers: int) -> None:
+    """Writes through one store wake the watchers of another.
+
+    Two watchers in two processes, and up to three processes that write: each watch tells every change once, in
+    the order of revisions, exactly as they were acknowledged to the writers.
+    """
+    count = 60
+    with ExitStack() as stack:
+        # Of three writes, one makes one change and two make two; the first deletes come one write late.
+        total = writers * (count // 3) * 5
+        watchers = [stack.enter_context(Process("watches", url, total)) for _ in range(2)]
+        assert [watcher.hear() for watcher in watchers] == ["ready"] * 2
+        processes = [stack.enter_context(Process("writes", url, f"w{index}", count)) for index in range(writers)]
+        assert [process.hear() for process in processes] == ["ready"] * writers
+
+        together(processes)
+        acknowledged = [change for process in processes for change in process.hear()]
+        told = [watcher.hear() for watcher in watchers]
+
+    revisions = [revision for revision, _, _ in acknowledged]
+    assert len(set(revisions)) == len(revisions) == total
+    assert told == [sorted(acknowledged), sorted(acknowledged)]
+
+
+async def test_a_watch_is_woken_by_another_process(url: str) -> None:
+    """A wait ends early when a change arrives, from this process or another.
+
+    The wait would last half a minute; the test's own patience is shorter.
+    """
+    async with limpet.open(url) as store:
+        engine = store._session.engine
+        before = (await store.status()).revision
+        with Process("adds", url, 1) as adder:
+            adder.hear()
+            together([adder])
+            feed = await engine.changes("default", before, wait_s=30.0)
+
+    assert [(change.op, change.key) for change in feed.changes] == [("put", "hits")]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_a_swap_has_one_winner_among_processes(url: str, processes: int) -> None:
+    """Of all who swap the same field at once, one wins."""
+    rounds = 25
+    with ExitStack() as stack:
+        store = stack.enter_context(limpet.sync.open(url))
+        record = store.record("state")
+        record.put({"round": 0})
+        players = [stack.enter_context(Process("swaps", url, rounds)) for _ in range(processes)]
+        assert [player.hear() for player in players] == ["ready"] * processes
+
+        for number in range(rounds):
+            together(players)
+            won = [player.hear() for player in players]
+
+            assert sum(won) == 1
+            assert record.fields() == {"round": number + 1, "winner": players[won.index(True)].pid}
+
+        entry = record.entry()
+        assert entry is not None
+        assert entry.version == rounds + 1
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_may_create_the_file_at_the_same_moment(tmp_path: Path, processes: int) -> None:
+    """Two stores opened on the same place see each other's writes.
+
+    Making the tables and switching to WAL are two moments at which processes meet on a file that none has
+    prepared yet. All of them must come through, on the same store.
+    """
+    rounds = 40
+    with ExitStack() as stack:
+        openers = [stack.enter_context(Process("opens", tmp_path, rounds)) for _ in range(processes)]
+        assert [opener.hear() for opener in openers] == ["ready"] * processes
+
+        for number in range(rounds):
+            together(openers)
+            answers = [opener.hear() for opener in openers]
+
+            assert [problem for _, problem in answers] == [None] * processes
+            assert len({store_id for store_id, _ in answers}) == 1
+            with limpet.sync.open(f"sqlite:///{tmp_path}/{number}.db", sweep=False) as store:
+                assert store.get("hits") == processes
+
+
+def test_a_lock_keeps_processes_apart(url: str) -> None:
+    """With `wait`, acquiring waits for the release.
+
+    Between them they count by reading and writing, which without a lock would lose steps.
+    """
+    with ExitStack() as stack:
+        takers = [stack.enter_context(Process("locks", url, 10)) for _ in range(3)]
+        assert [taker.hear() for taker in takers] == ["ready"] * 3
+
+        together(takers)
+        tokens = [taker.hear() for taker in takers]
+
+    # Acquiring gives a token that is greater than every earlier one on that name.
+    assert Counter(token for own in tokens for token in own).most_common(1)[0][1] == 1
+    assert all(own == sorted(own) for own in tokens)
+    with limpet.sync.open(url) as store:
+        assert store.get("guarded") == 30
+        assert store.locks() == []
+
+
+def test_a_lock_of_another_process_is_respected(url: str) -> None:
+    """A lock that is held raises LockHeld, with its holder, token and remaining time."""
+    with limpet.sync.open(url) as store, Process("holds", url, 60) as holder:
+        token = holder.hear()
+
+        with Process("asks", url) as other:
+            held_by, held_token = other.hear()
+
+        assert held_by.endswith(f":{holder.pid}")
+        assert held_token == token
+        assert [info.token for info in store.locks()] == [token]
+        holder.kill()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(url: str) -> None:
+    """With `wait`, acquiring takes over when the holder's time is over.
+
+    The holder is killed and can neither release nor renew.
+    """
+    with limpet.sync.open(url) as store:
+        with Process("holds", url, 0.4) as holder:
+            first = holder.hear()
+            holder.kill()
+
+        lock = store.lock("door", ttl=10, wait=15)
+        lock.acquire()
+
+        assert lock.token is not None
+        assert lock.token > first
+        with pytest.raises(limpet.errors.LockLost):
+            store.put("guarded", 1, fence=limpet.Fence("door", first))
+
+
+def test_two_stores_of_one_process_are_safe_from_the_end_of_another_process(url: str) -> None:
+    """What was acknowledged is there when a durable place is opened again.
+
+    SQLite's locks on a file belong to the process, and the system drops all of them when the process closes any
+    descriptor of that file. If opening a second store did that, the next process to end would take itself for the
+    last one, and would remove the WAL in which the first store goes on writing.
+    """
+    first, second = limpet.sync.open(url, sweep=False), limpet.sync.open(url, sweep=False)
+    try:
+        first.put("before", 1)
+        with Process("visits", url, "before") as visitor:
+            assert visitor.hear() == [1]
+
+        first.put("first", 2)
+        second.put("second", 3)
+
+        # Seen from outside, while we are still open: nothing waits for our good manners at the end.
+        with Process("visits", url, "before", "first", "second") as visitor:
+            assert visitor.hear() == [1, 2, 3]
+        assert [first.get("second"), second.get("first")] == [3, 2]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
+    """What was acknowledged is there when a durable place is opened again."""
+    with limpet.sync.open(url, sweep=False) as first:
+        limpet.sync.open(url, sweep=False).close()
+        with Process("visits", url, "first") as visitor:
+            assert visitor.hear() == [None]
+
+        first.put("first", 1)
+
+        with Process("visits", url, "first") as visitor:
+            assert visitor.hear() == [1]
+
+
+def test_closing_a_store_under_its_readers_harms_nobody(url: str) -> None:
+    """A closed store raises Closed from every verb, and closing twice is allowed.
+
+    Threads are in the middle of reading when their connections are closed beneath them.
+    """
+    with Process("closes_under_readers", url, 20) as process:
+        assert [process.hear() for _ in range(20)] == [[]] * 20
+
+
+def test_a_worker_is_another_process(url: str) -> None:
+    """The tests above would prove little if their workers ran here."""
+    with Process("adds", url, 0) as process:
+        assert process.hear() == "ready"
+        assert process.pid != os.getpid()
+        together([process])
+        assert process.hear() == []

@@ -1,0 +1,371 @@
+"""Threads, tasks and event loops on one place: nothing is lost, one wins, nobody starves.
+
+Every scene plays on the memory engine and on SQLite. Processes have tests of their own, beside the SQLite engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import limpet
+import limpet.sync
+from limpet.engine import Engine, open_engine
+from limpet.model import Batch, Commit, Put
+from tests.sqlite.support import in_place
+
+T = TypeVar("T")
+
+THREADS = 8
+TASKS = 64
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"memory:{uuid.uuid4().hex}" if request.param == "memory" else f"sqlite:///{tmp_path}/state.db"
+
+
+@pytest.fixture
+def blocking(url: str) -> Iterator[limpet.sync.Store]:
+    with limpet.sync.open(url) as store:
+        yield store
+
+
+def in_threads(work: Callable[[int], T], count: int = THREADS) -> list[T]:
+    """Run this in so many threads that start together, and give what each returned."""
+    start = threading.Barrier(count)
+
+    def begin(index: int) -> T:
+        start.wait(PATIENCE_S)
+        return work(index)
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(begin, range(count), timeout=PATIENCE_S))
+
+
+# One place, many hands ------------------------------------------------------------
+
+
+def test_threads_that_add_lose_nothing(blocking: limpet.sync.Store) -> None:
+    """Threads that write at once lose nothing."""
+    answers = in_threads(lambda _: [blocking.add("hits") for _ in range(50)])
+
+    assert sorted(value for answer in answers for value in answer) == [*range(1, THREADS * 50 + 1)]
+    entry = blocking.entry("hits")
+    assert entry is not None
+    assert (entry.value, entry.version) == (THREADS * 50, THREADS * 50)
+
+
+async def test_tasks_that_add_lose_nothing(url: str) -> None:
+    """Concurrent adds all count."""
+    async with limpet.open(url) as store:
+
+        async def work() -> list[int]:
+            return [await store.add("hits") for _ in range(10)]
+
+        answers = await asyncio.gather(*(work() for _ in range(TASKS)))
+
+        assert sorted(value for answer in answers for value in answer) == [*range(1, TASKS * 10 + 1)]
+        assert (await store.status()).revision == TASKS * 10
+
+
+def test_one_thread_wins_each_round_of_a_field(blocking: limpet.sync.Store) -> None:
+    """Of all who swap the same field at once, one wins."""
+    rounds = 40
+    record = blocking.record("state")
+    record.put({"round": 0, "winner": None})
+    again = threading.Barrier(THREADS)
+
+    def play(index: int) -> list[bool]:
+        won = []
+        for number in range(rounds):
+            again.wait(PATIENCE_S)
+            won.append(record.swap("round", number, number + 1, set={"winner": index}))
+        return won
+
+    won = in_threads(play)
+
+    assert [sum(of_round) for of_round in zip(*won, strict=True)] == [1] * rounds
+    fields, entry = record.fields(), record.entry()
+    assert fields is not None
+    assert entry is not None
+    assert fields["round"] == rounds
+    assert won[fields["winner"]][-1] is True
+    assert entry.version == rounds + 1
+
+
+async def test_one_task_wins_each_round_of_a_field(url: str) -> None:
+    """Of all who swap the same field at once, one wins."""
+    async with limpet.open(url) as store:
+        record = store.record("state")
+        await record.put({"round": 0, "winner": None})
+
+        for number in range(20):
+            won = await asyncio.gather(
+                *(record.swap("round", number, number + 1, set={"winner": index}) for index in range(TASKS))
+            )
+
+            assert sum(won) == 1
+            assert await record.fields() == {"round": number + 1, "winner": won.index(True)}
+
+
+async def test_threads_and_tasks_on_one_place_lose_nothing(url: str) -> None:
+    """Two stores opened on the same place see each other's writes.
+
+    Threads of the blocking face and tasks of a loop, each through a store of its own, and a watcher that sees it all.
+    """
+    total = THREADS * 30 + TASKS * 5
+    async with limpet.open(url) as store, store.watch("hits") as watch:
+        blocking = await asyncio.to_thread(limpet.sync.open, url)
+        threads = asyncio.to_thread(in_threads, lambda _: [blocking.add("hits") for _ in range(30)])
+
+        async def work() -> list[int]:
+            return [await store.add("hits") for _ in range(5)]
+
+        both = await asyncio.gather(threads, asyncio.gather(*(work() for _ in range(TASKS))))
+        answers = [*both[0], *both[1]]
+        events = [await asyncio.wait_for(anext(watch), PATIENCE_S) for _ in range(total)]
+
+        assert sorted(value for answer in answers for value in answer) == [*range(1, total + 1)]
+        assert [event.value for event in events] == [*range(1, total + 1)]
+        assert await asyncio.to_thread(blocking.get, "hits") == total
+        await asyncio.to_thread(blocking.close)
+
+
+async def test_threads_and_tasks_compete_for_one_field(url: str) -> None:
+    """Of all who swap the same field at once, one wins."""
+    async with limpet.open(url) as store:
+        blocking = await asyncio.to_thread(limpet.sync.open, url)
+        record, twin = store.record("state"), blocking.record("state")
+        await record.put({"round": 0})
+
+        for number in range(15):
+
+            def swap(_: int, number: int = number) -> bool:
+                return twin.swap("round", number, number + 1)
+
+            beside = asyncio.create_task(asyncio.to_thread(in_threads, swap))
+            won = await asyncio.gather(*(record.swap("round", number, number + 1) for _ in range(TASKS)))
+            assert sum(won) + sum(await beside) == 1
+
+        await asyncio.to_thread(blocking.close)
+
+
+def test_one_thread_takes_what_there_is_once(blocking: limpet.sync.Store) -> None:
+    """Of all who take a key at once, one gets the value."""
+    for number in range(100):
+        blocking.put(f"job/{number}", number)
+
+    taken = in_threads(lambda _: [blocking.take(f"job/{number}") for number in range(100)])
+
+    for number in range(100):
+        assert [answers[number] for answers in taken if answers[number] is not None] == [number]
+    assert blocking.keys().count == 0
+
+
+def test_one_thread_creates(blocking: limpet.sync.Store) -> None:
+    """`create` succeeds once per incarnation of a key and then conflicts."""
+
+    def create(index: int) -> list[int]:
+        made = []
+        for number in range(50):
+            with contextlib.suppress(limpet.errors.Conflict):
+                blocking.create(f"key/{number}", index)
+                made.append(number)
+        return made
+
+    made = in_threads(create)
+
+    assert sorted(number for own in made for number in own) == [*range(50)]
+    for index, own in enumerate(made):
+        assert all(blocking.get(f"key/{number}") == index for number in own)
+
+
+def test_threads_that_update_lose_nothing(blocking: limpet.sync.Store) -> None:
+    """Concurrent updates lose nothing."""
+
+    def work(index: int) -> None:
+        for number in range(10):
+            blocking.update("list", lambda found: [*(found or []), [index, number]])  # noqa: B023 - called at once
+
+    in_threads(work, 4)
+
+    found = blocking.get("list")
+    assert sorted(found) == [[index, number] for index in range(4) for number in range(10)]
+    assert [[n for i, n in found if i == index] for index in range(4)] == [[*range(10)]] * 4
+
+
+def test_a_lock_keeps_threads_apart(blocking: limpet.sync.Store) -> None:
+    """With `wait`, acquiring waits for the release."""
+    inside = 0
+
+    def work(_: int) -> list[int]:
+        nonlocal inside
+        tokens = []
+        for _ in range(5):
+            with blocking.lock("door", ttl=30, wait=PATIENCE_S) as lock:
+                inside += 1
+                assert inside == 1
+                assert lock.token is not None
+                tokens.append(lock.token)
+                blocking.put("guarded", blocking.get("guarded", 0) + 1, fence=lock)
+                inside -= 1
+        return tokens
+
+    tokens = in_threads(work, 4)
+
+    assert blocking.get("guarded") == 20
+    assert len({token for own in tokens for token in own}) == 20
+    assert all(own == sorted(own) for own in tokens)
+
+
+# Many loops -----------------------------------------------------------------------
+
+
+def test_loops_in_several_threads_share_a_place(url: str) -> None:
+    """Many watchers each see every change.
+
+    Four threads, each with a loop and a store of its own. All write, and all watch what all write.
+    """
+    loops, each = 4, 25
+    watching = threading.Barrier(loops)
+
+    async def live(index: int) -> list[tuple[int, str, int]]:
+        async with limpet.open(url) as store, store.watch() as watch:
+            await asyncio.to_thread(watching.wait, PATIENCE_S)
+            for number in range(each):
+                await store.put(f"loop/{index}", number)
+            events = [await asyncio.wait_for(anext(watch), PATIENCE_S) for _ in range(loops * each)]
+            return [(event.revision, event.key, event.value) for event in events]
+
+    seen = in_threads(lambda index: asyncio.run(live(index)), loops)
+
+    assert all(own == seen[0] for own in seen)
+    assert [revision for revision, _, _ in seen[0]] == sorted({revision for revision, _, _ in seen[0]})
+    for index in range(loops):
+        assert [value for _, key, value in seen[0] if key == f"loop/{index}"] == [*range(each)]
+
+
+def test_loops_in_several_threads_share_an_engine(url: str) -> None:
+    """Threads that write at once lose nothing.
+
+    The very same handle, used by four loops and by four threads that have none.
+    """
+    engine: Engine = asyncio.run(open_engine(url, limpet.SystemClock()))
+
+    async def write(name: str, count: int) -> list[Any]:
+        batches = [Batch((), (Put(f"{name}/{n}", b"%d" % n),), f"{name}-{n}") for n in range(count)]
+        if asyncio._get_running_loop() is None:
+            return [await engine.commit("default", batch) for batch in batches]
+        return list(await asyncio.gather(*(engine.commit("default", batch) for batch in batches)))
+
+    def work(index: int) -> list[Any]:
+        if index % 2:
+            return asyncio.run(write(f"loop-{index}", 40))
+        return in_place(write(f"thread-{index}", 40))
+
+    outcomes = [outcome for own in in_threads(work) for outcome in own]
+
+    assert {type(outcome) for outcome in outcomes} == {Commit}
+    assert len({outcome.revision for outcome in outcomes}) == len(outcomes) == THREADS * 40
+    assert asyncio.run(engine.status("default")).keys == THREADS * 40
+    asyncio.run(engine.close())
+
+
+def test_a_loop_waits_for_what_a_thread_writes(url: str) -> None:
+    """A wait ends early when a change arrives, from this process or another."""
+    engine = asyncio.run(open_engine(url, limpet.SystemClock()))
+    waiting = threading.Event()
+
+    async def wait() -> list[str]:
+        asyncio.get_running_loop().call_later(0.02, waiting.set)
+        feed = await engine.changes("default", 0, wait_s=PATIENCE_S)
+        return [change.key for change in feed.changes]
+
+    def work(index: int) -> list[str]:
+        if index > 0:
+            return asyncio.run(wait())
+        waiting.wait(PATIENCE_S)
+        asyncio.run(engine.commit("default", Batch((), (Put("news", b"1"),), "id")))
+        return ["news"]
+
+    assert in_threads(work, 4) == [["news"]] * 4
+    asyncio.run(engine.close())
+
+
+# Fair shares ----------------------------------------------------------------------
+
+
+class Turns:
+    """Counts the turns of the loop, and the most that happened in one of them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.calls = 0
+        self.most_calls = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.count += 1
+            self.most_calls, self.calls = max(self.most_calls, self.calls), 0
+
+
+@pytest.mark.parametrize("readers", [1, TASKS])
+@pytest.mark.parametrize("verb", ["get", "scan"])
+async def test_readers_leave_the_loop_to_others(url: str, readers: int, verb: str) -> None:
+    """A loop that does nothing but read starves nobody.
+
+    A read completes in place, without suspending. Tasks that do nothing but read must still let others have
+    their turn: in no turn of the loop may there be more than a fair number of reads.
+    """
+    reads = 6_400 if verb == "get" else 1_600
+    turns = Turns()
+    async with limpet.open(url) as store:
+        await store.put("key", 1)
+
+        async def read() -> None:
+            for _ in range(reads // readers):
+                if verb == "get":
+                    assert await store.get("key") == 1
+                else:
+                    assert (await store.keys()).keys == ["key"]
+                turns.calls += 1
+
+        ticking = asyncio.create_task(turns.run())
+        await asyncio.gather(*(read() for _ in range(readers)))
+        ticking.cancel()
+
+    # Fifty in a turn, and one for each reader that was let go on from the turn before.
+    assert turns.most_calls <= 50 + readers
+    assert turns.count >= reads // (50 + readers)
+
+
+async def test_writers_leave_the_loop_to_others(url: str) -> None:
+    """A loop that does nothing but write starves nobody.
+
+    The memory engine commits in place; that, too, is counted.
+    """
+    turns = Turns()
+    async with limpet.open(url) as store:
+
+        async def write(index: int) -> None:
+            for number in range(50):
+                await store.put(f"key/{index}", number)
+                turns.calls += 1
+
+        ticking = asyncio.create_task(turns.run())
+        await asyncio.gather(*(write(index) for index in range(TASKS)))
+        ticking.cancel()
+
+    assert turns.most_calls <= 50 + TASKS
+    assert turns.count >= TASKS * 50 // (50 + TASKS)

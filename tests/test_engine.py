@@ -1,0 +1,534 @@
+"""What all engines stand on: addresses, finding an engine, the bell, the budget."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, EntryPoints
+from typing import Any
+
+import pytest
+
+import limpet
+import limpet.sync
+from limpet.engine import Address, Bell, Budget, open_engine
+from limpet.engines.memory import MemoryEngine
+from limpet.errors import InvalidValue
+from tests.sqlite.support import PATIENCE_S, VanishingLoop
+
+# Addresses ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "scheme", "path", "options"),
+    [
+        ("memory:", "memory", "", {}),
+        ("memory:name", "memory", "name", {}),
+        ("MEMORY:Name", "memory", "Name", {}),
+        ("sqlite:///a.db", "sqlite", "///a.db", {}),
+        ("sqlite:////abs/a%20b%3F.db", "sqlite", "////abs/a b?.db", {}),
+        ("sqlite:///a.db?synchronous=normal", "sqlite", "///a.db", {"synchronous": "normal"}),
+        ("x://h:1/db?a=1&b=&c=d%26e", "x", "//h:1/db", {"a": "1", "b": "", "c": "d&e"}),
+        ("nats://one,two:4222", "nats", "//one,two:4222", {}),
+        ("x:a?b?c=1", "x", "a", {"b?c": "1"}),
+    ],
+)
+def test_a_url_is_taken_apart(url: str, scheme: str, path: str, options: dict[str, str]) -> None:
+    address = Address.parse(url)
+
+    assert (address.url, address.scheme, address.path, address.options) == (url, scheme, path, options)
+
+
+@pytest.mark.parametrize("wrong", ["", "state.db", ":", ":memory:", "memory", "/abs/state.db"])
+def test_what_is_no_url_is_refused_with_advice(wrong: str) -> None:
+    with pytest.raises(InvalidValue, match="sqlite:///state.db"):  # noqa: RUF043 - a dot is a dot
+        Address.parse(wrong)
+
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"postgres://user:{SECRET}@host/db",
+        f"redis://:{SECRET}@host:6379/0",
+        f"nats://user:{SECRET}@one:4222,two:4222",
+        f"postgres://user:{SECRET}@[::1]:5432/db",
+        # Characters that ought to be escaped, and in practice are not.
+        f"postgres://user:{SECRET}@{SECRET}@host/db",
+        f"postgres://user:{SECRET}/{SECRET}@host/db",
+        f"postgres://user:{SECRET}#{SECRET}@host/db",
+        f"postgres://user:{SECRET}?{SECRET}@host/db",
+        f"postgres://user:[{SECRET}@host/db",
+        f"postgres:user:{SECRET}@host/db",
+        # Several servers, each with its own.
+        f"nats://a:{SECRET}@one:4222,b:{SECRET}@two:4222",
+        f"nats://{SECRET}@host:4222",
+        # Passwords travel as options as well.
+        f"postgres://user@host/db?password={SECRET}",
+        f"postgres://user@host/db?sslmode=off&PassWord={SECRET}",
+        f"redis://host/0?token={SECRET}",
+        f"postgres://user@host/db?sslpassword={SECRET}",
+        f"postgres://user:{SECRET}@host/db?password={SECRET}",
+    ],
+)
+async def test_a_password_never_shows(url: str) -> None:
+    """A password in a URL never appears in an error or a repr."""
+    address = Address.parse(url)
+
+    assert SECRET not in str(address)
+    assert SECRET not in repr(address)
+    assert SECRET not in f"{address!s:>10} {address!r}"
+    assert str(address).startswith(url.partition(":")[0] + ":")
+    # A question mark before the last @ is part of the credentials.
+    joint = "&" if "?" in url.rpartition("@")[2] else "?"
+    with pytest.raises(InvalidValue) as unknown_option:
+        Address.parse(f"{url}{joint}colour=red").allow()
+    with pytest.raises(InvalidValue) as wrong_option:
+        Address.parse(f"{url}{joint}tls=maybe").take("tls", "no", ("yes", "no"))
+    with pytest.raises(InvalidValue) as unknown_engine:
+        await limpet.open(url.replace("postgres:", "postgros:").replace("nats:", "gnats:").replace("redis:", "rodis:"))
+    for caught in (unknown_option, wrong_option, unknown_engine):
+        assert SECRET not in str(caught.value)
+        assert SECRET not in repr(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["postgres://host:5432/db", "sqlite:////abs/state.db", "memory:name", "redis://host:1/0"]
+)
+def test_what_holds_no_password_is_shown_as_it_is(url: str) -> None:
+    assert str(Address.parse(url)) == repr(Address.parse(url)) == url
+
+
+def test_the_place_is_shown_without_the_password() -> None:
+    """A password in a URL never appears in an error or a repr. What helps to find the place does."""
+    shown = str(Address.parse(f"postgres://user:{SECRET}@host:5432/db?sslmode=off"))
+
+    assert shown.startswith("postgres://")
+    assert "@host:5432/db" in shown
+
+
+async def test_what_is_no_url_shows_no_password_either() -> None:
+    """A password in a URL never appears in an error or a repr."""
+    with pytest.raises(InvalidValue) as caught:
+        await limpet.open(f"://user:{SECRET}@host/db")
+
+    assert SECRET not in str(caught.value)
+
+
+def test_an_unknown_option_is_refused_by_name() -> None:
+    """An unknown option in the URL is refused, not ignored."""
+    address = Address.parse("x:place?depth=1&colour=red")
+
+    address.allow("colour", "depth")
+    with pytest.raises(InvalidValue, match="unknown option 'colour', known: depth, width"):
+        address.allow("depth", "width")
+    with pytest.raises(InvalidValue, match="unknown option 'depth', known: none"):
+        address.allow()
+
+
+def test_an_option_is_one_of_a_few_words() -> None:
+    """An unknown option in the URL is refused, not ignored."""
+    address = Address.parse("x:place?mode=FAST&other=")
+
+    assert address.take("mode", "safe", ("safe", "fast")) == "fast"
+    assert address.take("absent", "safe", ("safe", "fast")) == "safe"
+    with pytest.raises(InvalidValue, match="mode is one of safe, slow"):
+        address.take("mode", "safe", ("safe", "slow"))
+    with pytest.raises(InvalidValue, match="other is one of"):
+        address.take("other", "safe", ("safe", "slow"))
+
+
+# Finding an engine ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "nearest"), [("sqllite:///a.db", "sqlite"), ("memmory:", "memory"), ("Memery:x", "memory")]
+)
+async def test_a_misspelt_engine_is_refused_with_the_nearest(url: str, nearest: str) -> None:
+    """An unknown engine is refused by a message that names the known ones and the nearest."""
+    with pytest.raises(InvalidValue, match=f"did you mean '{nearest}'") as caught:
+        await limpet.open(url)
+
+    assert "memory" in str(caught.value)
+    assert "sqlite" in str(caught.value)
+
+
+def test_an_engine_that_resembles_none_is_refused_without_a_guess() -> None:
+    """An unknown engine is refused by a message that names the known ones and the nearest."""
+    with pytest.raises(InvalidValue, match="unknown engine 'xyz'") as caught:
+        limpet.sync.open("xyz:place")
+
+    assert "did you mean" not in str(caught.value)
+    assert "memory" in str(caught.value)
+
+
+class ThirdParty(MemoryEngine):
+    """An engine from elsewhere, which happens to keep its state in memory."""
+
+
+async def open_third_party(address: Address, clock: limpet.Clock) -> ThirdParty:
+    """Where the entry point leads."""
+    from limpet.engines import memory
+
+    address.allow("depth")
+    return ThirdParty(memory._Place(clock, skips=False))
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An engine installed under the name ``elsewhere``. Returns the groups that were asked for."""
+    asked: list[str] = []
+    point = EntryPoint("elsewhere", f"{__name__}:open_third_party", "limpet.engines")
+
+    def entry_points(**selection: Any) -> EntryPoints:
+        asked.append(selection["group"])
+        return EntryPoints([point]).select(**selection)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: open_third_party)
+    return asked
+
+
+async def test_an_engine_of_a_third_party_is_opened(third_party: list[str]) -> None:
+    """An unknown engine is refused by a message that names the known ones and the nearest.
+
+    Other distributions join through the entry-point group ``limpet.engines``, and are known then.
+    """
+    async with limpet.open("elsewhere://place?depth=3") as store:
+        await store.put("key", 1)
+        assert await store.get("key") == 1
+        assert isinstance(store._session.engine, ThirdParty)
+
+    assert third_party == ["limpet.engines"]
+    with pytest.raises(InvalidValue, match="unknown option 'width'"):
+        await limpet.open("elsewhere://place?width=3")
+
+
+async def test_an_engine_of_a_third_party_is_known_to_the_message(third_party: list[str]) -> None:
+    """An unknown engine is refused by a message that names the known ones and the nearest."""
+    with pytest.raises(InvalidValue, match="did you mean 'elsewhere'") as caught:
+        await limpet.open("elsewere:place")
+
+    assert "elsewhere, memory" in str(caught.value)
+    assert third_party == ["limpet.engines"]
+
+
+async def test_what_is_built_in_does_not_look_at_what_is_installed(third_party: list[str]) -> None:
+    """Looking at the installed distributions takes longer than opening a store."""
+    async with limpet.open("memory:"):
+        pass
+
+    assert third_party == []
+
+
+def test_an_address_can_be_sent_to_another_process() -> None:
+    address = Address.parse("x://h/db?a=1")
+
+    assert pickle.loads(pickle.dumps(address)) == address  # noqa: S301 - our own
+
+
+# The bell -------------------------------------------------------------------------
+
+
+async def test_a_ring_between_looking_and_waiting_is_heard() -> None:
+    """A wait names the count it saw before it looked, so that a change made in between is not slept through."""
+    bell = Bell()
+    seen = bell.count("default")
+
+    bell.ring("default")
+
+    await asyncio.wait_for(bell.wait("default", seen, 60.0), 5)
+
+
+async def test_a_ring_wakes_only_its_namespace() -> None:
+    bell = Bell()
+    tasks = {name: asyncio.create_task(bell.wait(name, bell.count(name), 60.0)) for name in ("one", "other")}
+    await asyncio.sleep(0)
+
+    bell.ring("one")
+    await asyncio.wait_for(tasks["one"], 5)
+
+    assert (bell.count("one"), bell.count("other")) == (1, 0)
+    assert not tasks["other"].done()
+    bell.ring_all()
+    await asyncio.wait_for(tasks["other"], 5)
+
+
+async def test_a_ring_for_all_between_looking_and_waiting_is_heard() -> None:
+    """Whoever waits for changes is woken and told.
+
+    An engine that closes rings for all. Somebody may have looked just before, and wait from just after.
+    """
+    bell = Bell()
+    seen = bell.count("default")
+
+    bell.ring_all()
+
+    await asyncio.wait_for(bell.wait("default", seen, 60.0), 5)
+
+
+async def test_a_wait_ends_with_its_time() -> None:
+    bell = Bell()
+
+    await asyncio.wait_for(bell.wait("default", 0, 0.01), 5)
+
+    assert bell.count("default") == 0
+
+
+async def test_those_who_left_are_forgotten() -> None:
+    """Every queue, buffer, page and loop has a bound: waits that are over leave nothing behind."""
+    bell = Bell()
+    tasks = [asyncio.create_task(bell.wait("default", 0, 60.0)) for _ in range(100)]
+    await asyncio.sleep(0)
+    for task in tasks[:50]:
+        task.cancel()
+    await asyncio.gather(*tasks[:50], return_exceptions=True)
+    for _ in range(50):
+        await bell.wait("default", 0, 0.0)
+
+    assert sum(map(len, bell._waiting.values())) == 50
+    bell.ring("default")
+    await asyncio.wait_for(asyncio.gather(*tasks[50:]), 5)
+    assert sum(map(len, bell._waiting.values())) == 0
+
+
+def test_the_bell_reaches_loops_in_all_threads() -> None:
+    """Many watchers each see every change.
+
+    Three threads with loops, five who wait in each, rung for by threads that have no loop at all.
+    """
+    bell = Bell()
+    ready, woken = threading.Barrier(4), []
+
+    async def wait() -> None:
+        waits = [asyncio.create_task(bell.wait("default", 0, 60.0)) for _ in range(5)]
+        await asyncio.sleep(0)
+        ready.wait(PATIENCE_S)
+        await asyncio.wait_for(asyncio.gather(*waits), PATIENCE_S)
+        woken.append(len(waits))
+
+    threads = [threading.Thread(target=lambda: asyncio.run(wait())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    ready.wait(PATIENCE_S)
+    bell.ring("default")
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert woken == [5, 5, 5]
+
+
+def test_no_ring_is_missed_by_one_who_looks_and_waits() -> None:
+    """A wait ends early when a change arrives, from this process or another.
+
+    A thread changes a number and rings, at any moment, and goes on when the number was seen. A loop looks and
+    waits. If ever a ring fell between the two and were lost, both would stand still.
+    """
+    bell = Bell()
+    last = 3_000
+    number = seen = 0
+
+    async def follow() -> None:
+        nonlocal seen
+        while seen < last:
+            count = bell.count("default")
+            seen = number
+            await bell.wait("default", count, 0.0 if seen == last else 60.0)
+
+    def change() -> None:
+        nonlocal number
+        for _ in range(last):
+            number += 1
+            bell.ring("default")
+            while seen < number and following.is_alive():
+                time.sleep(0)
+
+    following = threading.Thread(target=lambda: asyncio.run(follow()), daemon=True)
+    following.start()
+    ringing = threading.Thread(target=change, daemon=True)
+    ringing.start()
+    ringing.join(PATIENCE_S)
+
+    assert seen == last
+    assert bell.count("default") == last
+
+
+def test_rings_from_many_threads_all_count() -> None:
+    bell = Bell()
+
+    def ring() -> None:
+        for _ in range(500):
+            bell.ring("default")
+
+    threads = [threading.Thread(target=ring) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert bell.count("default") == 4_000
+
+
+def test_a_loop_that_was_closed_with_a_waiter_is_passed_over() -> None:
+    bell = Bell()
+    gone = VanishingLoop()
+    task = gone.leave(bell.wait("default", 0, 60.0))
+    gone.vanishes = False
+    gone.close()
+
+    bell.ring("default")
+
+    assert bell.count("default") == 1
+    del task
+
+
+def test_a_loop_that_closes_while_the_bell_rings_does_not_fail_the_ringer() -> None:
+    """Its owner closes it after we saw it open and before we call it. The others are still to be woken."""
+    bell = Bell()
+    gone, stays = VanishingLoop(), VanishingLoop()
+    task = gone.leave(bell.wait("default", 0, 60.0))
+    waiting = stays.leave(bell.wait("default", 0, 60.0))
+    stays.vanishes = False
+
+    bell.ring("default")
+
+    assert gone.is_closed()
+    stays.run_until_complete(asyncio.wait_for(waiting, 5))
+    stays.close()
+    del task
+
+
+# The budget -----------------------------------------------------------------------
+
+
+async def spend(budget: Budget, calls: int, done: Callable[[], None]) -> None:
+    """Calls that would never suspend, if it were not for the budget."""
+    for _ in range(calls):
+        if budget.spent():
+            await budget.renewed()
+        done()
+
+
+async def test_a_budget_bounds_what_happens_in_one_turn() -> None:
+    """After so many calls in one turn of the loop, each further call waits for the next turn."""
+    budget = Budget(10)
+    turns: list[int] = [0]
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0)
+            turns.append(0)
+
+    def done() -> None:
+        turns[-1] += 1
+
+    ticking = asyncio.create_task(tick())
+    await asyncio.gather(*(spend(budget, 100, done) for _ in range(5)))
+    ticking.cancel()
+
+    assert sum(turns) == 500
+    # Ten, and one for each of the five that had been counted in the turn before.
+    assert max(turns) <= 15
+    assert len(turns) >= 500 // 15
+
+
+async def test_a_budget_lets_everybody_go_on_each_turn() -> None:
+    """Whoever had to wait is counted already, and goes on in the next turn, however many others there are."""
+    budget = Budget(10)
+    counts = [0] * 8
+    finished: list[list[int]] = []
+
+    async def work(index: int) -> None:
+        def done() -> None:
+            counts[index] += 1
+
+        await spend(budget, 330, done)
+        finished.append([*counts])
+
+    await asyncio.gather(*(work(index) for index in range(8)))
+
+    assert counts == [330] * 8
+    # The greediest has had eleven in a turn, so thirty turns have passed, and one call of everybody in each.
+    assert min(finished[0]) >= 28
+
+
+def test_a_budget_without_a_loop_is_never_spent() -> None:
+    """Without a loop nobody is starved, and a blocking call must not suspend."""
+    budget = Budget(10)
+
+    assert not any(budget.spent() for _ in range(1_000))
+
+
+async def test_a_budget_overdrawn_by_threads_is_renewed_on_a_loop() -> None:
+    """Threads spend from the same budget and never renew it; that must not cost a task more than a turn."""
+    budget = Budget(10)
+    await asyncio.to_thread(lambda: [budget.spent() for _ in range(10_000)])
+    calls = 0
+
+    def done() -> None:
+        nonlocal calls
+        calls += 1
+
+    await asyncio.wait_for(spend(budget, 100, done), 5)
+
+    assert calls == 100
+
+
+def test_a_budget_outlives_a_loop_that_ended_in_debt() -> None:
+    """A loop that ends before its budget is renewed must not leave the next one without."""
+    budget = Budget(10)
+    ended = asyncio.new_event_loop()
+
+    async def overdraw() -> None:
+        for _ in range(11):
+            budget.spent()
+        await budget.renewed()
+
+    task = ended.create_task(overdraw())
+    ended.call_soon(ended.stop)
+    ended.run_forever()
+    ended.close()
+    del task
+    calls = 0
+
+    def done() -> None:
+        nonlocal calls
+        calls += 1
+
+    asyncio.run(asyncio.wait_for(spend(budget, 100, done), 5))
+    assert calls == 100
+
+
+def test_a_budget_serves_several_loops() -> None:
+    budget = Budget(10)
+    counts = [0] * 4
+
+    def work(index: int) -> None:
+        def done() -> None:
+            counts[index] += 1
+
+        async def both() -> None:
+            await asyncio.gather(spend(budget, 500, done), spend(budget, 500, done))
+
+        asyncio.run(asyncio.wait_for(both(), PATIENCE_S))
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+    assert counts == [1_000] * 4
+
+
+async def test_an_engine_is_found_by_its_scheme_alone() -> None:
+    engine = await open_engine("MEMORY:", limpet.ManualClock())
+
+    assert engine.traits.engine == "memory"
+    await engine.close()
