@@ -212,7 +212,7 @@ class Colour(enum.Enum):
     RED = "red"
 
 
-class Word(str, enum.Enum):
+class Word(str, enum.Enum):  # noqa: UP042 - a StrEnum is another thing
     RED = "red"
 
 
@@ -263,7 +263,7 @@ def test_what_json_cannot_hold_is_refused_by_path(value: Any) -> None:
         with pytest.raises(InvalidValue) as refusal:
             encode(wrapped)
         assert refusal.value.path == path
-        assert str(refusal.value).startswith(f"a {type(value).__name__} is not a JSON value")
+        assert str(refusal.value).startswith(f"a value of type {type(value).__name__} is not JSON")
         assert str(refusal.value).endswith(f" at {path}")
 
 
@@ -288,9 +288,9 @@ def test_what_json_cannot_hold_is_refused_at_the_top(value: Any) -> None:
         (math.nan, "a float is not finite"),
         (math.inf, "a float is not finite"),
         (-math.inf, "a float is not finite"),
-        ({1: "x"}, "a member name is a int, not a str"),
-        ({None: "x"}, "a member name is a NoneType, not a str"),
-        ({Text("a"): "x"}, "a member name is a Text, not a str"),
+        ({1: "x"}, "a member name is of type int, not str"),
+        ({None: "x"}, "a member name is of type NoneType, not str"),
+        ({Text("a"): "x"}, "a member name is of type Text, not str"),
         ("\ud800", "a string holds a lone surrogate"),
         ("ok\udfff", "a string holds a lone surrogate"),
         ({"\ud800": 1}, "a member name or a string holds a lone surrogate"),
@@ -360,6 +360,15 @@ def test_a_long_path_is_shortened_in_the_middle() -> None:
     assert path.startswith("$.begin")
     assert "..." in path
     assert path.endswith("end")
+
+
+@pytest.mark.parametrize("name", ["new\nline", "\ud800", "\x1b[31m", "\u202e"])
+def test_a_path_can_be_printed(name: str) -> None:
+    for value in ({name: math.nan}, {name: ["\ud800"]}, Fields({"a": {name: math.nan}})):
+        with pytest.raises(InvalidValue) as refusal:
+            encode(value)
+        assert (refusal.value.path or "").isprintable()
+        assert str(refusal.value).isprintable()
 
 
 def test_a_refusal_does_not_show_the_value() -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from limpet.errors import InvalidKey, InvalidNamespace
-from limpet.keys import KEY_BYTES_MAX, Span, check_key, check_namespace, pattern_span, prefix_span
+from limpet.keys import KEY_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 
 # Where a range goes wrong: at the ends of UTF-8's lengths, around the surrogates, at the last code point.
 EDGES = "\x01 /*0aAb~\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010fffe\U0010ffff"
@@ -86,6 +86,13 @@ def test_a_pattern_is_a_prefix_or_one_key(pattern: str, key: str) -> None:
     assert (key in pattern_span(pattern)) == matches
 
 
+@thorough
+@given(keys, keys)
+def test_the_span_of_a_key_holds_that_key_alone(key: str, other: str) -> None:
+    assert (other in key_span(key)) == (other == key)
+    assert key + other not in key_span(key)
+
+
 def test_a_star_is_every_key() -> None:
     assert pattern_span("*") == Span("", None)
     assert pattern_span("a**") == prefix_span("a*")
@@ -146,7 +153,7 @@ def test_what_is_no_key_is_told_what_is_wrong(key: Any, problem: str) -> None:
     assert refusal.value.key == (key if isinstance(key, str) else None)
 
 
-class Word(str, enum.Enum):
+class Word(str, enum.Enum):  # noqa: UP042 - a StrEnum is another thing
     RED = "red"
     ROT = "röt"
 

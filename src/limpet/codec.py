@@ -71,11 +71,11 @@ def decode(stored: Stored) -> Any:
     """A fresh Python value: never an object that the store or another caller holds."""
     if not isinstance(stored, bytes):
         return Fields((name, decode(item)) for name, item in stored.items())
-    if stored[0] == 0:
+    if stored[:1] == b"\0":
         return stored[1:]
     try:
         return _decode_json(stored)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise Corrupt("a stored value is not JSON") from error
 
 
@@ -99,7 +99,10 @@ def member(stored: Stored, name: str) -> bytes | None:
         return stored.get(name)
     if stored[:1] != b"{":
         return None
-    found = _split_members(stored).get(name)
+    try:
+        found = _split_members(stored).get(name)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Corrupt("a stored value is not JSON") from error
     return None if found is None else bytes(found)
 
 

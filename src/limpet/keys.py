@@ -60,7 +60,8 @@ def check_key(key: object) -> str:
         raise InvalidKey(key, f"lone surrogate at position {error.start}") from None
     if size_bytes > KEY_BYTES_MAX:
         raise InvalidKey(key, f"it is {size_bytes:,} bytes, limit {KEY_BYTES_MAX:,}")
-    return str(key)
+    # Not str(key): an Enum that is a str would answer with its own name.
+    return str.__str__(key)
 
 
 def prefix_span(prefix: str) -> Span:

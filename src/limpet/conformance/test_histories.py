@@ -15,10 +15,10 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import OpenStore
@@ -32,7 +32,7 @@ from limpet.conformance.linearizability import (
     check_register,
     check_watch,
 )
-from limpet.conformance.support import PATIENCE_S, next_event
+from limpet.conformance.support import PATIENCE_S, in_thread, next_event
 from limpet.errors import Ambiguous, Conflict, TransientError
 from limpet.model import ABSENT, PRESENT, Entry, Event, Revision, Version
 
@@ -97,9 +97,8 @@ async def test_no_read_falls_into_a_batch(open_store: OpenStore, url: str, face:
         async with limpet.open(url, namespace=ours.name, clock=limpet.SystemClock()) as own:
             await write(own)
 
-    writing = asyncio.ensure_future(
-        asyncio.to_thread(asyncio.run, write_elsewhere()) if face == "async" else write(theirs)
-    )
+    elsewhere = in_thread(lambda: asyncio.run(write_elsewhere())) if face == "async" else write(theirs)
+    writing = asyncio.ensure_future(elsewhere)
     torn = []
     while not writing.done():
         first, last = await ours.get(keys[0], 0), await ours.get(keys[-1], 0)
@@ -110,7 +109,7 @@ async def test_no_read_falls_into_a_batch(open_store: OpenStore, url: str, face:
     assert torn == []
 
 
-@pytest.fixture
+@pytest_asyncio.fixture
 async def history(open_store: OpenStore, url: str, face: str, number: int) -> History:
     """A history that is yet to happen."""
     seed = int(os.environ.get("LIMPET_SEED") or random.randrange(2**32)) + number
@@ -143,12 +142,11 @@ class History:
 
     async def run(self, **mix: int) -> None:
         """Let all clients make their calls, of kinds mixed like this, and fail with what the judges say."""
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2 * CLIENTS))
         first, second, third = self._stores
         async with first.watch() as one, second.watch() as other, asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(_until_the_end(watch)) for watch in (one, other)]
             clients = [tasks.create_task(self._client(number, mix)) for number in range(CLIENTS)]
-            await asyncio.to_thread(self._ready.wait)
+            await in_thread(self._ready.wait)
             self._started.set()
             await asyncio.wait(clients)
             last = Client(self, CLIENTS, third, {})
@@ -164,7 +162,7 @@ class History:
 
     async def _client(self, number: int, mix: dict[str, int]) -> None:
         if self._face == "async" and number < STRANGERS:
-            await asyncio.to_thread(asyncio.run, self._stranger(number, mix))
+            await in_thread(lambda: asyncio.run(self._stranger(number, mix)))
         else:
             await self._started.wait()
             await Client(self, number, self._stores[number % 3], mix).work()
