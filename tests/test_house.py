@@ -17,7 +17,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet import batch, clock, codec, errors, keys, session, store
+from limpet import batch, clock, codec, errors, keys, retry, store
 from tests.docs_support import ROOT
 
 PACKAGE = ROOT / "src" / "limpet"
@@ -258,10 +258,10 @@ def test_every_limit_in_the_reference_is_the_limit_in_the_code() -> None:
         "values of a batch together": f"{keys.BATCH_BYTES_MAX:,} bytes",
         "keys on a page": f"{keys.PAGE_MAX:,}",
         "time to live": "1 ms to a hundred years",
-        "attempts of a call that fails for a moment": f"{session.ATTEMPTS}",
+        "attempts of a call that fails for a moment": f"{retry.ATTEMPTS}",
         "attempts of `update`": f"{store.UPDATE_ATTEMPTS}",
         "receipt of a request id": f"{batch.RECEIPT_MS // 60_000} minutes",
         "log of a namespace": f"{hours} hours, {window.changes:,} changes or {megabytes} MB, "
         f"and always the last {seconds} seconds",
     }
-    assert clock.TTL_MS_MAX // (365 * 86_400_000) == 100
+    assert clock.TTL_S_MAX // (365 * 86_400) == 100

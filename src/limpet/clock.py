@@ -20,7 +20,7 @@ from limpet.errors import InvalidTTL
 
 __all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "has_loop", "ttl_to_ms", "wake"]
 
-TTL_MS_MAX: Final = 100 * 366 * 86_400_000
+TTL_S_MAX: Final = 100 * 366 * 86_400
 
 
 class Clock(Protocol):
@@ -151,7 +151,7 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
         raise InvalidTTL("is not a number")
     if ttl <= 0:
         raise InvalidTTL("is not above zero")
-    if ttl * 1000 > TTL_MS_MAX:
+    if ttl > TTL_S_MAX:
         raise InvalidTTL("is more than a hundred years")
     return _whole_ms(ttl) or 1
 

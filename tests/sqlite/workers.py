@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import sys
 import threading
@@ -184,7 +185,8 @@ def closes_under_readers(url: str, rounds: str) -> None:
         for thread in threads:
             thread.start()
         running.wait()
-        time.sleep(0.005)
+        # Often while they are still opening their connections, sometimes when they have read for a while.
+        time.sleep(random.choice((0, 0.0005, 0.001, 0.002, 0.005)))
         store.close()
         for thread in threads:
             thread.join()
