@@ -1,61 +1,152 @@
-"""The contract, its Behaviour lists and the suite say the same, word for word."""
+"""The contract and its tests say the same, word for word.
+
+A line of docs/contract.md, or of a Behaviour list in `limpet.engine`, that no conformance test
+quotes is a promise nobody keeps watch over. A test that quotes no such line holds engines to
+something they never promised.
+"""
 
 from __future__ import annotations
 
 import ast
-import inspect
-import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from limpet.engine import Engine
+import pytest
 
 ROOT = Path(__file__).parent.parent
-SUITE = ROOT / "src/limpet/conformance"
+CONTRACT = ROOT / "docs" / "contract.md"
+ENGINE = ROOT / "src" / "limpet" / "engine.py"
+SUITE = ROOT / "src" / "limpet" / "conformance"
+
 TESTS_MIN = 250
+
+
+class Quotation(NamedTuple):
+    """A conformance test and the line it quotes."""
+
+    file: str
+    test: str
+    line: str
+
+    def __str__(self) -> str:
+        return f"{self.file}::{self.test}: {self.line or '(no docstring)'}"
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def promises() -> set[str]:
-    """The dash lines of the contract, and of the Behaviour lists beside the primitives."""
-    lines = re.findall(r"^- (.+)$", (ROOT / "docs/contract.md").read_text(encoding="utf-8"), re.MULTILINE)
-    for name in vars(Engine):
-        behaviour = (inspect.getdoc(getattr(Engine, name)) or "").partition("Behaviour:\n")[2]
-        lines += re.findall(r"^- (.+?)(?=^- |\Z)", behaviour, re.MULTILINE | re.DOTALL)
-    return {one_line(line) for line in lines}
+def dash_lines(text: str) -> list[str]:
+    """The items of the lists in a text. An indented line goes on with the item before it."""
+    found: list[str] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith("- "):
+            found.append(line[2:])
+            inside = True
+        elif inside and line.startswith("  ") and line.strip():
+            found[-1] += " " + line
+        else:
+            inside = False
+    return [one_line(each) for each in found]
 
 
-def quotes() -> dict[str, str]:
-    """What each test function of the suite quotes: the first paragraph of its docstring."""
-    found: dict[str, str] = {}
-    for path in sorted(SUITE.glob("test_*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
-                first = (ast.get_docstring(node) or "").partition("\n\n")[0]
-                found[f"{path.name}::{node.name}"] = one_line(first)
+def behaviour_lines(source: str) -> list[str]:
+    """The items of the Behaviour lists in the docstrings of the protocol `Engine`."""
+    (engine,) = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Engine")
+    found: list[str] = []
+    for method in engine.body:
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+            _, mark, rest = (ast.get_docstring(method) or "").partition("Behaviour:\n")
+            found += dash_lines(rest) if mark else []
     return found
 
 
-def test_every_promise_is_quoted_by_a_test() -> None:
-    missing = promises() - set(quotes().values())
-
-    assert missing == set(), "no test quotes:\n" + "\n".join(sorted(missing))
-
-
-def test_every_test_of_the_suite_quotes_a_promise() -> None:
-    strangers = {name: quote for name, quote in quotes().items() if quote not in promises()}
-
-    assert strangers == {}, "not in the contract:\n" + "\n".join(f"{name}: {quote}" for name, quote in strangers.items())
+def quotations(path: Path) -> Iterator[Quotation]:
+    """The tests of a file, each with the first paragraph of its docstring."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            first, _, _ = (ast.get_docstring(node) or "").partition("\n\n")
+            yield Quotation(path.name, node.name, one_line(first))
 
 
-def test_the_suite_is_as_large_as_it_claims() -> None:
-    assert len(quotes()) >= TESTS_MIN
+def listed(lines: Iterable[object]) -> str:
+    return "\n".join(f"  - {line}" for line in lines)
 
 
-def test_the_contract_and_the_primitives_are_read() -> None:
-    """A pattern that matches nothing would let everything pass."""
-    assert len(promises()) > 250
-    assert "Guards see the state before the batch." in promises()
-    assert "Asking changes nothing; two who ask get the same answer." in promises()
+@pytest.fixture(scope="module")
+def contract() -> list[str]:
+    """Every promise, in the order of the contract."""
+    return dash_lines(CONTRACT.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def behaviour() -> list[str]:
+    """Every line of the Behaviour lists."""
+    return behaviour_lines(ENGINE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def quoted() -> list[Quotation]:
+    """Every conformance test."""
+    return [each for path in sorted(SUITE.glob("test_*.py")) for each in quotations(path)]
+
+
+def test_every_line_of_the_contract_is_quoted(contract: list[str], quoted: list[Quotation]) -> None:
+    missing = [line for line in contract if line not in {each.line for each in quoted}]
+
+    assert not missing, (
+        f"{len(missing)} lines of docs/contract.md are quoted by no conformance test:\n{listed(missing)}"
+    )
+
+
+def test_every_line_of_the_primitives_is_quoted(behaviour: list[str], quoted: list[Quotation]) -> None:
+    missing = [line for line in behaviour if line not in {each.line for each in quoted}]
+
+    assert not missing, f"{len(missing)} Behaviour lines are quoted by no conformance test:\n{listed(missing)}"
+
+
+def test_every_conformance_test_quotes_a_line(
+    contract: list[str], behaviour: list[str], quoted: list[Quotation]
+) -> None:
+    strangers = [each for each in quoted if each.line not in {*contract, *behaviour}]
+
+    assert not strangers, (
+        f"{len(strangers)} conformance tests quote no line of docs/contract.md or limpet.engine:\n{listed(strangers)}"
+    )
+
+
+def test_no_line_is_promised_twice(contract: list[str], behaviour: list[str]) -> None:
+    for lines in (contract, behaviour):
+        twice = [line for line, times in Counter(lines).items() if times > 1]
+        assert not twice, f"promised more than once:\n{listed(twice)}"
+
+
+def test_no_test_hides_another(quoted: list[Quotation]) -> None:
+    """Of two tests with one name in one file, Python keeps the second."""
+    names = Counter(f"{each.file}::{each.test}" for each in quoted)
+    twice = [name for name, times in names.items() if times > 1]
+
+    assert not twice, f"defined more than once:\n{listed(twice)}"
+
+
+def test_the_suite_is_as_large_as_it_says(quoted: list[Quotation]) -> None:
+    count = len({(each.file, each.test) for each in quoted})
+
+    assert count >= TESTS_MIN, f"{count} conformance tests, and there should be at least {TESTS_MIN}"
+
+
+def test_the_lists_are_read_whole(contract: list[str], behaviour: list[str]) -> None:
+    """A reader that understands nothing would find everything in order."""
+    text = CONTRACT.read_text(encoding="utf-8")
+
+    assert len(contract) == sum(line.startswith("- ") for line in text.splitlines()) > 200
+    assert "The clock never goes back." in contract
+    assert len(behaviour) > 20
+    assert "Whoever waits for changes is woken and told." in behaviour
+
+
+def test_a_line_may_be_broken() -> None:
+    assert dash_lines("text\n- one\n  and more\n- two\n\n  not this\n- three") == ["one and more", "two", "three"]

@@ -173,7 +173,7 @@ def _written(write: Put | Add | Patch, current: Entry | None, now_ms: int, revis
             pass
         case Add():
             stored = _sum(write, current)
-        case Patch():
+        case _:
             stored = _patched(write, current, bytes_max)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:

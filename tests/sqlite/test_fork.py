@@ -42,6 +42,32 @@ def test_a_parent_that_closes_leaves_its_child_safe(url: str) -> None:
         assert [store.get(key) for key in ("parent", "child/before", "child/after")] == [1, 1, 2]
 
 
+def test_a_parent_that_closes_at_once_leaves_its_child_safe(url: str) -> None:
+    """A child after a fork goes on with its own connections.
+
+    Whatever the child must do to be safe, it may not depend on being faster than its parent, which closes at once
+    and later opens the file again, writes and closes.
+    """
+    with Process("forks_and_closes_at_once", url) as process:
+        assert process.hear() == "acknowledged"
+
+    with limpet.sync.open(url) as store:
+        assert [store.get(key) for key in ("parent", "child/before", "child/after")] == [2, 1, 2]
+
+
+def test_a_fork_while_threads_open_connections_harms_nobody(url: str) -> None:
+    """A child after a fork goes on with its own connections.
+
+    SQLite has locks of its own, which a thread may hold while it opens a connection. In the child nobody would
+    ever let go of them.
+    """
+    with Process("forks_among_openers", url, 40) as process:
+        assert process.hear() == []
+
+    with limpet.sync.open(url) as store:
+        assert store.keys("child/").count == 40
+
+
 @pytest.mark.parametrize("moment", ["bell", "transaction"])
 def test_a_fork_may_come_at_any_moment(url: str, moment: str) -> None:
     """A child after a fork goes on with its own connections.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from tests.sqlite.support import Process, together
+from tests.sqlite.support import PATIENCE_S, Process, together
 
 
 @pytest.mark.parametrize("processes", [2, 4])
@@ -197,6 +198,38 @@ def test_two_stores_of_one_process_are_safe_from_the_end_of_another_process(url:
         second.close()
 
 
+def test_a_store_opened_while_another_makes_the_file_is_safe(
+    url: str, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was acknowledged is there when a durable place is opened again.
+
+    One thread has just made the file and is about to close its descriptor, when another opens a store on it.
+    That must not cost the other its locks.
+    """
+    opened: list[limpet.sync.Store] = []
+    close = os.close
+
+    def slow_close(descriptor: int) -> None:
+        if not opened and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            opening = threading.Thread(target=lambda: opened.append(limpet.sync.open(url, sweep=False)))
+            opening.start()
+            opening.join(PATIENCE_S)
+        close(descriptor)
+
+    monkeypatch.setattr(os, "close", slow_close)
+    limpet.sync.open(url, sweep=False).close()
+    monkeypatch.undo()
+    with opened.pop() if opened else limpet.sync.open(url, sweep=False) as other:
+        other.put("before", 1)
+        with Process("visits", url, "before") as visitor:
+            assert visitor.hear() == [1]
+
+        other.put("after", 2)
+
+        with Process("visits", url, "before", "after") as visitor:
+            assert visitor.hear() == [1, 2]
+
+
 def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
     """What was acknowledged is there when a durable place is opened again."""
     with limpet.sync.open(url, sweep=False) as first:
@@ -213,10 +246,10 @@ def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
 def test_closing_a_store_under_its_readers_harms_nobody(url: str) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed.
 
-    Threads are in the middle of reading when their connections are closed beneath them.
+    Threads are in the middle of reading, or of opening a connection, when the store is closed beneath them.
     """
-    with Process("closes_under_readers", url, 20) as process:
-        assert [process.hear() for _ in range(20)] == [[]] * 20
+    with Process("closes_under_readers", url, 60) as process:
+        assert [process.hear() for _ in range(60)] == [[]] * 60
 
 
 def test_a_worker_is_another_process(url: str) -> None:

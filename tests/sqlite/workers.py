@@ -325,6 +325,77 @@ def forks_and_closes(url: str) -> None:
 
 
 @worker
+def forks_and_closes_at_once(url: str) -> None:
+    """The parent closes its store before the child has had time to do anything at all."""
+    store = limpet.sync.open(url, sweep=False)
+    store.put("parent", 1)
+    engine: Any = store._twin._session.engine
+    start = engine._start
+
+    def slow_start() -> None:
+        if os.getpid() != parent:
+            # Wherever the engine stands in getting ready for the child, its parent is faster.
+            os.read(closed[0], 1)
+        start()
+
+    parent, closed = os.getpid(), os.pipe()
+    engine._start = slow_start
+
+    def work() -> str:
+        store.put("child/before", 1)
+        os.write(ready[1], b"!")
+        os.read(go[0], 1)
+        store.put("child/after", 2)
+        return "acknowledged"
+
+    ready, go = os.pipe(), os.pipe()
+    outcome = in_child(work)
+    store.close()
+    os.write(closed[1], b"!")
+    os.read(ready[0], 1)
+    with limpet.sync.open(url, sweep=False) as again:
+        again.put("parent", 2)
+    os.write(go[1], b"!")
+    say(outcome())
+
+
+@worker
+def forks_among_openers(url: str, forks: str) -> None:
+    """Forks while threads come, open a connection, read once and go."""
+    sqlite.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
+    with limpet.sync.open(url, sweep=False) as store:
+        store.put("key", 1)
+        stop = threading.Event()
+
+        def visit() -> None:
+            while not stop.is_set():
+                thread = threading.Thread(target=lambda: store.get("key"))
+                thread.start()
+                thread.join()
+
+        visitors = [threading.Thread(target=visit) for _ in range(4)]
+        for visitor in visitors:
+            visitor.start()
+        problems = []
+        for number in range(int(forks)):
+            time.sleep(0.003)
+
+            def work(number: int = number) -> Any:
+                signal.alarm(5)
+                store.put(f"child/{number}", number)
+                return store.get("key")
+
+            try:
+                assert in_child(work)() == 1
+            except AssertionError as error:
+                problems.append(str(error))
+        stop.set()
+        for visitor in visitors:
+            visitor.join()
+        say(problems)
+
+
+@worker
 def forks_at_a_bad_moment(url: str, what: str) -> None:
     """Forks while another thread is in the middle of something, which it can never finish in the child."""
     sqlite.BUSY_TIMEOUT_MS = 300  # type: ignore[misc]

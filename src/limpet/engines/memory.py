@@ -166,8 +166,7 @@ class MemoryEngine:
         space = self._space(namespace)
         now_ms = self._place.clock.now_ms()
         entries = space.map[family]
-        if len(keys) == 1:
-            return [live(entries.get(keys[0]), now_ms)]
+        # Even for one key: a commit of another thread is applied change by change.
         with self._place.lock:
             return [live(entries.get(key), now_ms) for key in keys]
 

@@ -1,0 +1,198 @@
+"""What a contender is, and how each is looked at before anything is timed.
+
+Every contender, Limpet included, is reached through one ``put`` and one ``get`` of its class,
+so that nobody is spared a call that another has to make. A contender that does not keep what
+it was given, or whose file is not set as stated, voids the run; one that cannot be opened at
+all is left out, and the report says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from bench import workload
+from bench.harness import CALLERS
+from bench.workload import Job
+
+Role = Literal["limpet", "peer", "limit", "floor"]
+
+SAMPLE = 100
+"""Values read back from each contender before it is timed."""
+
+
+def load(module: str) -> Any:
+    """A peer's module. Peers are installed for the benchmarks alone, so nothing imports them by name."""
+    return importlib.import_module(module)
+
+
+class Contender:
+    """A store with coroutines."""
+
+    name: ClassVar[str]
+    role: ClassVar[Role] = "peer"
+    note: ClassVar[str] = ""
+    expects: ClassVar[dict[str, str]] = {}
+    """What `settings` must find."""
+
+    async def open(self, folder: Path) -> None:
+        """Make an empty store; a folder of its own is there for files."""
+
+    async def put(self, key: str, value: Any) -> Any:
+        raise NotImplementedError
+
+    async def get(self, key: str) -> Any:
+        raise NotImplementedError
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        """Store everything, as fast as it likes: this is not timed."""
+        pending = iter(jobs)
+        while some := list(islice(pending, CALLERS)):
+            await asyncio.gather(*(self.put(*job) for job in some))
+
+    async def settings(self) -> dict[str, str]:
+        """How durable its own connection says it is."""
+        return {}
+
+    async def close(self) -> None:
+        """Let go of everything."""
+
+
+class BlockingContender:
+    """A store without coroutines."""
+
+    name: ClassVar[str]
+    role: ClassVar[Role] = "peer"
+    note: ClassVar[str] = ""
+    expects: ClassVar[dict[str, str]] = {}
+
+    def open(self, folder: Path) -> None:
+        """Make an empty store; a folder of its own is there for files."""
+
+    def put(self, key: str, value: Any) -> Any:
+        raise NotImplementedError
+
+    def get(self, key: str) -> Any:
+        raise NotImplementedError
+
+    def fill(self, jobs: Iterable[Job]) -> None:
+        """Store everything, as fast as it likes: this is not timed."""
+        for job in jobs:
+            self.put(*job)
+
+    def settings(self) -> dict[str, str]:
+        """How durable its own connection says it is."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of everything."""
+
+
+AnyContender = Contender | BlockingContender
+
+
+class Check(NamedTuple):
+    """What was found when a contender was looked at."""
+
+    contender: str
+    role: Role
+    settings: dict[str, str]
+    equal: int
+    """Values that came back as they were put, of `SAMPLE`."""
+    isolates: str
+    """Whether the store keeps a value of its own: ``yes``, or what it shares with whom."""
+    note: str
+
+
+class Void(Exception):
+    """A contender does not do what its figures would claim."""
+
+
+class Desk:
+    """Opens contenders, fills them and looks at them."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
+        self.checks: list[Check] = []
+        self.absent: dict[str, str] = {}
+        self._runner = runner
+        self._folder = folder
+
+    @contextlib.contextmanager
+    def opened(self, contenders: Sequence[AnyContender], keys: int) -> Iterator[list[AnyContender]]:
+        """The contenders that could be opened, each holding so many keys."""
+        present: list[AnyContender] = []
+        try:
+            for contender in contenders:
+                folder = self._folder / f"{len(present)}-{'-'.join(contender.name.lower().split())}"
+                folder.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.call(contender.open, folder)
+                except Exception as error:
+                    if contender.role == "limpet":
+                        raise
+                    self.absent[contender.name] = f"{type(error).__name__}: {error}"
+                    continue
+                present.append(contender)
+                self.call(contender.fill, workload.in_order(keys))
+                self.checks.append(self._checked(contender, keys))
+                if contender.expects:
+                    self._check_that_a_put_is_written(contender, folder)
+            yield present
+        finally:
+            for contender in present:
+                self.call(contender.close)
+
+    def call(self, method: Any, *args: Any) -> Any:
+        """Call a method of either kind: on the loop, or where no loop runs."""
+        result = method(*args)
+        return self._runner.run(result) if inspect.iscoroutine(result) else result
+
+    def _checked(self, contender: AnyContender, keys: int) -> Check:
+        settings = self.call(contender.settings)
+        for name, expected in contender.expects.items():
+            if settings.get(name) != expected:
+                raise Void(f"{contender.name}: {name} is {settings.get(name)!r}, and should be {expected!r}")
+        step = max(1, keys // SAMPLE)
+        numbers = range(0, keys, step)[:SAMPLE]
+        equal = sum(self.call(contender.get, workload.key(number)) == workload.value(number) for number in numbers)
+        if equal != len(numbers):
+            raise Void(f"{contender.name}: only {equal} of {len(numbers)} values came back as they were put")
+        return Check(contender.name, contender.role, settings, equal, self._isolation(contender), contender.note)
+
+    def _check_that_a_put_is_written(self, contender: AnyContender, folder: Path) -> None:
+        """A store that says how it syncs has to write something first, before the put returns."""
+        before = _state_of(folder)
+        # Longer than the grain of the file system's clock.
+        time.sleep(0.02)
+        self.call(contender.put, workload.key(0), workload.value(0, turn=1))
+        if _state_of(folder) == before:
+            raise Void(f"{contender.name}: a put has returned and left no trace in {folder}")
+        self.call(contender.put, workload.key(0), workload.value(0))
+
+    def _isolation(self, contender: AnyContender) -> str:
+        """Change what was given and what was read, and see whether the store changes with it."""
+        key, given = workload.key(0), workload.value(0)
+        self.call(contender.put, key, given)
+        given["id"] = "changed by the writer"
+        keeps_own = self.call(contender.get, key) == workload.value(0)
+        self.call(contender.put, key, workload.value(0))
+        self.call(contender.get, key)["id"] = "changed by a reader"
+        hands_out_copies = self.call(contender.get, key) == workload.value(0)
+        self.call(contender.put, key, workload.value(0))
+        if keeps_own and hands_out_copies:
+            return "yes"
+        if keeps_own or hands_out_copies:
+            return "shares with its readers" if keeps_own else "shares with its writers"
+        return "no"
+
+
+def _state_of(folder: Path) -> dict[Path, tuple[int, int]]:
+    found = {path: path.stat() for path in folder.rglob("*")}
+    return {path: (status.st_size, status.st_mtime_ns) for path, status in found.items()}

@@ -1,0 +1,43 @@
+"""What is aimed at: a line that must be passed and one worth dreaming of, for each figure that is judged."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Goal(NamedTuple):
+    """A figure's aim. Where ``lower`` is better, the figure must not be above the line, else not below it."""
+
+    passing: float
+    moonshot: float | None = None
+    lower: bool = False
+
+    def is_met_by(self, figure: float) -> bool:
+        return figure <= self.passing if self.lower else figure >= self.passing
+
+    def is_surpassed_by(self, figure: float) -> bool:
+        if self.moonshot is None:
+            return False
+        return figure <= self.moonshot if self.lower else figure >= self.moonshot
+
+
+MEMORY_GET: Final = Goal(6, 10)
+MEMORY_PUT: Final = Goal(3, 5)
+PUT_OF_ONE_BY_ONE: Final = Goal(4.5, 8)
+PUT_OF_LANGGRAPH: Final = Goal(1.2, 2)
+PUT_OF_RAW: Final = Goal(0.45, 0.75)
+GET_OF_BEST: Final = Goal(2.8, 12)
+BLOCKING_GET: Final = Goal(1.3, 6)
+BLOCKING_PUT_NORMAL: Final = Goal(1.3, 1.9)
+BLOCKING_PUT_FULL: Final = Goal(0.8, 1.1)
+DURABLE_OF_NOT: Final = Goal(0.65, 0.9)
+LAG_OF_WRITERS: Final = Goal(2, 1.1, lower=True)
+LAG_OF_READERS: Final = Goal(10, 4, lower=True)
+SWEEP_S: Final = Goal(0.3, 0.2, lower=True)
+SWEEP_STALL_MS: Final = Goal(50, 20, lower=True)
+SWEEP_AUDIT: Final = Goal(1)
+FOOTPRINT: Final = Goal(0.75, 0.55, lower=True)
+IMPORT_MS: Final = Goal(100, lower=True)
+COMMAND_MS: Final = Goal(250, lower=True)
+PREFIX_MS: Final = Goal(10, lower=True)
+SERVED_MB: Final = Goal(50, lower=True)

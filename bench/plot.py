@@ -1,0 +1,165 @@
+"""Two pictures for the README, drawn from a result: ratios as bars, growth as lines.
+
+SVG is written by hand, because two pictures do not need a plotting library. Colours follow the
+reader's light or dark setting; every bar and line also carries its name and number in text.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from bench.report import IMAGES, Findings, Line, brief, shown
+
+WIDTH: Final = 860
+LABELS: Final = 400
+ROW: Final = 26
+
+_STYLE: Final = """<style>
+text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
+.title { font-weight: 600; font-size: 15px }
+.faint { fill: #59636e; font-size: 12px }
+.bar { fill: #1a7f64 } .missed { fill: #bc4c00 }
+.grid { stroke: #d1d9e0; stroke-width: 1 } .mark { stroke: #24292f; stroke-width: 2 }
+.put { stroke: #bc4c00 } .get { stroke: #1a7f64 } .page { stroke: #0969da } .wake { stroke: #8250df }
+.line { fill: none; stroke-width: 2.5 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .faint { fill: #9198a1 }
+  .bar { fill: #3fb18e } .missed { fill: #f0883e }
+  .grid { stroke: #3d444d } .mark { stroke: #e6edf3 }
+  .put { stroke: #f0883e } .get { stroke: #3fb18e } .page { stroke: #58a6ff } .wake { stroke: #bc8cff }
+}
+</style>"""
+
+
+def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
+    """Draw what the result has figures for, and tell which files were written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = []
+    ratios = [line for line in findings.lines if line.unit in ("x", "of") and line.passing is not None and line.rounds]
+    # An audit that counts to exactly one is no ratio to look at.
+    ratios = [line for line in ratios if line.moonshot is not None]
+    if ratios:
+        drawn.append(folder / "bench.svg")
+        drawn[-1].write_text(bars(ratios, _under(findings)), encoding="utf-8")
+    if sizes := findings.samples.get("growth"):
+        drawn.append(folder / "growth.svg")
+        drawn[-1].write_text(growth(sizes, _under(findings)), encoding="utf-8")
+    return drawn
+
+
+def _under(findings: Findings) -> str:
+    about = findings.about
+    trial = "A trial run, the figures mean nothing. " if about["quick"] else ""
+    return f"{trial}Limpet {about['limpet']}, Python {about['python']}, {about['cores']} cores, {about['date']}"
+
+
+# Bars -------------------------------------------------------------------------
+
+
+def bars(lines: Sequence[Line], under: str) -> str:
+    """A bar for each ratio, those where more is better first, with its passing line as a mark."""
+    better = [line for line in lines if not line.lower]
+    smaller = [line for line in lines if line.lower]
+    body, y = [], 12
+    for title, part in (
+        ("Limpet beside its peers: longer is better", better),
+        ("Shorter is better", smaller),
+    ):
+        if part:
+            body.append(f'<text class="title" x="12" y="{y + 16}">{title}</text>')
+            y += 32
+            body += _bars(part, y)
+            y += ROW * len(part) + 12
+    body.append(f'<text class="faint" x="12" y="{y + 12}">| passing line. {escape(under)}</text>')
+    return _svg(y + 24, body, "Ratios of Limpet to its peers")
+
+
+def _bars(lines: Sequence[Line], top: int) -> list[str]:
+    room = WIDTH - LABELS - 90
+    longest = max(max(line.figure, line.passing or 0) for line in lines)
+    body = []
+    for place, line in enumerate(lines):
+        y = top + place * ROW
+        length = room * line.figure / longest
+        mark = LABELS + room * (line.passing or 0) / longest
+        kind = "missed" if line.verdict == "MISS" else "bar"
+        body += [
+            f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(_short(line))}</text>',
+            f'<rect class="{kind}" x="{LABELS}" y="{y + 3}" width="{max(length, 1):.1f}" height="{ROW - 9}" rx="2"/>',
+            f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="{y}" y2="{y + ROW - 3}"/>',
+            f'<text x="{max(LABELS + length, mark) + 8:.1f}" y="{y + 15}">{shown(line.figure, line.unit)}</text>',
+        ]
+    return body
+
+
+def _short(line: Line) -> str:
+    return line.what.replace("event-loop ", "")
+
+
+# Growth -----------------------------------------------------------------------
+
+_SERIES: Final = (
+    ("put_us", 1.0, "put", "put, 64 callers"),
+    ("get_us", 1.0, "get", "get, 64 callers"),
+    ("page_ms", 1000.0, "page", "page of 1,000 keys"),
+    ("wake_ms", 1000.0, "wake", "wake-up of a watch"),
+)
+
+
+def growth(sizes: dict[str, dict[str, Any]], under: str) -> str:
+    """The cost of a call by the number of keys, both on scales where a step is a factor of ten."""
+    left, right, top, height = 70, 215, 48, 300
+    counts = [int(size) for size in sizes]
+    costs = {
+        name: [statistics.median(size[kind]) * factor for size in sizes.values()] for kind, factor, name, _ in _SERIES
+    }
+    everything = [cost for line in costs.values() for cost in line]
+    low, high = math.floor(math.log10(min(everything))), math.ceil(math.log10(max(everything)))
+    first, last = math.log10(counts[0]), math.log10(counts[-1])
+
+    def x(count: int) -> float:
+        return left + (WIDTH - left - right) * (math.log10(count) - first) / (last - first)
+
+    def y(cost: float) -> float:
+        return top + height * (high - math.log10(cost)) / (high - low)
+
+    body = ['<text class="title" x="12" y="28">Cost of a call by number of keys, SQLite, every write synced</text>']
+    for power in range(low, high + 1):
+        at = y(10.0**power)
+        body += [
+            f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{at:.1f}" y2="{at:.1f}"/>',
+            f'<text class="faint" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{_time(10.0**power)}</text>',
+        ]
+    for count in counts:
+        at = top + height + 26
+        body.append(f'<text class="faint" x="{x(count):.1f}" y="{at}" text-anchor="middle">{count:,} keys</text>')
+    for place, (_, _, name, words) in _apart(costs, y):
+        points = " ".join(f"{x(count):.1f},{y(cost):.1f}" for count, cost in zip(counts, costs[name], strict=True))
+        body.append(f'<polyline class="line {name}" points="{points}"/>')
+        text = f"{words}, {_time(costs[name][-1])}"
+        body.append(f'<text x="{WIDTH - right + 10}" y="{place + 4:.1f}">{escape(text)}</text>')
+    body.append(f'<text class="faint" x="12" y="{top + height + 54}">{escape(under)}</text>')
+    return _svg(top + height + 66, body, "Cost of a call by number of keys")
+
+
+def _apart(costs: dict[str, list[float]], y: Any) -> list[tuple[float, tuple[str, float, str, str]]]:
+    """Where each name goes beside the end of its line, so that no two names lie on each other."""
+    placed: list[tuple[float, tuple[str, float, str, str]]] = []
+    for series in sorted(_SERIES, key=lambda series: y(costs[series[2]][-1])):
+        place = y(costs[series[2]][-1])
+        placed.append((max(place, placed[-1][0] + 17) if placed else place, series))
+    return placed
+
+
+def _time(microseconds: float) -> str:
+    return f"{brief(microseconds / 1000)} ms" if microseconds >= 1000 else f"{brief(microseconds)} µs"
+
+
+def _svg(height: int, body: Sequence[str], words: str) -> str:
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{words}">'
+    return "\n".join((frame, f"<title>{words}</title>", _STYLE, *body, "</svg>")) + "\n"

@@ -1,0 +1,134 @@
+"""How long 10,000 expired keys take to be ended, and what those who work meanwhile notice of it.
+
+The entries have expired before the clock starts and nobody has swept. Eight tasks put and get
+other keys while one sweep ends them all. Afterwards the file itself is asked, in plain SQL,
+whether every one of them left its expire change in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import limpet
+from bench import goals, workload
+from bench.harness import percentile
+from bench.report import brief, table
+from bench.run import Run, say
+
+EXPIRED = 10_000
+LIVE = 1_000
+CALLERS = 8
+TTL_S = 0.5
+BATCH = 128
+
+
+class Sweep(NamedTuple):
+    """One sweep, and the calls of the foreground beside it and before it."""
+
+    seconds: float
+    swept: int
+    logged: int
+    longest_ms: float
+    p99_ms: float
+    calls: int
+    quiet_longest_ms: float
+    quiet_p99_ms: float
+
+
+def measure(run: Run) -> None:
+    expired, findings = run.options.scaled(EXPIRED, 1_000), run.findings
+    found = []
+    for number in range(run.options.scaled(5, 1)):
+        path = run.folder / f"sweep-{number}.db"
+        found.append(run.runner.run(_sweep(path, expired)))
+    findings.samples["sweep"] = [sweep._asdict() for sweep in found]
+    say(f"\nSweep of {expired:,} expired keys beside {CALLERS} callers, SQLite FULL")
+    head = (
+        "seconds",
+        "swept",
+        "in the log",
+        "longest call ms",
+        "p99 ms",
+        "calls",
+        "longest without ms",
+        "p99 without ms",
+    )
+    say(table(head, [tuple(brief(figure) for figure in sweep) for sweep in found]))
+    worst = f"worst of all rounds {brief(max(sweep.longest_ms for sweep in found))} ms"
+    findings.judge("sweep", f"sweep of {expired:,} expired keys", "s", [one.seconds for one in found], goals.SWEEP_S)
+    stalls = [sweep.longest_ms for sweep in found]
+    findings.judge("sweep", "longest call beside the sweep", "ms", stalls, goals.SWEEP_STALL_MS, worst)
+    audit = [sweep.logged / expired for sweep in found]
+    line = findings.judge(
+        "sweep", "expire changes in the log, of the keys that expired", "of", audit, goals.SWEEP_AUDIT
+    )
+    if min(audit) != 1 or max(audit) != 1:
+        line.verdict = "MISS"
+
+
+async def _sweep(path: Path, expired: int) -> Sweep:
+    async with limpet.open(f"sqlite:///{path}", sweep=False) as store:
+        await _fill(store, expired)
+        await asyncio.sleep(TTL_S + 0.05)
+        _, _, quiet = await _beside(store, asyncio.sleep(0.3))
+        swept, seconds, beside = await _beside(store, store.sweep())
+    return Sweep(
+        seconds,
+        swept,
+        _expire_changes(path),
+        1000 * max(beside),
+        1000 * percentile(beside, 99),
+        len(beside),
+        1000 * max(quiet),
+        1000 * percentile(quiet, 99),
+    )
+
+
+async def _fill(store: limpet.Store, expired: int) -> None:
+    pending = list(workload.in_order(expired))
+    for start in range(0, expired, BATCH):
+        draft = store.batch()
+        for key, value in pending[start : start + BATCH]:
+            draft.put(key, value, ttl=TTL_S)
+        await draft.commit()
+
+
+async def _beside(store: limpet.Store, work: Any) -> tuple[Any, float, list[float]]:
+    """Do some work while callers go on: what it gave, how long it took, and how long each of their calls took."""
+    took: list[float] = []
+    done = False
+
+    async def caller(name: int) -> None:
+        turn = 0
+        while not done:
+            key = f"live/{(name * LIVE // CALLERS + turn) % LIVE}"
+            began = time.perf_counter()
+            if turn % 2:
+                await store.get(key)
+            else:
+                await store.put(key, workload.value(turn))
+            took.append(time.perf_counter() - began)
+            turn += 1
+
+    async with asyncio.TaskGroup() as group:
+        for name in range(CALLERS):
+            group.create_task(caller(name))
+        began = time.perf_counter()
+        result = await work
+        seconds = time.perf_counter() - began
+        done = True
+    return result, seconds, took
+
+
+def _expire_changes(path: Path) -> int:
+    """How many keys have exactly one expire change in the log."""
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        ((count,),) = file.execute(
+            "SELECT count(*) FROM (SELECT key FROM limpet_changes WHERE op = 'expire' GROUP BY key HAVING count(*) = 1)"
+        )
+    return int(count)
