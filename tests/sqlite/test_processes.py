@@ -248,8 +248,8 @@ def test_closing_a_store_under_its_readers_harms_nobody(url: str) -> None:
 
     Threads are in the middle of reading, or of opening a connection, when the store is closed beneath them.
     """
-    with Process("closes_under_readers", url, 60) as process:
-        assert [process.hear() for _ in range(60)] == [[]] * 60
+    with Process("closes_under_readers", url, 150) as process:
+        assert [process.hear() for _ in range(150)] == [[]] * 150
 
 
 def test_a_worker_is_another_process(url: str) -> None:

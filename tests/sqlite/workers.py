@@ -381,7 +381,7 @@ def forks_among_openers(url: str, forks: str) -> None:
             time.sleep(0.003)
 
             def work(number: int = number) -> Any:
-                signal.alarm(5)
+                signal.alarm(3)
                 store.put(f"child/{number}", number)
                 return store.get("key")
 
