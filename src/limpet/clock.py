@@ -158,4 +158,5 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
 
 def _whole_ms(seconds: float) -> int:
     """Rounded up; but 2.007 s, which a float makes 2007.0000000000002 ms, are 2007."""
-    return math.ceil(round(seconds * 1000, 6))
+    nearest = round(seconds * 1000)
+    return nearest if nearest / 1000 == seconds else math.ceil(seconds * 1000)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import queue
 import sqlite3
@@ -145,7 +144,7 @@ class SqliteEngine:
         """What a process must have of its own. Runs again in a child after a fork."""
         self._bell = Bell()
         self._readers = threading.local()
-        self._connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+        self._connections: dict[_Connection, threading.Thread | None] = {}
         # While barred no read begins: a fork or a close waits until nobody is inside SQLite.
         self._barred = False
         self._bar = threading.Lock()
@@ -284,8 +283,8 @@ class SqliteEngine:
             if self._scanner is not None:
                 self._scanner.shutdown()
             self._await_readers()
-            for connection in list(self._connections):
-                connection.close()
+            with _opening:
+                self._let_go()
 
     # Committing ---------------------------------------------------------------
 
@@ -376,7 +375,8 @@ class SqliteEngine:
         """Let go of a writer whose transaction went wrong; the next group opens another."""
         writer, self._writer = self._writer, None
         if writer is not None:
-            with contextlib.suppress(sqlite3.Error):
+            with _opening, contextlib.suppress(sqlite3.Error):
+                self._connections.pop(writer, None)
                 writer.close()
 
     # Reading ------------------------------------------------------------------
@@ -434,10 +434,10 @@ class SqliteEngine:
     def _enter(self) -> _Connection:
         """This thread's own connection, counted as used until the caller takes one off its uses."""
         reader: _Connection | None = getattr(self._readers, "connection", None)
-        if reader is None:
+        if reader is None or reader.gone:
             reader = self._open_reader()
         reader.uses += 1
-        if not self._barred:
+        if not self._barred and not reader.gone:
             return reader
         reader.uses -= 1
         self._check_open()
@@ -448,8 +448,7 @@ class SqliteEngine:
     def _open_reader(self) -> _Connection:
         self._check_open()
         try:
-            reader = self._connect()
-            reader.execute("PRAGMA query_only = ON")
+            reader = self._connect(reads=True)
         except sqlite3.Error as error:
             raise self._translated(error) from error
         self._readers.connection = reader
@@ -459,6 +458,13 @@ class SqliteEngine:
         """Wait until no thread is inside SQLite. The caller has barred the way."""
         while any(connection.uses for connection in list(self._connections)):
             time.sleep(0.0005)
+
+    def _let_go(self) -> None:
+        """Close all connections. The caller has barred the way, nobody is inside, and it holds _opening."""
+        for connection in self._connections:
+            connection.gone = True
+            connection.close()
+        self._connections.clear()
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Run longer work beside the loop; in place when there is none."""
@@ -514,9 +520,8 @@ class SqliteEngine:
         try:
             # The values may be secrets: a new file is its owner's alone. A file that is there is not
             # touched: closing any descriptor of it drops the locks that this process has on it.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            pass
+            if not os.path.exists(self._path):
+                _make_empty(self._path)
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
         with self._writing:
@@ -541,7 +546,28 @@ class SqliteEngine:
         self._latest_ms = latest_ms or 0
         return store_id.decode(), epoch
 
-    def _connect(self) -> _Connection:
+    def _connect(self, *, reads: bool = False) -> _Connection:
+        # Opening is being inside SQLite as well: a fork waits for it, and a close finds the
+        # connection finished or not at all. Executing on a connection that another thread
+        # closes crashes the interpreter.
+        with _opening:
+            self._check_open()
+            self._forget_dead_threads()
+            connection = self._connected(reads)
+            self._connections[connection] = threading.current_thread() if reads else None
+            return connection
+
+    def _forget_dead_threads(self) -> None:
+        """Close what threads left behind. The caller holds _opening.
+
+        Left to themselves, connections would be closed at any moment, during a fork too.
+        """
+        for connection, owner in list(self._connections.items()):
+            if owner is not None and not owner.is_alive():
+                del self._connections[connection]
+                connection.close()
+
+    def _connected(self, reads: bool) -> _Connection:
         connection = sqlite3.connect(
             self._path,
             timeout=BUSY_TIMEOUT_MS / 1000,
@@ -556,7 +582,8 @@ class SqliteEngine:
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
         connection.execute("PRAGMA cache_size = -65536")
         connection.execute("PRAGMA mmap_size = 268435456")
-        self._connections.add(connection)
+        if reads:
+            connection.execute("PRAGMA query_only = ON")
         return connection
 
     def _check_open(self) -> None:
@@ -588,6 +615,7 @@ class _Connection(sqlite3.Connection):
     """A connection that can be referred to weakly and says how often it is in use right now."""
 
     uses = 0
+    gone = False
 
 
 class _Ticket:
@@ -882,24 +910,38 @@ def _use_wal(connection: _Connection) -> bool:
             return bool(mode == b"wal")
 
 
+def _make_empty(path: str) -> None:
+    """Make a file of nobody but its owner.
+
+    It gets its name only when its descriptor is closed, because closing any descriptor of a
+    file drops all locks that this process has on it, another store's included.
+    """
+    spare = f"{path}-{uuid.uuid4().hex}"
+    os.close(os.open(spare, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        # Unlike a rename, a link never takes the place of a file that somebody made meanwhile.
+        # Where there are no links SQLite makes the file itself, as readable as the umask says.
+        with contextlib.suppress(FileExistsError, PermissionError):
+            os.link(spare, path)
+    finally:
+        os.unlink(spare)
+
+
 # Forks ------------------------------------------------------------------------
 #
 # SQLite remembers, for the whole process, which locks it has on a file. A child inherits that
 # memory but not the locks, and its parent, on closing, would take itself for the last user and
-# remove the log that the child goes on writing. So a fork waits until nobody is inside SQLite,
-# and the child takes the very locks that SQLite believes it has. The inherited connections are
-# neither used nor closed there.
-
-_SHARED_FIRST: Final = 0x40000002
-_SHARED_SIZE: Final = 510
-_SHM_IN_USE: Final = 128
+# remove the log that the child goes on writing. So a fork waits until nobody is inside SQLite
+# and closes all connections; parent and child open their own when they next need one.
 
 _engines: weakref.WeakSet[SqliteEngine] = weakref.WeakSet()
+_forks = threading.Lock()
+_opening = threading.Lock()
 _forking: list[SqliteEngine] = []
-_inherited: list[object] = []
 
 
 def _before_fork() -> None:
+    _forks.acquire()
     for engine in list(_engines):
         engine._bar.acquire()
         if engine._closed:
@@ -909,30 +951,28 @@ def _before_fork() -> None:
         engine._writing.acquire()
         engine._await_readers()
         _forking.append(engine)
+    # Nobody opens another from here on.
+    _opening.acquire()
+    for engine in _forking:
+        engine._let_go()
+        engine._writer = None
 
 
 def _after_fork_in_parent() -> None:
+    _opening.release()
     while _forking:
         engine = _forking.pop()
         engine._barred = False
         engine._writing.release()
         engine._bar.release()
+    _forks.release()
 
 
 def _after_fork_in_child() -> None:
+    _opening.release()
     while _forking:
-        engine = _forking.pop()
-        _inherited.extend(engine._connections)
-        _inherited.append(engine._readers)
-        engine._start()
-        _take_inherited_locks(engine._path)
-
-
-def _take_inherited_locks(path: str) -> None:
-    for name, start, length in ((path, _SHARED_FIRST, _SHARED_SIZE), (f"{path}-shm", _SHM_IN_USE, 1)):
-        # Never closed: that would drop the locks again.
-        descriptor = os.open(name, os.O_RDWR)
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, length, start)
+        _forking.pop()._start()
+    _forks.release()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
