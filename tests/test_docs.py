@@ -18,7 +18,7 @@ NOT_RUN_HERE = {
     "./dev test": "is what runs this test",
     "./dev check": "installs what it needs from a package index; .ci/run runs it",
     "./dev test tests/test_docs.py": "is what runs this test",
-    "./dev test src/limpet/conformance --limpet-engine memory:": "runs tests, and this is one",
+    "./dev test src/limpet/conformance --limpet-engine 'memory:{unique}'": "runs tests, and this is one",
     "pip install .": "installs from a package index",
     "pytest --pyargs limpet.conformance --asyncio-mode=auto --limpet-engine 'mine://{tmp}'": "needs an engine 'mine'",
 }

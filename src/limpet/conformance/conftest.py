@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -23,14 +22,6 @@ from limpet.conformance.support import Blocking
 
 Elapse = Callable[[float], Awaitable[None]]
 OpenStore = Callable[..., Awaitable[limpet.Store]]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the suite's coroutines whatever mode pytest-asyncio is in."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here) and inspect.iscoroutinefunction(getattr(item, "obj", None)):
-            item.add_marker(pytest.mark.asyncio)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import queue
 import sqlite3
@@ -522,6 +523,9 @@ class SqliteEngine:
             # touched: closing any descriptor of it drops the locks that this process has on it.
             if not os.path.exists(self._path):
                 _make_empty(self._path)
+            elif not os.access(self._path, os.W_OK):
+                # SQLite would open it all the same, and refuse the first write only.
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
         with self._writing:
