@@ -6,11 +6,9 @@ with one set of checks. A draft is used once.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
-import secrets
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
@@ -382,6 +380,8 @@ _encode_request = msgspec.msgpack.Encoder(order="sorted").encode
 
 def _digest(guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> bytes:
     """A hash of what is asked. The fence is not part of it: a retry may come under a newer token."""
+    import hashlib
+
     asked = [(type(guard.condition).__name__, guard) for guard in guards if guard.family == "data"]
     done = [(type(write).__name__, write) for write in writes]
     return hashlib.blake2b(_encode_request((asked, done)), digest_size=16).digest()
@@ -400,7 +400,7 @@ class _RequestIds:
         self.renew()
 
     def renew(self) -> None:
-        self._prefix = secrets.token_hex(8)
+        self._prefix = os.urandom(8).hex()
         self._numbers = itertools.count(1)
 
     def next(self) -> str:

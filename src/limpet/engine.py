@@ -10,7 +10,6 @@ Each line of a Behaviour list is a test in `limpet.conformance` with the same wo
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -191,6 +190,7 @@ async def open_engine(url: str, clock: Clock) -> Engine:
         opener: Opener = importlib.import_module(module).open
         return await opener(address, clock)
     # Only a scheme that is not built in pays for looking at what is installed.
+    import difflib
     from importlib.metadata import entry_points
 
     found = {point.name: point for point in entry_points(group="limpet.engines")}
