@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -306,18 +307,21 @@ def test_a_loop_waits_for_what_a_thread_writes(url: str) -> None:
 
 
 class Turns:
-    """Counts the turns of the loop, and the most that happened in one of them."""
+    """Counts the turns of the loop, and the CPU time of the longest."""
+
+    LONGEST_S = 0.02
+    """Ten times what a turn is given: the last calls of a turn, and one of everybody who was let go on, come to it."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.calls = 0
-        self.most_calls = 0
+        self.longest_s = 0.0
 
     async def run(self) -> None:
         while True:
+            began = time.thread_time()
             await asyncio.sleep(0)
             self.count += 1
-            self.most_calls, self.calls = max(self.most_calls, self.calls), 0
+            self.longest_s = max(self.longest_s, time.thread_time() - began)
 
 
 @pytest.mark.parametrize("readers", [1, TASKS])
@@ -326,7 +330,7 @@ async def test_readers_leave_the_loop_to_others(url: str, readers: int, verb: st
     """A loop that does nothing but read starves nobody.
 
     A read completes in place, without suspending. Tasks that do nothing but read must still let others have
-    their turn: in no turn of the loop may there be more than a fair number of reads.
+    their turn: no turn of the loop may last longer than is fair.
     """
     reads = 6_400 if verb == "get" else 1_600
     turns = Turns()
@@ -339,15 +343,13 @@ async def test_readers_leave_the_loop_to_others(url: str, readers: int, verb: st
                     assert await store.get("key") == 1
                 else:
                     assert (await store.keys()).keys == ["key"]
-                turns.calls += 1
 
         ticking = asyncio.create_task(turns.run())
         await asyncio.gather(*(read() for _ in range(readers)))
         ticking.cancel()
 
-    # Fifty in a turn, and one for each reader that was let go on from the turn before.
-    assert turns.most_calls <= 50 + readers
-    assert turns.count >= reads // (50 + readers)
+    assert turns.longest_s <= Turns.LONGEST_S
+    assert turns.count > 1
 
 
 async def test_writers_leave_the_loop_to_others(url: str) -> None:
@@ -361,11 +363,10 @@ async def test_writers_leave_the_loop_to_others(url: str) -> None:
         async def write(index: int) -> None:
             for number in range(50):
                 await store.put(f"key/{index}", number)
-                turns.calls += 1
 
         ticking = asyncio.create_task(turns.run())
         await asyncio.gather(*(write(index) for index in range(TASKS)))
         ticking.cancel()
 
-    assert turns.most_calls <= 50 + TASKS
-    assert turns.count >= TASKS * 50 // (50 + TASKS)
+    assert turns.longest_s <= Turns.LONGEST_S
+    assert turns.count > 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import itertools
 import pickle
 import threading
 import time
@@ -237,9 +238,9 @@ def test_an_address_can_be_sent_to_another_process() -> None:
 
 
 async def test_a_ring_between_looking_and_waiting_is_heard() -> None:
-    """A wait names the count it saw before it looked, so that a change made in between is not slept through."""
+    """A wait names the mark it saw before it looked, so that a change made in between is not slept through."""
     bell = Bell()
-    seen = bell.count("default")
+    seen = bell.mark("default")
 
     bell.ring("default")
 
@@ -248,13 +249,12 @@ async def test_a_ring_between_looking_and_waiting_is_heard() -> None:
 
 async def test_a_ring_wakes_only_its_namespace() -> None:
     bell = Bell()
-    tasks = {name: asyncio.create_task(bell.wait(name, bell.count(name), 60.0)) for name in ("one", "other")}
+    tasks = {name: asyncio.create_task(bell.wait(name, bell.mark(name), 60.0)) for name in ("one", "other")}
     await asyncio.sleep(0)
 
     bell.ring("one")
     await asyncio.wait_for(tasks["one"], 5)
 
-    assert (bell.count("one"), bell.count("other")) == (1, 0)
     assert not tasks["other"].done()
     bell.ring_all()
     await asyncio.wait_for(tasks["other"], 5)
@@ -266,7 +266,7 @@ async def test_a_ring_for_all_between_looking_and_waiting_is_heard() -> None:
     An engine that closes rings for all. Somebody may have looked just before, and wait from just after.
     """
     bell = Bell()
-    seen = bell.count("default")
+    seen = bell.mark("default")
 
     bell.ring_all()
 
@@ -276,21 +276,23 @@ async def test_a_ring_for_all_between_looking_and_waiting_is_heard() -> None:
 async def test_a_wait_ends_with_its_time() -> None:
     bell = Bell()
 
-    await asyncio.wait_for(bell.wait("default", 0, 0.01), 5)
+    seen = bell.mark("default")
 
-    assert bell.count("default") == 0
+    await asyncio.wait_for(bell.wait("default", seen, 0.01), 5)
+
+    assert bell.mark("default") is seen
 
 
 async def test_those_who_left_are_forgotten() -> None:
     """Every queue, buffer, page and loop has a bound: waits that are over leave nothing behind."""
     bell = Bell()
-    tasks = [asyncio.create_task(bell.wait("default", 0, 60.0)) for _ in range(100)]
+    tasks = [asyncio.create_task(bell.wait("default", bell.mark("default"), 60.0)) for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[:50]:
         task.cancel()
     await asyncio.gather(*tasks[:50], return_exceptions=True)
     for _ in range(50):
-        await bell.wait("default", 0, 0.0)
+        await bell.wait("default", bell.mark("default"), 0.0)
 
     assert sum(map(len, bell._waiting.values())) == 50
     bell.ring("default")
@@ -307,7 +309,7 @@ def test_the_bell_reaches_loops_in_all_threads() -> None:
     ready, woken = threading.Barrier(4), []
 
     async def wait() -> None:
-        waits = [asyncio.create_task(bell.wait("default", 0, 60.0)) for _ in range(5)]
+        waits = [asyncio.create_task(bell.wait("default", bell.mark("default"), 60.0)) for _ in range(5)]
         await asyncio.sleep(0)
         ready.wait(PATIENCE_S)
         await asyncio.wait_for(asyncio.gather(*waits), PATIENCE_S)
@@ -337,9 +339,9 @@ def test_no_ring_is_missed_by_one_who_looks_and_waits() -> None:
     async def follow() -> None:
         nonlocal seen
         while seen < last:
-            count = bell.count("default")
+            mark = bell.mark("default")
             seen = number
-            await bell.wait("default", count, 0.0 if seen == last else 60.0)
+            await bell.wait("default", mark, 0.0 if seen == last else 60.0)
 
     def change() -> None:
         nonlocal number
@@ -356,35 +358,29 @@ def test_no_ring_is_missed_by_one_who_looks_and_waits() -> None:
     ringing.join(PATIENCE_S)
 
     assert seen == last
-    assert bell.count("default") == last
 
 
-def test_rings_from_many_threads_all_count() -> None:
+def test_every_ring_leaves_another_mark() -> None:
+    """Whoever saw the mark of one ring is not to take it for that of the next."""
     bell = Bell()
+    marks = [bell.mark("default")]
+    for ring in [lambda: bell.ring("default"), bell.ring_all] * 10:
+        ring()
+        marks.append(bell.mark("default"))
 
-    def ring() -> None:
-        for _ in range(500):
-            bell.ring("default")
-
-    threads = [threading.Thread(target=ring) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-
-    assert bell.count("default") == 4_000
+    assert len({id(mark) for mark in marks}) == 21
 
 
 def test_a_loop_that_was_closed_with_a_waiter_is_passed_over() -> None:
     bell = Bell()
     gone = VanishingLoop()
-    task = gone.leave(bell.wait("default", 0, 60.0))
+    task = gone.leave(bell.wait("default", bell.mark("default"), 60.0))
     gone.vanishes = False
     gone.close()
 
     bell.ring("default")
 
-    assert bell.count("default") == 1
+    assert sum(map(len, bell._waiting.values())) == 0
     del task
 
 
@@ -392,8 +388,8 @@ def test_a_loop_that_closes_while_the_bell_rings_does_not_fail_the_ringer() -> N
     """Its owner closes it after we saw it open and before we call it. The others are still to be woken."""
     bell = Bell()
     gone, stays = VanishingLoop(), VanishingLoop()
-    task = gone.leave(bell.wait("default", 0, 60.0))
-    waiting = stays.leave(bell.wait("default", 0, 60.0))
+    task = gone.leave(bell.wait("default", bell.mark("default"), 60.0))
+    waiting = stays.leave(bell.wait("default", bell.mark("default"), 60.0))
     stays.vanishes = False
 
     bell.ring("default")
@@ -407,6 +403,33 @@ def test_a_loop_that_closes_while_the_bell_rings_does_not_fail_the_ringer() -> N
 # The budget -----------------------------------------------------------------------
 
 
+def counting(calls: int) -> Budget:
+    """A budget whose turn is over whenever it asks the clock, which is after so many calls."""
+    return Budget(0.0, calls, timer=itertools.count(1).__next__)
+
+
+async def test_a_turn_lasts_until_its_time_is_over() -> None:
+    """When a turn of the loop has lasted long enough, each further call waits for the next."""
+    now = 100.0
+    budget = Budget(0.002, 10, timer=lambda: now)
+    await budget.renewed()
+
+    assert not any(budget.spent() for _ in range(1_000))
+    now += 0.003
+    assert [budget.spent() for _ in range(11)].index(True) <= 10
+    await budget.renewed()
+    assert not any(budget.spent() for _ in range(1_000))
+
+
+async def test_a_call_worth_several_makes_the_budget_look_sooner() -> None:
+    now = 100.0
+    budget = Budget(0.002, 10, timer=lambda: now)
+    await budget.renewed()
+    now += 0.003
+
+    assert budget.spent(11)
+
+
 async def spend(budget: Budget, calls: int, done: Callable[[], None]) -> None:
     """Calls that would never suspend, if it were not for the budget."""
     for _ in range(calls):
@@ -417,7 +440,7 @@ async def spend(budget: Budget, calls: int, done: Callable[[], None]) -> None:
 
 async def test_a_budget_bounds_what_happens_in_one_turn() -> None:
     """After so many calls in one turn of the loop, each further call waits for the next turn."""
-    budget = Budget(10)
+    budget = counting(10)
     turns: list[int] = [0]
 
     async def tick() -> None:
@@ -440,7 +463,7 @@ async def test_a_budget_bounds_what_happens_in_one_turn() -> None:
 
 async def test_a_budget_lets_everybody_go_on_each_turn() -> None:
     """Whoever had to wait is counted already, and goes on in the next turn, however many others there are."""
-    budget = Budget(10)
+    budget = counting(10)
     counts = [0] * 8
     finished: list[list[int]] = []
 
@@ -460,14 +483,14 @@ async def test_a_budget_lets_everybody_go_on_each_turn() -> None:
 
 def test_a_budget_without_a_loop_is_never_spent() -> None:
     """Without a loop nobody is starved, and a blocking call must not suspend."""
-    budget = Budget(10)
+    budget = counting(10)
 
     assert not any(budget.spent() for _ in range(1_000))
 
 
 async def test_a_budget_overdrawn_by_threads_is_renewed_on_a_loop() -> None:
     """Threads spend from the same budget and never renew it; that must not cost a task more than a turn."""
-    budget = Budget(10)
+    budget = counting(10)
     await asyncio.to_thread(lambda: [budget.spent() for _ in range(10_000)])
     calls = 0
 
@@ -482,7 +505,7 @@ async def test_a_budget_overdrawn_by_threads_is_renewed_on_a_loop() -> None:
 
 def test_a_budget_outlives_a_loop_that_ended_in_debt() -> None:
     """A loop that ends before its budget is renewed must not leave the next one without."""
-    budget = Budget(10)
+    budget = counting(10)
     ended = asyncio.new_event_loop()
 
     async def overdraw() -> None:
@@ -506,7 +529,7 @@ def test_a_budget_outlives_a_loop_that_ended_in_debt() -> None:
 
 
 def test_a_budget_serves_several_loops() -> None:
-    budget = Budget(10)
+    budget = counting(10)
     counts = [0] * 4
 
     def work(index: int) -> None:

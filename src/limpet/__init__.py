@@ -5,9 +5,10 @@ watch, fenced locks, safe retries. Start with `open`; `limpet.sync.open` is the 
 """
 
 from limpet import errors, sync
-from limpet.batch import Draft, Fence, equals, field, new_request_id
+from limpet.batch import Draft, Fence, equals, field
 from limpet.clock import Clock, ManualClock, SystemClock
 from limpet.codec import Fields
+from limpet.engine import new_request_id
 from limpet.errors import LimpetError
 from limpet.hub import Watch
 from limpet.lock import Lock, LockInfo

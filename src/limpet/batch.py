@@ -6,9 +6,6 @@ with one set of checks. A draft is used once.
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
@@ -64,7 +61,7 @@ from limpet.model import (
 if TYPE_CHECKING:
     from limpet.session import Session
 
-__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "new_request_id"]
+__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field"]
 
 TTL = float | timedelta | None
 """Seconds, a timedelta, or None for never."""
@@ -148,7 +145,7 @@ class Draft:
     Every method returns the draft, so that calls can be chained; `commit` ends it.
     """
 
-    __slots__ = ("_bytes", "_guards", "_namespace", "_request_id", "_session", "_writes")
+    __slots__ = ("_bytes", "_guards", "_is_used", "_namespace", "_request_id", "_session", "_writes")
 
     def __init__(self, session: Session, namespace: str, request_id: str | None = None) -> None:
         self._session = session
@@ -157,6 +154,7 @@ class Draft:
         self._guards: list[Guard] = []
         self._writes: list[Write] = []
         self._bytes = 0
+        self._is_used = False
 
     # Guards -------------------------------------------------------------------
 
@@ -184,8 +182,13 @@ class Draft:
         """Replace the whole value."""
         stored = codec.encode(value)
         size_bytes = codec.size_bytes(stored)
-        self._fits(key, size_bytes)
-        return self._write(Put(check_key(key), stored, _ttl_ms(ttl), _meta_json(key, meta)), size_bytes)
+        if size_bytes > self._session.value_bytes_max:
+            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
+        ttl_ms = None if ttl is None else _ttl_ms(ttl)
+        meta_json = None if meta is None else _meta_json(key, meta)
+        self._writes.append(Put(check_key(key), stored, ttl_ms, meta_json))
+        self._bytes += size_bytes
+        return self
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
         """Put a value under a key that must not exist."""
@@ -230,7 +233,8 @@ class Draft:
             else:
                 written[check_key(name)] = codec.encode_field(value, name)
         size_bytes = codec.size_bytes(written)
-        self._fits(key, size_bytes)
+        if size_bytes > self._session.value_bytes_max:
+            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
         patch = Patch(check_key(key), written, tuple(sorted(cleared)), if_exists, _ttl_ms(ttl), _meta_json(key, meta))
         return self._write(patch, size_bytes)
 
@@ -268,25 +272,28 @@ class Draft:
 
     async def commit(self) -> Commit:
         """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
-        outcome = await self._attempt()
+        outcome = await self._session.commit(self._namespace, self._batch())
         if isinstance(outcome, Refusal):
             raise self._error_of(outcome)
         return outcome
 
     async def _attempt(self) -> Commit | Refusal:
         """Like `commit`, but a refusal is returned instead of raised."""
-        if not self._writes and not self._guards:
-            raise InvalidValue("an empty batch asks for nothing")
-        if len(self._writes) + len(self._guards) > 1 or self._bytes > BATCH_BYTES_MAX:
-            self._check_limits()
+        return await self._session.commit(self._namespace, self._batch())
+
+    def _batch(self) -> Batch:
+        """What was drafted, held to the limits."""
+        if self._is_used:
+            raise InvalidValue("a batch is committed once: draft another, or give it a request_id and repeat it whole")
+        self._is_used = True
         guards, writes = tuple(self._guards), tuple(self._writes)
+        if len(writes) + len(guards) != 1 or self._bytes > BATCH_BYTES_MAX:
+            self._check_limits()
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
-            batch = Batch(guards, writes, new_request_id(), value_bytes_max=bytes_max)
-        else:
-            digest = _digest(guards, writes)
-            batch = Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
-        return await self._session.commit(self._namespace, batch)
+            return Batch(guards, writes, value_bytes_max=bytes_max)
+        digest = _digest(guards, writes)
+        return Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
         """A refusal as the error that its caller catches."""
@@ -317,11 +324,9 @@ class Draft:
         self._bytes += size_bytes
         return self
 
-    def _fits(self, key: str, size_bytes: int) -> None:
-        if size_bytes > self._session.value_bytes_max:
-            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
-
     def _check_limits(self) -> None:
+        if not self._writes and not self._guards:
+            raise InvalidValue("an empty batch asks for nothing")
         keys = [write.key for write in self._writes]
         if self._bytes > BATCH_BYTES_MAX:
             raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
@@ -391,31 +396,3 @@ def _in_words(condition: Condition) -> str:
     if condition is ABSENT:
         return "no such key"
     return "the key to exist" if condition is PRESENT else str(condition)
-
-
-class _RequestIds:
-    """Ids that are unique over processes, at the price of a counter."""
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        self._prefix = os.urandom(8).hex()
-        self._numbers = itertools.count(1)
-
-    def next(self) -> str:
-        """A new request id, unique over processes."""
-        return f"{self._prefix}-{next(self._numbers):x}"
-
-
-_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+\Z")
-
-
-def is_made_here(request_id: str) -> bool:
-    """Whether an id looks like one that a store made for a write that was given none."""
-    return _MADE_HERE.match(request_id) is not None
-
-
-_request_ids = _RequestIds()
-new_request_id = _request_ids.next
-os.register_at_fork(after_in_child=_request_ids.renew)

@@ -30,14 +30,36 @@ Kind = Literal["json", "bytes", "record"]
 DEPTH_MAX: Final = 128
 INT_MIN: Final = -(2**63)
 INT_MAX: Final = 2**63 - 1
+_INF: Final = math.inf
 
-_encode_json = msgspec.json.Encoder(order="sorted").encode
+_encode_into = msgspec.json.Encoder(order="sorted").encode_into
 _decode_json = msgspec.json.Decoder().decode
 _split_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 # Every JSON scalar that needs no further look.
 _PLAIN: Final = frozenset({str, bool, type(None)})
 _RAW: Final = frozenset({bytes, bytearray, memoryview})
+
+
+_SPARE_BYTES_MAX: Final = 65_536
+_spare: list[bytearray] = []
+
+
+def _encode_json(value: object) -> bytes:
+    """Canonical JSON, in bytes of just that size.
+
+    Those that the encoder makes by itself keep the room it made them in, which is half as
+    much again, for as long as they are kept. So it writes into buffers that are used again.
+    """
+    try:
+        buffer = _spare.pop()
+    except IndexError:
+        buffer = bytearray()
+    _encode_into(value, buffer)
+    encoded = bytes(buffer)
+    if len(encoded) <= _SPARE_BYTES_MAX:
+        _spare.append(buffer)
+    return encoded
 
 
 class Fields(dict[str, Any]):
@@ -56,22 +78,21 @@ def encode(value: object) -> Stored:
 
 def encode_field(value: object, name: str | None = None) -> bytes:
     """The stored form of a JSON value or of raw bytes."""
+    if _is_json(value, 1):
+        try:
+            return _encode_json(value)
+        except UnicodeEncodeError:
+            raise _refused(value, name) from None
     if type(value) in _RAW:
         return b"\0" + bytes(value)  # type: ignore[call-overload, no-any-return]
-    try:
-        _check(value, 1)
-        return _encode_json(value)
-    except _Fault as fault:
-        raise _refuse(fault, name) from None
-    except UnicodeEncodeError:
-        raise _refuse(_surrogate(value), name) from None
+    raise _refused(value, name)
 
 
 def decode(stored: Stored) -> Any:
     """A fresh Python value: never an object that the store or another caller holds."""
     if not isinstance(stored, bytes):
         return Fields((name, decode(item)) for name, item in stored.items())
-    if stored[:1] == b"\0":
+    if stored and stored[0] == 0:
         return stored[1:]
     try:
         return _decode_json(stored)
@@ -113,68 +134,78 @@ def counter(stored: Stored) -> int | None:
     return int(stored)
 
 
-class _Fault(Exception):
-    """Why a value cannot be stored. Collects its path on the way out, so that good values pay nothing."""
-
-    def __init__(self, problem: str) -> None:
-        self.problem = problem
-        self.steps: list[str] = []
-
-
-def _check(value: Any, depth: int) -> None:
-    """Refuse what JSON cannot hold, by raising `_Fault`."""
+def _is_json(value: Any, depth: int) -> bool:
+    """Whether this is JSON and nothing that only resembles it. No more than that: it looks at every value put."""
     kind = type(value)
+    if kind is dict:
+        if depth > DEPTH_MAX:
+            return False
+        for name, item in value.items():
+            if type(name) is not str:
+                return False
+            kind = type(item)
+            # Most members are done with here, without a call.
+            if kind in _PLAIN or (kind is int and INT_MIN <= item <= INT_MAX):
+                continue
+            if not _is_json(item, depth + 1):
+                return False
+        return True
+    if kind is list or kind is tuple:
+        if depth > DEPTH_MAX:
+            return False
+        for item in value:  # noqa: SIM110 - all() over a generator takes twice as long
+            if type(item) not in _PLAIN and not _is_json(item, depth + 1):
+                return False
+        return True
+    if kind is float:
+        return bool(-_INF < value < _INF)
+    return kind in _PLAIN or (kind is int and INT_MIN <= value <= INT_MAX)
+
+
+# What cannot be stored is looked at again, to say where and why.
+
+
+def _refused(value: object, name: str | None) -> InvalidValue:
+    steps, problem = _fault(value, 1)
+    path = "$" + "".join([f".{_printable(name)}"] * (name is not None) + steps)
+    if len(path) > 80:
+        path = f"{path[:38]}...{path[-38:]}"
+    return InvalidValue(problem, path=path)
+
+
+def _fault(value: Any, depth: int) -> tuple[list[str], str]:
+    """The way to the first thing in a value that cannot be stored, and what is wrong with it."""
+    kind = type(value)
+    if kind in (dict, list, tuple) and depth > DEPTH_MAX:
+        return [], f"nested deeper than {DEPTH_MAX}"
+    members: Iterable[tuple[str, Any]] = ()
     if kind is dict:
         for name in value:
             if type(name) is not str:
-                raise _Fault(f"a member name is of type {type(name).__name__}, not str")
-        _check_items(value.items(), ".{}", depth)
+                return [], f"a member name is of type {type(name).__name__}, not str"
+            if not _is_utf8(name):
+                return [], f"a member name {_SURROGATE}"
+        members = ((f".{_printable(name)}", item) for name, item in value.items())
     elif kind is list or kind is tuple:
-        _check_items(enumerate(value), "[{}]", depth)
+        members = ((f"[{index}]", item) for index, item in enumerate(value))
     elif kind is int:
-        if not INT_MIN <= value <= INT_MAX:
-            raise _Fault("an integer is outside -2^63 to 2^63-1")
+        return [], "an integer is outside -2^63 to 2^63-1"
     elif kind is float:
-        if not math.isfinite(value):
-            raise _Fault("a float is not finite, which JSON cannot hold")
-    elif kind not in _PLAIN:
-        advice = "raw bytes stand alone or as a field" if kind in _RAW else "convert it first"
-        raise _Fault(f"a value of type {kind.__name__} is not JSON ({advice})")
-
-
-def _check_items(items: Iterable[tuple[Any, Any]], step: str, depth: int) -> None:
-    if depth > DEPTH_MAX:
-        raise _Fault(f"nested deeper than {DEPTH_MAX}")
-    for name, item in items:
-        kind = type(item)
-        # Most leaves are done with here, without a call.
-        if kind in _PLAIN or (kind is int and INT_MIN <= item <= INT_MAX):
-            continue
-        try:
-            _check(item, depth + 1)
-        except _Fault as fault:
-            fault.steps.append(step.format(_printable(name)))
-            raise
-
-
-def _surrogate(value: Any) -> _Fault:
-    """Where the lone surrogate is. Runs only after the encoder has found that there is one."""
-    problem = "a string holds a lone surrogate, which UTF-8 cannot carry"
-    if isinstance(value, dict):
-        steps = [(f".{_printable(name)}", item) for name, item in value.items()]
-        if not all(_is_clean(name) for name in value):
-            return _Fault(f"a member name or {problem}")
-    elif isinstance(value, list | tuple):
-        steps = [(f"[{index}]", item) for index, item in enumerate(value)]
+        return [], "a float is not finite, which JSON cannot hold"
+    elif kind is str:
+        return [], f"a string {_SURROGATE}"
     else:
-        return _Fault(problem)
-    step, item = next((step, item) for step, item in steps if not _is_clean(item))
-    fault = _surrogate(item)
-    fault.steps.append(step)
-    return fault
+        advice = "raw bytes stand alone or as a field" if kind in _RAW else "convert it first"
+        return [], f"a value of type {kind.__name__} is not JSON ({advice})"
+    step, item = next((step, item) for step, item in members if not (_is_json(item, depth + 1) and _is_utf8(item)))
+    steps, problem = _fault(item, depth + 1)
+    return [step, *steps], problem
 
 
-def _is_clean(value: Any) -> bool:
+_SURROGATE: Final = "holds a lone surrogate, which UTF-8 cannot carry"
+
+
+def _is_utf8(value: Any) -> bool:
     try:
         _encode_json(value)
     except UnicodeEncodeError:
@@ -186,11 +217,3 @@ def _printable(name: object) -> str:
     """A member's name as a message can show it, whatever it is made of."""
     text = str(name)
     return text if text.isprintable() else ascii(text)[1:-1]
-
-
-def _refuse(fault: _Fault, name: str | None) -> InvalidValue:
-    steps = [*fault.steps, f".{_printable(name)}"] if name is not None else fault.steps
-    path = "$" + "".join(reversed(steps))
-    if len(path) > 80:
-        path = f"{path[:38]}...{path[-38:]}"
-    return InvalidValue(fault.problem, path=path)

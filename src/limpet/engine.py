@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import itertools
+import os
+import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -23,7 +27,10 @@ from limpet.errors import InvalidValue
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
 
-__all__ = ["Address", "Bell", "Budget", "Engine", "open_engine"]
+__all__ = ["SCAN_CALLS", "Address", "Bell", "Budget", "Engine", "is_made_here", "new_request_id", "open_engine"]
+
+SCAN_CALLS: Final = 25
+"""What a scan counts in a budget: as many calls as reading its entries one by one might take."""
 
 
 class Engine(Protocol):
@@ -206,46 +213,48 @@ async def open_engine(url: str, clock: Clock) -> Engine:
 class Bell:
     """Wakes those who wait for changes of a namespace, in whatever loop or thread they and the writer are.
 
-    A wait names the count it saw before it looked at the log, so that a change made in
+    A wait names the mark it saw before it looked at the log, so that a change made in
     between is not slept through.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[str, int] = {}
-        self._for_all = 0
+        self._marks: dict[str, object] = {}
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]] = {}
+        self._for_all = object()
 
-    def count(self, namespace: str) -> int:
-        """How often it rang so far."""
-        return self._counts.get(namespace, 0) + self._for_all
+    def mark(self, namespace: str) -> object:
+        """What the latest ring left: another object after each."""
+        return self._marks.get(namespace, self._for_all)
 
     def ring(self, namespace: str) -> None:
         """Wake everybody who waits for this namespace."""
-        with self._lock:
-            self._counts[namespace] = self._counts.get(namespace, 0) + 1
-            waiting = self._waiting.pop(namespace, ())
-        for loop, sleeper in waiting:
-            call_on(loop, wake, sleeper)
+        # First the mark, then a look at who waits; who waits does it the other way round. So one
+        # of the two sees the other, and ringing for nobody needs no lock.
+        self._marks[namespace] = object()
+        if namespace in self._waiting:
+            with self._lock:
+                waiting = self._waiting.pop(namespace, ())
+            for loop, sleeper in waiting:
+                call_on(loop, wake, sleeper)
 
     def ring_all(self) -> None:
-        """Wake everybody, because the engine closes."""
-        with self._lock:
-            self._for_all += 1
+        """Wake everybody, because an engine closes."""
+        self._for_all = object()
+        self._marks.clear()
         for namespace in list(self._waiting):
             self.ring(namespace)
 
-    async def wait(self, namespace: str, count: int, timeout_s: float) -> None:
-        """Wait until it rings past this count, or the time is over. Needs a running loop."""
+    async def wait(self, namespace: str, mark: object, timeout_s: float) -> None:
+        """Wait until it rings past this mark, or the time is over. Needs a running loop."""
         loop = asyncio.get_running_loop()
         sleeper: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            if self.count(namespace) != count:
-                return
             self._waiting.setdefault(namespace, []).append((loop, sleeper))
         timer = loop.call_later(timeout_s, wake, sleeper)
         try:
-            await sleeper
+            if self.mark(namespace) is mark:
+                await sleeper
         finally:
             timer.cancel()
             with self._lock:
@@ -260,19 +269,31 @@ class Budget:
     """A fair share of the event loop for calls that never suspend.
 
     Reads that complete in place would starve every other task of a loop that does nothing
-    but read. After so many calls in one turn of the loop, each further call waits for the
-    next turn. Without a loop nobody is starved and nothing is counted.
+    but read. When a turn of the loop has lasted long enough, each further call waits for the
+    next. Without a loop nobody is starved and nothing is measured.
     """
 
-    def __init__(self, calls: int = 50) -> None:
+    def __init__(self, turn_s: float = 0.002, calls: int = 25, timer: Callable[[], float] = time.perf_counter) -> None:
+        self._turn_s = turn_s
         self._calls = calls
+        self._timer = timer
         self._left = calls
+        self._began = 0.0
         self._renewing: asyncio.AbstractEventLoop | None = None
 
-    def spent(self) -> bool:
-        """Count one call. True means: await `renewed` before going on."""
-        self._left -= 1
-        return self._left < 0 and has_loop()
+    def spent(self, calls: int = 1) -> bool:
+        """Count a call, or one that is worth several. True means: await `renewed` before going on."""
+        self._left -= calls
+        return self._left < 0 and self._is_over()
+
+    def _is_over(self) -> bool:
+        """Whether this turn has lasted long enough. After every so many calls the clock is asked."""
+        if not has_loop():
+            return False
+        if self._timer() - self._began > self._turn_s:
+            return True
+        self._left = self._calls
+        return False
 
     async def renewed(self) -> None:
         """Wait for the next turn of the loop."""
@@ -285,4 +306,31 @@ class Budget:
 
     def _renew(self) -> None:
         self._left = self._calls
+        self._began = self._timer()
         self._renewing = None
+
+
+class _RequestIds:
+    """Ids that are unique over processes, at the price of a counter."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.prefix = os.urandom(8).hex()
+        self.numbers = itertools.count(1)
+
+
+_request_ids = _RequestIds()
+os.register_at_fork(after_in_child=_request_ids.renew)
+_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+\Z")
+
+
+def new_request_id() -> str:
+    """A new request id, unique over processes."""
+    return f"{_request_ids.prefix}-{next(_request_ids.numbers):x}"
+
+
+def is_made_here(request_id: str) -> bool:
+    """Whether an id looks like one that was made for a write that was given none."""
+    return _MADE_HERE.match(request_id) is not None

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from limpet import codec
-from limpet.batch import Fence, new_request_id
+from limpet.batch import Fence
 from limpet.clock import ttl_to_ms
 from limpet.errors import (
     BrokenError,
@@ -207,7 +207,7 @@ class Lock:
         self._deadline = asked + ttl_s - min(max(0.5, ttl_s / 10), ttl_s / 4)
 
     async def _commit(self, guard: Guard, write: Write) -> Commit | Refusal:
-        return await self._session.commit(self._namespace, Batch((guard,), (write,), new_request_id()))
+        return await self._session.commit(self._namespace, Batch((guard,), (write,)))
 
     async def _await_release(self, revision: int, longest_s: float) -> None:
         """Wait until the log tells of a release, or until the holder's time is over."""

@@ -2,7 +2,8 @@
 
 Everything here is a frozen value, compared by content and safe to share. Nothing here
 waits, logs or tells the time. Values are msgspec structs, which are built in C: an entry
-costs a tenth of a frozen dataclass, and entries are made on every read.
+costs a tenth of a frozen dataclass, and entries are made on every read. They hold nothing
+that could point back at them, so the garbage collector need not walk through them (gc=False).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ Keep = Literal[Mark.KEEP]
 # What is stored ---------------------------------------------------------------
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """What is stored under a key.
 
     Attributes:
@@ -130,7 +131,9 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def weight_bytes(self) -> int:
         """What the entry counts in totals: its key and its value."""
-        return len(self.key.encode()) + self.size_bytes
+        key, stored = self.key, self.stored
+        size_bytes = 0 if stored is None else codec.size_bytes(stored)
+        return size_bytes + (len(key) if key.isascii() else len(key.encode()))
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def live(entry: Entry | None, now_ms: int) -> Entry | None:
 # What is asked: guards --------------------------------------------------------
 
 
-class Version(msgspec.Struct, frozen=True):
+class Version(msgspec.Struct, frozen=True, gc=False):
     """Expect this version of the key. Restarts at 1 when a key is created again."""
 
     number: int
@@ -187,7 +190,7 @@ class Version(msgspec.Struct, frozen=True):
         return f"version {self.number}"
 
 
-class Revision(msgspec.Struct, frozen=True):
+class Revision(msgspec.Struct, frozen=True, gc=False):
     """Expect the entry of this revision. Safe across delete and recreation."""
 
     number: int
@@ -196,7 +199,7 @@ class Revision(msgspec.Struct, frozen=True):
         return f"revision {self.number}"
 
 
-class Equals(msgspec.Struct, frozen=True):
+class Equals(msgspec.Struct, frozen=True, gc=False):
     """Expect exactly this value. Build it with `limpet.equals`."""
 
     stored: Stored
@@ -205,7 +208,7 @@ class Equals(msgspec.Struct, frozen=True):
         return "a certain value"
 
 
-class FieldEquals(msgspec.Struct, frozen=True):
+class FieldEquals(msgspec.Struct, frozen=True, gc=False):
     """Expect this field to hold this value, or not to exist."""
 
     name: str
@@ -217,7 +220,7 @@ class FieldEquals(msgspec.Struct, frozen=True):
         )
 
 
-class HeldBy(msgspec.Struct, frozen=True):
+class HeldBy(msgspec.Struct, frozen=True, gc=False):
     """Expect the lock to be held under this fencing token: the revision that acquired it."""
 
     token: int
@@ -229,7 +232,7 @@ class HeldBy(msgspec.Struct, frozen=True):
 Condition = Literal[Mark.ABSENT, Mark.PRESENT] | Version | Revision | Equals | FieldEquals | HeldBy
 
 
-class Guard(msgspec.Struct, frozen=True):
+class Guard(msgspec.Struct, frozen=True, gc=False):
     """A condition on a key, checked in the same commit as the writes it protects."""
 
     key: str
@@ -240,7 +243,7 @@ class Guard(msgspec.Struct, frozen=True):
 # What is asked: writes --------------------------------------------------------
 
 
-class Put(msgspec.Struct, frozen=True):
+class Put(msgspec.Struct, frozen=True, gc=False):
     """Replace the whole value."""
 
     key: str
@@ -250,7 +253,7 @@ class Put(msgspec.Struct, frozen=True):
     family: Family = "data"
 
 
-class Add(msgspec.Struct, frozen=True):
+class Add(msgspec.Struct, frozen=True, gc=False):
     """Add to an integer. A missing key counts as zero."""
 
     key: str
@@ -260,7 +263,7 @@ class Add(msgspec.Struct, frozen=True):
     family: Family = "data"
 
 
-class Patch(msgspec.Struct, frozen=True):
+class Patch(msgspec.Struct, frozen=True, gc=False):
     """Write and clear single fields of a record, leaving the others as they are."""
 
     key: str
@@ -272,7 +275,7 @@ class Patch(msgspec.Struct, frozen=True):
     family: Family = "data"
 
 
-class Touch(msgspec.Struct, frozen=True):
+class Touch(msgspec.Struct, frozen=True, gc=False):
     """Change only when the entry expires. None means never."""
 
     key: str
@@ -280,7 +283,7 @@ class Touch(msgspec.Struct, frozen=True):
     family: Family = "data"
 
 
-class Delete(msgspec.Struct, frozen=True):
+class Delete(msgspec.Struct, frozen=True, gc=False):
     """End the entry. With ``take``, the commit returns what it held."""
 
     key: str
@@ -288,7 +291,7 @@ class Delete(msgspec.Struct, frozen=True):
     family: Family = "data"
 
 
-class Expire(msgspec.Struct, frozen=True):
+class Expire(msgspec.Struct, frozen=True, gc=False):
     """End the entry of this revision if its time has come; otherwise do nothing."""
 
     key: str
@@ -299,11 +302,11 @@ class Expire(msgspec.Struct, frozen=True):
 Write = Put | Add | Patch | Touch | Delete | Expire
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """Guards and writes that happen together or not at all.
 
     Attributes:
-        request_id: Names this request in the log. A retry carries the same.
+        request_id: Names this request in the log. A retry carries the same. None lets the engine name it.
         digest: What was asked, as a hash. Given only when a receipt is to be kept.
         receipt_ms: How long to keep the receipt. None means none is written.
         retry_since: Set on a retry whose first attempt may have been applied: look for
@@ -312,7 +315,7 @@ class Batch(msgspec.Struct, frozen=True):
 
     guards: tuple[Guard, ...]
     writes: tuple[Write, ...]
-    request_id: str
+    request_id: str | None = None
     digest: bytes = b""
     receipt_ms: int | None = None
     retry_since: int | None = None
@@ -322,7 +325,7 @@ class Batch(msgspec.Struct, frozen=True):
 # What happened ----------------------------------------------------------------
 
 
-class Change(msgspec.Struct, frozen=True):
+class Change(msgspec.Struct, frozen=True, gc=False):
     """What happened to one key.
 
     ``entry`` is the entry after a put, patch or touch. After a delete or expire it is
@@ -348,7 +351,7 @@ class Change(msgspec.Struct, frozen=True):
         return None if self.op in ("delete", "expire") else self.entry
 
 
-class Commit(msgspec.Struct, frozen=True):
+class Commit(msgspec.Struct, frozen=True, gc=False):
     """An accepted batch.
 
     Attributes:
@@ -369,7 +372,7 @@ class Commit(msgspec.Struct, frozen=True):
 Reason = Literal["guard", "stale_request", "type", "size", "overflow", "missing"]
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Refusal(msgspec.Struct, frozen=True, gc=False):
     """A refused batch: nothing changed. Carries the entry found, so nobody need read again."""
 
     reason: Reason
@@ -381,7 +384,7 @@ class Refusal(msgspec.Struct, frozen=True):
     size_bytes: int = 0
 
 
-class Event(msgspec.Struct, frozen=True):
+class Event(msgspec.Struct, frozen=True, gc=False):
     """What a watcher sees.
 
     Attributes:
@@ -409,25 +412,25 @@ class Event(msgspec.Struct, frozen=True):
         return None if self.entry is None else self.entry.value
 
 
-class Synced(Event, frozen=True):
+class Synced(Event, frozen=True, gc=False):
     """Everything there was has been delivered; changes follow."""
 
 
-class Slice(msgspec.Struct, frozen=True):
+class Slice(msgspec.Struct, frozen=True, gc=False):
     """Part of a scan. ``cursor`` is the last key looked at; None when the span is exhausted."""
 
     entries: list[Entry]
     cursor: str | None
 
 
-class Feed(msgspec.Struct, frozen=True):
+class Feed(msgspec.Struct, frozen=True, gc=False):
     """Part of the log. ``head`` is the revision up to which nothing more is to be read."""
 
     changes: list[Change]
     head: int
 
 
-class Window(msgspec.Struct, frozen=True):
+class Window(msgspec.Struct, frozen=True, gc=False):
     """How much of the log is kept: until any bound is reached, but never younger than ``age_ms_min``."""
 
     age_ms: int = 86_400_000
@@ -453,7 +456,7 @@ class Window(msgspec.Struct, frozen=True):
         return dropped, freed_bytes, floor
 
 
-class Status(msgspec.Struct, frozen=True):
+class Status(msgspec.Struct, frozen=True, gc=False):
     """A namespace at a glance.
 
     Attributes:
@@ -482,7 +485,7 @@ class Status(msgspec.Struct, frozen=True):
 Durability = Literal["none", "process", "disk", "quorum"]
 
 
-class Traits(msgspec.Struct, frozen=True):
+class Traits(msgspec.Struct, frozen=True, gc=False):
     """What this engine is, where engines may differ.
 
     Attributes:
@@ -512,7 +515,7 @@ _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-class Test(msgspec.Struct, frozen=True):
+class Test(msgspec.Struct, frozen=True, gc=False):
     """One test of one field. ``operands`` are encoded values."""
 
     __test__ = False  # Not for pytest to collect.
@@ -545,7 +548,7 @@ def _comparable(left: object, right: object) -> bool:
     return any(isinstance(left, kind) and isinstance(right, kind) for kind in ((int, float), str, bytes))
 
 
-class Filter(msgspec.Struct, frozen=True):
+class Filter(msgspec.Struct, frozen=True, gc=False):
     """Tests that must all pass. Join filters with ``&``."""
 
     tests: tuple[Test, ...]

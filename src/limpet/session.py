@@ -46,7 +46,8 @@ class Session:
                 return await self.engine.commit(namespace, batch)
             except Ambiguous as error:
                 unknown = error
-                batch = msgspec.structs.replace(batch, retry_since=_earliest(batch.retry_since, error.since))
+                since = _earliest(batch.retry_since, error.since)
+                batch = msgspec.structs.replace(batch, request_id=error.request_id, retry_since=since)
             except TransientError:
                 if attempt == ATTEMPTS and unknown is None:
                     raise
@@ -61,9 +62,13 @@ class Session:
         try:
             return (await self.engine.read(namespace, (key,), family=family))[0]
         except TransientError:
-            await self.clock.sleep(pause_s(1))
-            again = retrying(self.clock, lambda: self.engine.read(namespace, (key,), family=family), attempt=2)
-            return (await again)[0]
+            return await self.read_again(namespace, key, family=family)
+
+    async def read_again(self, namespace: str, key: str, *, family: Family = "data") -> Entry | None:
+        """Read one entry after a first attempt failed."""
+        await self.clock.sleep(pause_s(1))
+        again = retrying(self.clock, lambda: self.engine.read(namespace, (key,), family=family), attempt=2)
+        return (await again)[0]
 
     async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
         """Run a call that changes nothing, again where that can help."""

@@ -14,10 +14,11 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, is_made_here
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
 from limpet.clock import Clock, SystemClock
-from limpet.engine import open_engine
-from limpet.errors import Compacted, Conflict, Contention, InvalidValue
+from limpet.codec import decode
+from limpet.engine import is_made_here, open_engine
+from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 from limpet.lock import Lock, LockInfo, lock_info
@@ -68,8 +69,11 @@ class Store:
 
     async def get(self, key: str, default: Any = None) -> Any:
         """The value under a key, or the default when there is none."""
-        entry = await self.entry(key)
-        return default if entry is None else entry.value
+        try:
+            (entry,) = await self._session.engine.read(self.name, (check_key(key),))
+        except TransientError:
+            entry = await self._session.read_again(self.name, key)
+        return default if entry is None or entry.stored is None else decode(entry.stored)
 
     async def entry(self, key: str) -> Entry | None:
         """The value with its version, revision, times and meta; None when there is none."""

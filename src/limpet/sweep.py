@@ -14,7 +14,6 @@ import asyncio
 import logging
 from typing import Final
 
-from limpet.batch import new_request_id
 from limpet.clock import Clock
 from limpet.engine import Engine
 from limpet.errors import BrokenError, LimpetError
@@ -61,7 +60,7 @@ class Sweeper:
         """End everything that is due now. Returns how many entries this call ended."""
         total = 0
         while due := await self._engine.due(namespace, limit=BATCH_WRITES_MAX):
-            outcome = await self._engine.commit(namespace, Batch((), tuple(due), new_request_id()))
+            outcome = await self._engine.commit(namespace, Batch((), tuple(due)))
             ended = sum(entry is not None for entry in outcome.ended) if isinstance(outcome, Commit) else 0
             total += ended
             if ended == 0:

@@ -13,6 +13,7 @@ recreates the key first, the one that this write puts before its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Final
 
 import msgspec
 
@@ -50,7 +51,7 @@ Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """What an accepted batch makes of the state: changes to apply and to log, and a receipt to keep."""
 
     commit: Commit
@@ -58,7 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     receipt: Entry | None = None
 
 
-class Receipt(msgspec.Struct, frozen=True):
+class Receipt(msgspec.Struct, frozen=True, gc=False):
     """What is remembered of a request: its hash and its result."""
 
     digest: bytes
@@ -72,10 +73,13 @@ class _Refused(Exception):
         self.reason, self.found, self.needs, self.size_bytes = reason, found, needs, size_bytes
 
 
-def plan(batch: Batch, find: Find, *, now_ms: int, revision: int) -> Plan | Refusal:
-    """Decide what a batch does to the state that `find` shows, at this time, after this revision."""
+def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | None = None) -> Plan | Refusal:
+    """Decide what a batch does to the state that `find` shows, at this time, after this revision.
+
+    ``cause`` is the name that the changes get in the log; the batch's own request id when not given.
+    """
     if batch.receipt_ms is not None:
-        receipt = live(find("receipt", batch.request_id), now_ms)
+        receipt = live(find("receipt", _request_id(batch)), now_ms)
         if receipt is not None:
             return _answer(batch, receipt, now_ms)
     for guard in batch.guards:
@@ -83,42 +87,65 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int) -> Plan | Refu
         if not _holds(guard.condition, found):
             return Refusal("guard", guard.key, found, now_ms, guard=guard)
 
-    made: list[tuple[Op, Entry, Family]] = []
+    cause = cause or batch.request_id
+    changes: list[Change] = []
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
     for write in batch.writes:
-        stored = find(write.family, write.key)
-        current = live(stored, now_ms)
+        family = write.family
+        stored = current = find(family, write.key)
+        if stored is not None and stored.expires_ms is not None:
+            current = live(stored, now_ms)
         after = before = None
-        if isinstance(write, Put | Add | Patch):
+        if isinstance(write, _VALUE_MAKING):
             if stored is not None and current is None:
-                made.append(("expire", stored, write.family))
+                revision += 1
+                changes.append(_ending(stored, revision, now_ms, family))
+            revision += 1
             try:
-                after = _written(write, current, now_ms, revision + len(made) + 1, batch.value_bytes_max)
+                after = _written(write, current, now_ms, revision, batch.value_bytes_max)
             except _Refused as no:
                 return Refusal(no.reason, write.key, no.found, now_ms, needs=no.needs, size_bytes=no.size_bytes)
-            made.append(("patch" if isinstance(write, Patch) else "put", after, write.family))
+            op: Op = "patch" if isinstance(write, Patch) else "put"
+            changes.append(Change(op, after, revision, revision, now_ms, cause, family))
         elif isinstance(write, Touch):
             if current is not None:
-                after = _touched(write, current, now_ms, revision + len(made) + 1)
-                made.append(("touch", after, write.family))
+                revision += 1
+                after = _touched(write, current, now_ms, revision)
+                changes.append(Change("touch", after, revision, revision, now_ms, cause, family))
         elif isinstance(write, Delete):
             if current is not None:
+                revision += 1
                 before = current if write.take else current.without_value()
-                made.append(("delete", before, write.family))
+                changes.append(Change("delete", before, revision, revision, now_ms, cause, family))
         elif stored is not None and current is None and stored.revision == write.revision:
-            before = stored.without_value()
-            made.append(("expire", stored, write.family))
+            revision += 1
+            changes.append(_ending(stored, revision, now_ms, family))
+            before = changes[-1].entry
         entries.append(after)
         ended.append(before)
 
+    if len(changes) > 1:
+        # Only now is it known which revision is the last.
+        changes = [msgspec.structs.replace(change, commit=revision) for change in changes]
     # A batch that changes nothing uses no revision; its commit names the latest.
-    commit = Commit(revision + len(made), tuple(entries), tuple(ended), now_ms)
-    return Plan(commit, _logged(made, commit, batch.request_id), _receipt(batch, commit))
+    commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
+    receipt = None if batch.receipt_ms is None else _receipt(batch, commit, batch.receipt_ms)
+    return Plan(commit, tuple(changes), receipt)
+
+
+_VALUE_MAKING: Final = (Put, Add, Patch)
+
+
+def _ending(expired: Entry, revision: int, now_ms: int, family: Family) -> Change:
+    """The end of an entry whose time had come. Nobody asked for it, so it has no cause."""
+    return Change("expire", expired.without_value(), revision, revision, now_ms, None, family)
 
 
 def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None:
     """The commit that a batch made earlier, read back from the log; None when it left no trace there."""
+    if batch.request_id is None:
+        return None
     mine = {(change.family, change.key): change for change in changes if change.cause == batch.request_id}
     if not mine:
         return None
@@ -168,13 +195,12 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
 
 def _written(write: Put | Add | Patch, current: Entry | None, now_ms: int, revision: int, bytes_max: int) -> Entry:
     """The entry that a value-making write leaves."""
-    match write:
-        case Put(stored=stored):
-            pass
-        case Add():
-            stored = _sum(write, current)
-        case _:
-            stored = _patched(write, current, bytes_max)
+    if isinstance(write, Put):
+        stored = write.stored
+    elif isinstance(write, Add):
+        stored = _sum(write, current)
+    else:
+        stored = _patched(write, current, bytes_max)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:
         return Entry(
@@ -236,39 +262,25 @@ def _touched(write: Touch, current: Entry, now_ms: int, revision: int) -> Entry:
     return msgspec.structs.replace(current, revision=revision, expires_ms=expires_ms)
 
 
-def _logged(made: list[tuple[Op, Entry, Family]], commit: Commit, request_id: str) -> tuple[Change, ...]:
-    """The changes, each with its own revision. What ended is logged without its value, unless it was taken."""
-    first = commit.revision - len(made) + 1
-    return tuple(
-        Change(
-            op,
-            entry.without_value() if op == "expire" else entry,
-            number,
-            commit.revision,
-            commit.at_ms,
-            None if op == "expire" else request_id,
-            family,
-        )
-        for number, (op, entry, family) in enumerate(made, first)
-    )
-
-
 # Receipts. A put's value is in the request, which a retry repeats, so it is not kept twice.
 
 _encode_receipt = msgspec.msgpack.Encoder().encode
 _decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
 
 
-def _receipt(batch: Batch, commit: Commit) -> Entry | None:
-    if batch.receipt_ms is None:
-        return None
+def _receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
     entries = tuple(
         entry.without_value() if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     body = _encode_receipt(Receipt(batch.digest, msgspec.structs.replace(commit, entries=entries)))
     at_ms, revision = commit.at_ms, commit.revision
-    return Entry(batch.request_id, b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + batch.receipt_ms)
+    return Entry(_request_id(batch), b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + receipt_ms)
+
+
+def _request_id(batch: Batch) -> str:
+    assert batch.request_id is not None, "a receipt is kept under the id that the caller gave"
+    return batch.request_id
 
 
 def read_receipt(entry: Entry) -> Receipt:
@@ -281,7 +293,7 @@ def _answer(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
     """A request id that was seen before: the first result, or a refusal if it is another request."""
     receipt = read_receipt(entry)
     if receipt.digest != batch.digest:
-        return Refusal("stale_request", batch.request_id, None, now_ms)
+        return Refusal("stale_request", entry.key, None, now_ms)
     entries = tuple(
         msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(receipt.commit.entries, batch.writes, strict=True)

@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from limpet.engine import Engine
+import msgspec
+
+from limpet.engine import Engine, new_request_id
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Batch, Commit, Event, Refusal
 from limpet.session import Session
@@ -162,10 +164,12 @@ class Failing:
             self.before -= 1
             raise Unavailable("the line is cut, nothing was sent")
         since = (await self._engine.status(namespace)).revision
-        outcome = await self._engine.commit(namespace, batch)
+        # Whoever may lose an answer names the request, so that it can be asked for.
+        request_id = batch.request_id or new_request_id()
+        outcome = await self._engine.commit(namespace, msgspec.structs.replace(batch, request_id=request_id))
         if self.after > 0:
             self.after -= 1
-            raise Ambiguous("the line is cut, the answer is lost", request_id=batch.request_id, since=since)
+            raise Ambiguous("the line is cut, the answer is lost", request_id=request_id, since=since)
         return outcome
 
 

@@ -791,6 +791,30 @@ async def test_an_empty_batch_is_refused(store: limpet.Store) -> None:
     assert (await store.status()).revision == 0
 
 
+async def test_a_batch_is_not_applied_twice_by_committing_it_twice(store: limpet.Store) -> None:
+    """A batch is committed once; committing it again is InvalidValue, whatever became of it."""
+    draft = store.batch().add("visits")
+    await draft.commit()
+
+    with pytest.raises(InvalidValue, match="once"):
+        await draft.commit()
+
+    assert await store.get("visits") == 1
+
+
+async def test_a_refused_batch_is_drafted_anew(store: limpet.Store) -> None:
+    """A batch is committed once; committing it again is InvalidValue, whatever became of it."""
+    draft = store.batch().expect("leader", limpet.PRESENT).add("visits")
+    with pytest.raises(Conflict):
+        await draft.commit()
+    await store.put("leader", "worker-1")
+
+    with pytest.raises(InvalidValue, match="once"):
+        await draft.commit()
+
+    assert await store.get("visits") is None
+
+
 async def test_a_batch_that_expects_anything_is_empty(store: limpet.Store) -> None:
     """An empty batch is InvalidValue."""
     with pytest.raises(InvalidValue):

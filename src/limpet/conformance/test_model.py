@@ -445,6 +445,7 @@ class Beside(RuleBasedStateMachine):
             return
         self._learn(outcome, answer)
         if batch.receipt_ms is not None:
+            assert batch.request_id is not None
             model.answers[batch.request_id] = batch.digest, answer, now_ms + batch.receipt_ms
 
     def _learn(self, outcome: Plan, answer: Commit) -> None:

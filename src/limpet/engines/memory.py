@@ -16,9 +16,12 @@ import uuid
 import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import msgspec
 
 from limpet.clock import Clock, has_loop
-from limpet.engine import Address, Bell, Budget
+from limpet.engine import SCAN_CALLS, Address, Bell, Budget
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
@@ -38,6 +41,8 @@ from limpet.model import (
     live,
 )
 from limpet.transition import plan, recall
+
+FRESH_MAX: Final = 64
 
 _shared: dict[str, _Place] = {}
 _shared_lock = threading.Lock()
@@ -86,31 +91,32 @@ class _Space:
         self.log: list[Change] = []
         self.size_bytes = 0
         self.log_bytes = 0
+        self.is_halfway = False
 
     def find(self, family: Family, key: str) -> Entry | None:
         return self.map[family].get(key)
 
     def apply(self, change: Change) -> None:
         """Make a change part of the map and of the log."""
-        family, key, after = change.family, change.entry.key, change.after
-        entries = self.map[family]
+        family, entry = change.family, change.entry
+        key, entries = entry.key, self.map[family]
         before = entries.get(key)
-        weight_bytes = change.entry.weight_bytes
-        if after is None:
-            entries.pop(key, None)
-        else:
-            if before is None:
-                self.order[family].add(key)
-            entries[key] = after
-            if after.expires_ms is not None:
-                heapq.heappush(self.expiries, (after.expires_ms, family, key, after.revision))
-        if family == "data":
-            self.size_bytes += (weight_bytes if after is not None else 0) - (
-                before.weight_bytes if before is not None else 0
-            )
+        weight_bytes = entry.weight_bytes
         self.log.append(change)
         self.log_bytes += weight_bytes
         self.revision = change.revision
+        if family == "data":
+            self.size_bytes -= 0 if before is None else before.weight_bytes
+        if change.after is None:
+            entries.pop(key, None)
+            return
+        entries[key] = entry
+        if family == "data":
+            self.size_bytes += weight_bytes
+        if before is None:
+            self.order[family].add(key)
+        if entry.expires_ms is not None:
+            heapq.heappush(self.expiries, (entry.expires_ms, family, key, entry.revision))
 
     def keep(self, receipt: Entry) -> None:
         self.map["receipt"][receipt.key] = receipt
@@ -124,11 +130,13 @@ class _KeyOrder:
         self._fresh: list[str] = []
 
     def add(self, key: str) -> None:
-        self._fresh.append(key)
+        # Beyond so many, sorting all of them again is quicker than putting each in its place.
+        if len(self._fresh) <= FRESH_MAX:
+            self._fresh.append(key)
 
     def between(self, span: Span, entries: dict[str, Entry]) -> Iterator[str]:
         """The keys of a span that are still in the map."""
-        if len(self._fresh) > 64 or self._is_stale(entries):
+        if len(self._fresh) > FRESH_MAX or self._is_stale(entries):
             self._sorted = sorted(entries)
         else:
             for key in self._fresh:
@@ -164,11 +172,18 @@ class MemoryEngine:
         if self._budget.spent():
             await self._budget.renewed()
         space = self._space(namespace)
-        now_ms = self._place.clock.now_ms()
         entries = space.map[family]
-        # Even for one key: a commit of another thread is applied change by change.
+        if len(keys) == 1:
+            entry = entries.get(keys[0])
+            # First the entry, then the look: what half a batch left is not to be seen before the other half.
+            if not space.is_halfway:
+                if entry is None or entry.expires_ms is None:
+                    return [entry]
+                return [live(entry, self._place.clock.now_ms())]
         with self._place.lock:
-            return [live(entries.get(key), now_ms) for key in keys]
+            found = [entries.get(key) for key in keys]
+        now_ms = self._place.clock.now_ms()
+        return [live(entry, now_ms) for entry in found]
 
     async def scan(
         self,
@@ -181,7 +196,7 @@ class MemoryEngine:
         limit: int = 500,
     ) -> Slice:
         """See `Engine.scan`."""
-        if self._budget.spent():
+        if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
         space = self._space(namespace)
         now_ms = self._place.clock.now_ms()
@@ -204,8 +219,8 @@ class MemoryEngine:
         if self._budget.spent():
             await self._budget.renewed()
         place = self._place
+        space = self._space(namespace)
         with place.lock:
-            space = self._space(namespace)
             if batch.retry_since is not None:
                 earlier = recall(batch, space.log[_index(space.log, batch.retry_since) :], space.find)
                 if earlier is not None:
@@ -215,15 +230,17 @@ class MemoryEngine:
             if isinstance(outcome, Refusal):
                 return outcome
             if place.skips and outcome.changes:
-                skipped = space.revision + random.randrange(4)
-                again = plan(batch, space.find, now_ms=now_ms, revision=skipped)
+                again = plan(batch, space.find, now_ms=now_ms, revision=space.revision + random.randrange(4))
                 assert not isinstance(again, Refusal)
                 outcome = again
-            for change in outcome.changes:
+            changes = outcome.changes
+            space.is_halfway = len(changes) > 1
+            for change in changes:
                 space.apply(change)
+            space.is_halfway = False
             if outcome.receipt is not None:
                 space.keep(outcome.receipt)
-        if outcome.changes:
+        if changes:
             place.bell.ring(namespace)
         return outcome.commit
 
@@ -232,11 +249,11 @@ class MemoryEngine:
     ) -> Feed:
         """See `Engine.changes`."""
         bell = self._place.bell
-        count = bell.count(namespace)
+        mark = bell.mark(namespace)
         feed = self._feed(namespace, after, span, limit)
         if feed.changes or wait_s <= 0 or not has_loop():
             return feed
-        await bell.wait(namespace, count, wait_s)
+        await bell.wait(namespace, mark, wait_s)
         return self._feed(namespace, after, span, limit)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
@@ -302,7 +319,7 @@ class MemoryEngine:
     def _space(self, namespace: str) -> _Space:
         if self._closed:
             raise Closed
-        return self._place.space(namespace)
+        return self._place.spaces.get(namespace) or self._place.space(namespace)
 
     def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
         space = self._space(namespace)
@@ -314,8 +331,14 @@ class MemoryEngine:
             log: Iterable[Change] = itertools.islice(space.log, _index(space.log, after), None)
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)
-            found = list(itertools.islice(log, limit))
+            found = [self._named(change) for change in itertools.islice(log, limit)]
             return Feed(found, found[-1].revision if len(found) == limit else space.revision)
+
+    def _named(self, change: Change) -> Change:
+        """The change with its cause. A commit that nobody named is named when somebody looks, by its revision."""
+        if change.cause is not None or change.op == "expire":
+            return change
+        return msgspec.structs.replace(change, cause=f"{self._place.store_id}-{change.commit:x}")
 
 
 def _index(log: list[Change], after: int) -> int:
