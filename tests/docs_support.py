@@ -24,10 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+SITE = ROOT / "docs"
+PAGES = sorted(SITE.rglob("*.md"))
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 
-_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.+)$")
+# A comment that a reader takes for what is printed, and that the pattern above does not catch.
+_MISPLACED = re.compile(r"^(?:.*\bprint\(.*|\s*)\)\s*#")
 
 
 class Block(NamedTuple):
@@ -46,6 +50,11 @@ def blocks(document: Path) -> list[Block]:
     """The fenced blocks of a document, in order."""
     text = document.read_text(encoding="utf-8")
     return [Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _FENCE.finditer(text)]
+
+
+def prose(document: Path) -> str:
+    """What a document says between its blocks."""
+    return _FENCE.sub("", document.read_text(encoding="utf-8"))
 
 
 class Reader:
@@ -75,11 +84,14 @@ class Reader:
             if expected := _EXPECTED.match(line):
                 printed = self._printed[number]
                 assert printed == [expected[1]], f"{self._document.name}:{number}: {line.strip()} prints {printed}"
+            else:
+                assert not _MISPLACED.match(line), f"{self._document.name}:{number}: nobody checks {line.strip()}"
 
     def _print(self, *values: object) -> None:
         self._printed[sys._getframe(1).f_lineno].append(" ".join(map(str, values)))
 
     def _run_console(self, block: Block) -> None:
+        assert block.text.startswith("$ "), f"{self._document.name}:{block.line}: a console starts with a command"
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
             done = subprocess.run(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import limpet
 from limpet.errors import InvalidValue
-from tests.docs_support import DOCUMENTS, ROOT, Reader, blocks
+from tests.docs_site import faults
+from tests.docs_support import DOCUMENTS, PAGES, ROOT, SITE, Reader, blocks, prose
 
 # Commands that are shown to the reader and not run by these tests, and why not.
 NOT_RUN_HERE = {
@@ -34,6 +36,35 @@ def test_every_example_of_a_document_runs(document: Path, tmp_path: Path, monkey
     monkeypatch.delenv("LIMPET_URL", raising=False)
 
     Reader(document).read()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+def test_no_example_escapes_the_reader(document: Path) -> None:
+    """A block that is indented, or fenced in another way, would be shown and never run."""
+    assert re.findall(r"^\s*(?:```|~~~).*$", prose(document), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("```python\nprint(1 + 1)  # 3\n```\n", "prints ['2']"),
+        ("```python\nprint(1 + 1) # 2\n```\n", "nobody checks print(1 + 1) # 2"),
+        ("```python\nprint(\n    1 + 1,\n)  # 2\n```\n", "nobody checks )  # 2"),
+        ("```python\nif False:\n    print(1)  # 1\n```\n", "prints []"),
+        ("```python\nassert False\n```\n", ""),
+        ("```console\n$ echo one\ntwo\n```\n", "prints 'one"),
+        ("```console\necho one\n```\n", "a console starts with a command"),
+        ("```toml\n[\n```\n", ""),
+        ("```python title=bot.py\n```\n", "no rule for a 'python title=bot.py' block"),
+    ],
+)
+def test_an_example_that_does_not_hold_is_found(text: str, complaint: str, tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(f"# Page\n\n{text}")
+
+    with pytest.raises((AssertionError, tomllib.TOMLDecodeError)) as found:
+        Reader(document).read()
+    assert complaint in str(found.value)
 
 
 def shown_commands() -> set[str]:
@@ -62,26 +93,118 @@ def test_the_first_stored_value_takes_at_most_fifteen_lines() -> None:
     assert max(len(blocking.lines()), len(asynchronous.lines())) <= 15
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
-def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
-    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
-    links = [
-        link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("http:", "https:", "mailto:"))
-    ]
+# Links and navigation ---------------------------------------------------------
 
-    missing = []
-    for link in links:
-        path, _, anchor = link.partition("#")
-        target = (document.parent / path).resolve() if path else document
-        if not target.exists() or (anchor and anchor not in anchors(target)):
-            missing.append(link)
-    assert missing == []
+
+def links(document: Path) -> list[str]:
+    """The links of a document to others, and within itself."""
+    # In the text, a link that is set as code is no link.
+    text = re.sub(r"`[^`\n]*`", "code", prose(document))
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"https?:|mailto:", link)]
 
 
 def anchors(document: Path) -> set[str]:
     """The places within a document that a link can name: its headings, as hosts of repositories spell them."""
-    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose(document), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+def test_every_link_between_documents_leads_somewhere(document: Path) -> None:
+    missing = []
+    for link in links(document):
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(link)
+
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_a_page_of_the_site_links_to_pages_of_the_site(page: Path) -> None:
+    """What lies outside docs/ is not on the site, and ./dev docs would refuse the link."""
+    targets = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+
+    assert [target for target in targets if not target.is_relative_to(SITE)] == []
+
+
+def navigation(items: list[Any]) -> list[str]:
+    """The pages that a navigation leads to, in its order."""
+    pages: list[str] = []
+    for item in items:
+        inside = list(item.values()) if isinstance(item, dict) else item
+        pages += [inside] if isinstance(inside, str) else navigation(inside)
+    return pages
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+
+    assert sorted(navigation(site["nav"])) == sorted(str(page.relative_to(SITE)) for page in PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_every_page_starts_with_the_one_heading_that_names_it(page: Path) -> None:
+    assert page.read_text(encoding="utf-8").startswith("# ")
+    assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
+
+
+# The built site ---------------------------------------------------------------
+
+# What ./dev docs would complain of, by what is wrong with a page.
+FAULTS = {
+    '<a href="nowhere.html">x</a>': "index.html: nowhere.html leads nowhere",
+    '<a href="page.html#nowhere">x</a>': "index.html: page.html#nowhere leads nowhere",
+    '<a href="#nowhere">x</a>': "index.html: #nowhere leads nowhere",
+    '<script src="https://elsewhere.example/x.js"></script>': "index.html: https://elsewhere.example/x.js comes from",
+    '<link rel="stylesheet" href="//elsewhere.example/x.css">': "index.html: //elsewhere.example/x.css comes from",
+    '<link rel="preconnect" href="https://fonts.example">': "index.html: https://fonts.example comes from",
+    '<img src="https://elsewhere.example/x.png">': "index.html: https://elsewhere.example/x.png comes from",
+    '<img src="gone.png">': "index.html: gone.png is not there",
+    '<p style="background: url(https://elsewhere.example/x.png)">': "index.html: https://elsewhere.example/x.png comes",
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A small site that is in order."""
+    (tmp_path / "page.html").write_text('<h1 id="top">Page</h1><a href="index.html">back</a>')
+    (tmp_path / "style.css").write_text("a { background: url(data:image/png;base64,AA) } b { fill: url(#x) }")
+    (tmp_path / "index.html").write_text(
+        '<link rel="stylesheet" href="style.css"><link rel="canonical" href="https://limpet.example">'
+        '<a href="page.html#top">on</a><a href=".">here</a><a href="https://elsewhere.example">away</a>'
+    )
+    return tmp_path
+
+
+def test_a_site_in_order_has_no_faults(site: Path) -> None:
+    assert faults(site) == []
+
+
+@pytest.mark.parametrize(("text", "fault"), FAULTS.items())
+def test_what_is_wrong_with_a_page_is_told(text: str, fault: str, site: Path) -> None:
+    with (site / "index.html").open("a") as page:
+        page.write(text)
+
+    (found,) = faults(site)
+    assert found.startswith(fault)
+
+
+def test_a_style_that_loads_from_another_host_is_told(site: Path) -> None:
+    (site / "style.css").write_text('@import "https://fonts.example/x.css"; p { src: url("gone.woff") }')
+
+    assert faults(site) == [
+        "style.css: gone.woff is not there",
+        "style.css: https://fonts.example/x.css comes from another host",
+    ]
+
+
+def test_a_site_without_pages_is_not_in_order(tmp_path: Path) -> None:
+    assert faults(tmp_path) == [f"{tmp_path} holds no page"]
+
+
+# Versions and engines ---------------------------------------------------------
 
 
 async def test_the_readme_lists_the_engines_that_there_are() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,14 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet import batch, clock, codec, errors, keys, retry, store
+from limpet import errors, keys
 from tests.docs_support import ROOT
 
 PACKAGE = ROOT / "src" / "limpet"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+API, ERRATA, LIMITS = (
+    (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8") for page in ("api", "errors", "limits")
+)
 
 # From the ground up: a part imports only what stands in a lower row. A package is one part.
 # The engines stand on top, because nothing imports them; what they may import is a test of its own.
@@ -162,13 +166,14 @@ def test_importing_limpet_is_cheap() -> None:
 
 def rows(text: str) -> list[list[str]]:
     """The rows of all tables in a text, cell by cell."""
-    return [
-        [cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| ")
-    ]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("| ")]
 
 
-def section(text: str, heading: str) -> str:
-    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def section(text: str, heading: str, level: str = "##") -> str:
+    """What stands under a heading, up to the next one of its level or above."""
+    found = text.partition(f"\n{level} {heading}\n")[2]
+    assert found, f"there is no heading {heading!r}"
+    return re.split(rf"^#{{1,{len(level)}}} ", found, maxsplit=1, flags=re.MULTILINE)[0]
 
 
 def named_in(text: str) -> set[str]:
@@ -188,16 +193,40 @@ def test_the_house_map_says_what_the_modules_say() -> None:
     assert told == said
 
 
+# The reference ----------------------------------------------------------------
+
+
 @pytest.mark.parametrize("name", limpet.__all__)
 def test_every_public_name_is_explained(name: str) -> None:
     assert inspect.getdoc(getattr(limpet, name)), f"limpet.{name} has no docstring"
-    assert name in named_in(section(REFERENCE, "Public names"))
+    assert name in named_in(section(API, "Public names"))
+    # By its docstring, or by hand where the generator finds none.
+    assert re.search(rf"^(?:::: |### )limpet\.{name}$", section(API, "In full"), re.MULTILINE)
+
+
+def test_the_reference_names_no_public_name_that_is_not_there() -> None:
+    told = {name for cells in rows(section(API, "Public names"))[1:] for name in named_in(cells[0])}
+
+    assert told == set(limpet.__all__)
+
+
+@pytest.mark.parametrize("name", limpet.sync.__all__)
+def test_every_name_of_the_blocking_face_is_explained(name: str) -> None:
+    assert inspect.getdoc(getattr(limpet.sync, name)), f"limpet.sync.{name} has no docstring"
+    assert name in named_in(section(API, "The blocking face"))
 
 
 FACES = [
     *((kind, getattr(limpet.sync, kind.__name__)) for kind in (limpet.Store, limpet.Record, limpet.Draft)),
     *((kind, getattr(limpet.sync, kind.__name__)) for kind in (limpet.Lock, limpet.Watch)),
 ]
+SECTIONS = {
+    limpet.Store: "The verbs of a store",
+    limpet.Record: "The verbs of a record",
+    limpet.Draft: "The verbs of a batch",
+    limpet.Lock: "The verbs of a lock",
+    limpet.Watch: "The verbs of a watch",
+}
 
 
 def verbs(kind: type) -> dict[str, Any]:
@@ -209,7 +238,27 @@ def test_every_public_verb_is_explained(awaited: type, blocking: type) -> None:
     found = [*verbs(awaited).items(), *verbs(blocking).items()]
 
     assert [name for name, verb in found if not inspect.getdoc(verb)] == []
-    assert {name for name, _ in found} - named_in(REFERENCE) == set()
+    # A table has its verbs in the first column.
+    told = {name for cells in rows(section(API, SECTIONS[awaited])) for name in named_in(cells[0])}
+    assert {name for name, _ in found} - told == set()
+
+
+@pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
+def test_every_verb_is_told_with_arguments_that_it_takes(kind: type) -> None:
+    """A table may leave out what every verb takes; it may not name what none does, or another default."""
+    twin = getattr(limpet.sync, kind.__name__)
+    calls = re.findall(r"`(\w+)\(([^`…]*)\)`", section(API, SECTIONS[kind]))
+    for name, arguments in calls:
+        verb = getattr(kind, name, None) or getattr(twin, name, None)
+        if verb is None:  # A name in the text, such as `equals(value)`.
+            assert name in limpet.__all__, f"{kind.__name__} has no {name}"
+            continue
+        taken = inspect.signature(verb).parameters
+        for argument in ast.parse(f"f({arguments})", mode="eval").body.args:  # type: ignore[attr-defined]
+            assert argument.id in taken, f"{name} takes no {argument.id}"
+        for argument in ast.parse(f"f({arguments})", mode="eval").body.keywords:  # type: ignore[attr-defined]
+            default = eval(ast.unparse(argument.value), vars(limpet))  # noqa: S307 - our own document
+            assert taken[argument.arg].default == default, f"{name} has another default for {argument.arg}"
 
 
 @pytest.mark.parametrize(("awaited", "blocking"), FACES, ids=[kind.__name__ for kind, _ in FACES])
@@ -225,43 +274,96 @@ ERRORS = [
     if inspect.isclass(kind) and issubclass(kind, errors.LimpetError)
     if not name.startswith("_")
 ]
+LEAVES = [kind for kind in ERRORS if kind.code != "error"]
+
+
+def told_errors() -> dict[str, list[str]]:
+    """What the tables say of each error: its code, whether to retry, its outcome; of a leaf, its exit code too."""
+    return {
+        found[0]: cells[1:]
+        for cells in rows(section(ERRATA, "All errors"))
+        if (found := re.findall("`(.+)`", cells[0]))
+    }
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_every_error_is_in_the_reference_with_its_code_and_what_to_do(kind: type[errors.LimpetError]) -> None:
-    told = {cells[0].strip("`"): cells[1:] for cells in rows(section(REFERENCE, "Errors")) if len(cells) == 5}
+def test_every_error_is_in_the_reference_with_its_code(kind: type[errors.LimpetError]) -> None:
+    told = told_errors()[kind.__name__]
 
-    code, retryable, outcome, advice = told[kind.__name__]
-    assert (code, retryable, outcome) == (f"`{kind.code}`", "yes" if kind.retryable else "no", f"`{kind.outcome}`")
-    assert advice.endswith(".")
+    assert told[:3] == [f"`{kind.code}`", "yes" if kind.retryable else "no", f"`{kind.outcome}`"]
+
+
+@pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
+def test_every_error_is_in_the_reference_with_how_the_command_line_exits(kind: type[errors.LimpetError]) -> None:
+    from limpet.cli.failure import EXIT_CODES
+
+    exits = next(code for group, code in EXIT_CODES.items() if issubclass(kind, group))
+
+    assert told_errors()[kind.__name__][3] == str(exits)
+
+
+@pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
+def test_every_error_is_explained(kind: type[errors.LimpetError]) -> None:
+    """When it is raised, what to do next, and what it carries besides its message."""
+    told = section(ERRATA, kind.__name__, "###")
+    raised, following, *carried = told.strip().split("\n\n")
+
+    assert re.match(r"\*\*Raised\*\* (?:when|by) ", raised)
+    assert following.startswith("**Next:** ")
+    assert [text[:8] for text in carried] == (["**Has** "] if attributes(kind) else [])
+    assert attributes(kind) - named_in("".join(carried)) == set()
+
+
+def attributes(kind: type[errors.LimpetError]) -> set[str]:
+    """The attributes that the constructors of an error set."""
+    constructors = [
+        vars(base)["__init__"]
+        for base in kind.__mro__
+        if base.__module__ == errors.__name__ and "__init__" in vars(base)
+    ]
+    sources = (ast.parse(textwrap.dedent(inspect.getsource(constructor))) for constructor in constructors)
+    stored = (node for source in sources for node in ast.walk(source) if isinstance(node, ast.Attribute))
+    return {node.attr for node in stored if isinstance(node.ctx, ast.Store)}
 
 
 def test_the_reference_names_no_error_that_is_not_there() -> None:
-    told = {cells[0].strip("`") for cells in rows(section(REFERENCE, "Errors")) if len(cells) == 5}
+    told = [*re.findall(r"^### (.+)$", ERRATA, re.MULTILINE), *told_errors()]
 
-    assert told - {"error"} == {kind.__name__ for kind in ERRORS}
+    assert set(told) == {kind.__name__ for kind in ERRORS}
 
 
-def test_every_limit_in_the_reference_is_the_limit_in_the_code() -> None:
-    window = limpet.Window()
-    hours, seconds, megabytes = window.age_ms // 3_600_000, window.age_ms_min // 1000, window.size_bytes // 1_000_000
+def test_the_reference_draws_the_tree_of_errors_as_the_code_does() -> None:
+    assert errors.__doc__ is not None
+    tree = textwrap.dedent(errors.__doc__.split("\n\n")[1])
 
-    assert dict(rows(section(REFERENCE, "Limits"))[1:]) == {
-        "key, field name, lock name, request id": f"1 to {keys.KEY_BYTES_MAX:,} bytes of UTF-8, no U+0000",
-        "namespace": "1 to 100 characters of `a-z`, `0-9`, `_`, `-`",
-        "value, unless opened with another `max_value_bytes`": f"{keys.VALUE_BYTES_MAX:,} bytes",
-        "meta": f"{keys.META_BYTES_MAX:,} bytes",
-        "nesting of a JSON value": f"{codec.DEPTH_MAX}",
-        "integers and counters": "-2^63 to 2^63-1",
-        "writes in a batch": f"{keys.BATCH_WRITES_MAX}",
-        "keys that a batch guards and does not write": f"{keys.BATCH_GUARDS_MAX}",
-        "values of a batch together": f"{keys.BATCH_BYTES_MAX:,} bytes",
-        "keys on a page": f"{keys.PAGE_MAX:,}",
-        "time to live": "1 ms to a hundred years",
-        "attempts of a call that fails for a moment": f"{retry.ATTEMPTS}",
-        "attempts of `update`": f"{store.UPDATE_ATTEMPTS}",
-        "receipt of a request id": f"{batch.RECEIPT_MS // 60_000} minutes",
-        "log of a namespace": f"{hours} hours, {window.changes:,} changes or {megabytes} MB, "
-        f"and always the last {seconds} seconds",
-    }
-    assert clock.TTL_S_MAX // (365 * 86_400) == 100
+    assert f"```text\n{tree}\n```" in ERRATA
+
+
+# A name in the code that a row of the limits refers to: `keys.PAGE_MAX`, `Window.changes`.
+LIMIT_ROWS = [(cells, name) for cells in rows(LIMITS) for name in re.findall(r"`([\w.]+)`", cells[2]) if "." in name]
+
+
+@pytest.mark.parametrize(("cells", "name"), LIMIT_ROWS, ids=[name for _, name in LIMIT_ROWS])
+def test_every_limit_in_the_reference_is_the_limit_in_the_code(cells: list[str], name: str) -> None:
+    module, _, constant = name.rpartition(".")
+    place = limpet.Window() if module == "Window" else importlib.import_module(f"limpet.{module}")
+    number = getattr(place, constant)
+
+    shown = f"{number:,}" if isinstance(number, int) else f"{number:g}"
+    assert re.search(rf"(?<![\d,.]){re.escape(shown)}(?![\d,.]\d)", cells[1]), f"{name} is {shown}"
+
+
+def test_every_limit_at_the_door_is_in_the_reference() -> None:
+    limits = {f"keys.{name}" for name, limit in vars(keys).items() if name.isupper() and isinstance(limit, int)}
+    others = {"codec.DEPTH_MAX", "codec.INT_MIN", "codec.INT_MAX", "clock.TTL_S_MAX"}
+    others |= {"retry.ATTEMPTS", "store.UPDATE_ATTEMPTS", "batch.RECEIPT_MS"}
+    others |= {f"Window.{name}" for name in limpet.Window.__struct_fields__}
+
+    assert (limits | others) - {name for _, name in LIMIT_ROWS} == set()
+
+
+@pytest.mark.parametrize(("cells", "name"), LIMIT_ROWS, ids=[name for _, name in LIMIT_ROWS])
+def test_what_is_beyond_a_limit_is_an_error_that_is_there(cells: list[str], name: str) -> None:
+    told = re.findall(r"`([A-Z]\w+)`", "".join(cells[3:]))
+
+    assert set(told) <= {kind.__name__ for kind in LEAVES}

@@ -203,10 +203,10 @@ class Draft:
         meta: Meta | Literal[Mark.KEEP] = KEEP,
     ) -> Self:
         """Add to a counter. A missing key counts as zero."""
-        if type(by) is not int or not codec.INT_MIN <= by <= codec.INT_MAX:
-            raise InvalidValue(
-                f"a counter moves by an integer from -2^63 to 2^63-1, not by one of type {type(by).__name__}"
-            )
+        if type(by) is not int:
+            raise InvalidValue(f"a counter moves by an integer, not by something of type {type(by).__name__}")
+        if not codec.INT_MIN <= by <= codec.INT_MAX:
+            raise InvalidValue("a counter moves by an integer from -2^63 to 2^63-1")
         return self._write(Add(check_key(key), by, _ttl_ms(ttl), _meta_json(key, meta)))
 
     def set(

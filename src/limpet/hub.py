@@ -230,7 +230,9 @@ class Watch:
         for entry in found.entries:
             if entry.revision > self._cursor:
                 self._known[entry.key] = entry.revision
-            self._ready.append(Event("put", entry.key, entry, entry.revision, entry.revision, None))
+            self._ready.append(
+                Event("put", entry.key, entry, entry.revision, entry.revision, None, at_ms=entry.updated_ms)
+            )
         if found.cursor is None:
             self._ready.append(Synced("synced", "", None, self._cursor, self._cursor, self._prefix + str(self._cursor)))
             self._state = "following"
@@ -260,9 +262,8 @@ _WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")
 def event_of(change: Change, prefix: str) -> Event:
     """A change as its watchers see it."""
     entry = change.entry if change.op in _WITH_VALUE or change.entry.stored is None else change.entry.without_value()
-    return Event(
-        change.op, change.key, entry, change.revision, change.commit, prefix + str(change.revision), change.cause
-    )
+    position = prefix + str(change.revision)
+    return Event(change.op, change.key, entry, change.revision, change.commit, position, change.cause, change.at_ms)
 
 
 def position_prefix(status: Status, namespace: str) -> str:

@@ -396,6 +396,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
         commit: The last revision of its batch.
         position: Where to resume after this event; None for the entries before `Synced`.
         cause: The request id of the write; None for an expiry.
+        at_ms: When it was committed; None for `Synced`.
     """
 
     op: Op | Literal["synced"]
@@ -405,11 +406,17 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     commit: int
     position: str | None
     cause: str | None = None
+    at_ms: int | None = None
 
     @property
     def value(self) -> Any:
         """The whole value after a put or patch; None otherwise."""
         return None if self.entry is None else self.entry.value
+
+    @property
+    def at(self) -> datetime | None:
+        """When it happened, UTC; None for `Synced`."""
+        return None if self.at_ms is None else _utc(self.at_ms)
 
 
 class Synced(Event, frozen=True, gc=False):

@@ -7,380 +7,566 @@ wrong is told by the exit code as well, so that scripts need not read messages.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any
 
 import click
 
 import limpet
 import limpet.sync
-from limpet import errors
 from limpet.cli import output
-from limpet.cli.arguments import DURATION, Setup, filter_of, pass_setup, value_of
-from limpet.model import Entry
+from limpet.cli.arguments import (
+    URL_DEFAULT,
+    Setup,
+    complete_key,
+    duration,
+    fields_of,
+    filter_of,
+    literal_of,
+    pass_setup,
+    position,
+    value_of,
+)
+from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
+from limpet.cli.failure import EXIT_CODES, Missing, shown
+from limpet.errors import Conflict
+from limpet.keys import PAGE_MAX
+from limpet.model import Entry, Event
 
-EXIT_CODES: Final[dict[type[errors.LimpetError], int]] = {
-    errors.NotFound: 3,
-    errors.Conflict: 4,
-    errors.LockHeld: 5,
-    errors.LockNotHeld: 5,
-    errors.LockExpired: 5,
-    errors.LockLost: 5,
-    errors.TransientError: 6,
-    errors.Ambiguous: 6,
-    errors.RequestError: 7,
-    errors.StateError: 7,
-    errors.BrokenError: 6,
-}
-"""By cause. The first class that fits decides, so leaves stand before their groups."""
+__all__ = ["EXIT_CODES", "main"]
 
-TERMINATE_GRACE_S: Final = 10.0
+_EPILOG = """\b
+To start:
+  limpet put greeting hello
+  limpet get greeting
+  limpet ls
 
-_EPILOG: Final = """
+\b
+At night:
+  limpet stat           who holds which lock?
+  limpet history KEY    what changed this key?
+  limpet doctor         is the store healthy?
+
 \b
 Exit codes:
-  0 done             3 not found        6 unavailable
+  0 done             3 not found        6 unavailable, or not healthy
   1 unexpected       4 conflict         7 rejected
-  2 usage            5 lock not held    130 interrupted
+  2 usage            5 lock not held    128+n ended by signal n
+
+'limpet COMMAND --help' has examples.
 """
 
 
-class _Group(click.Group):
-    """Turns our errors into exit codes, in one place."""
-
-    def invoke(self, context: click.Context) -> Any:
-        try:
-            return super().invoke(context)
-        except errors.LimpetError as error:
-            setup = context.find_object(Setup)
-            output.show_error(error, as_json=setup is not None and setup.as_json)
-            sys.exit(next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind)))
-        except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)
-
-
-@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--url", envvar="LIMPET_URL", help="The engine. Default: $LIMPET_URL, else ./limpet.db.")
-@click.option("-n", "--namespace", envvar="LIMPET_NAMESPACE", default="default", show_default=True)
+@click.group(cls=Main, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--url",
+    envvar="LIMPET_URL",
+    metavar="URL",
+    help=f"The store: sqlite:///relative.db or sqlite:////absolute/path.db. [env: LIMPET_URL; default: {URL_DEFAULT}]",
+)
+@click.option(
+    "-n",
+    "--namespace",
+    envvar="LIMPET_NAMESPACE",
+    default="default",
+    metavar="NAME",
+    help="The keyspace in it. [env: LIMPET_NAMESPACE; default: default]",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
 @click.version_option(limpet.__version__, prog_name="limpet")
 @click.pass_context
 def main(context: click.Context, url: str | None, namespace: str, as_json: bool) -> None:
-    r"""Small state that must not be lost.
+    """Small state that must not be lost.
 
-    \b
-    limpet put greeting '"hello"'
-    limpet get greeting
+    Values are stored under keys, in a namespace of a store. The store is the file limpet.db in this folder unless
+    --url or LIMPET_URL names another. The first write makes it; reading never does.
     """
     context.obj = Setup(url, namespace, as_json)
 
 
-@main.command()
-@click.argument("key")
-@click.option("-r", "--raw", is_flag=True, help="Print a string or bytes as they are, without quotes or newline.")
+# Values -----------------------------------------------------------------------
+
+
+@main.command(
+    epilog=examples(
+        "limpet get theme",
+        "limpet get logo --raw > logo.png    # a string or bytes as they are",
+        "limpet get theme --json             # with version, revision and times",
+    )
+)
+@click.argument("key", shell_complete=complete_key)
+@click.option("-r", "--raw", is_flag=True, help="Print a string or bytes exactly, without quotes or newline.")
 @pass_setup
 def get(setup: Setup, key: str, raw: bool) -> None:
-    """Print the value of KEY."""
+    """Print the value of KEY, as JSON.
+
+    Raw bytes are printed as they are, except to a terminal.
+    """
     with setup.open() as store:
-        entry = _found(store.entry(key), key)
+        entry = store.entry(key)
+    if entry is None:
+        raise limpet.errors.NotFound(key)
     if setup.as_json:
-        output.show(output.entry_as_json(entry))
-    elif raw:
-        output.show_raw(entry.value)
+        output.show(output.entry_as_json(entry, with_value=True))
     else:
-        output.show_value(entry.value)
+        output.show_value(entry.value, raw=raw)
 
 
-@main.command()
-@click.argument("key")
+@main.command(
+    epilog=examples(
+        "limpet put theme dark",
+        """limpet put config '{"level": 3}' --ttl 1h30m""",
+        "limpet put config @config.json --if-version 4",
+        "date | limpet put last-run - --text",
+    )
+)
+@click.argument("key", shell_complete=complete_key)
 @click.argument("value")
-@click.option("--ttl", type=DURATION, help="Expire after this long: 30s, 5m, 24h, 7d.")
+@click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long: 250ms, 30s, 5m, 1h30m, 7d.")
+@click.option("--keep-ttl", is_flag=True, help="Expire when the present value would have. [default: never expire]")
 @click.option("--if-absent", is_flag=True, help="Only if there is no such key.")
-@click.option("--if-version", type=int, metavar="N", help="Only if the key is at this version.")
-@click.option("--if-revision", type=int, metavar="N", help="Only if the key is at this revision.")
-@click.option("--text", "form", flag_value="text", help="Store VALUE as a string, whatever it looks like.")
-@click.option("--bytes", "form", flag_value="bytes", help="Store VALUE as raw bytes.")
-@click.option("--request-id", help="Make the call safe to repeat for ten minutes.")
+@condition_options
+@click.option("--text", "form", flag_value="text", help="Store a string, whatever VALUE looks like.")
+@click.option("--bytes", "form", flag_value="bytes", help="Store raw bytes.")
+@write_options
 @pass_setup
 def put(
     setup: Setup,
     key: str,
     value: str,
     ttl: float | None,
+    keep_ttl: bool,
     if_absent: bool,
     if_version: int | None,
     if_revision: int | None,
     form: str | None,
+    fenced: bool,
     request_id: str | None,
 ) -> None:
     """Store VALUE under KEY.
 
-    VALUE is JSON if it parses as such and a string if not; @FILE reads a file, - standard input.
+    VALUE is JSON if it parses as such, and a string if not. @FILE takes it from a file, - from standard input.
     """
+    if ttl is not None and keep_ttl:
+        raise click.UsageError("give one of --ttl and --keep-ttl")
     expect = _expectation(if_absent, if_version, if_revision)
-    with setup.open() as store:
-        entry = store.put(key, value_of(value, form), ttl=ttl, expect=expect, request_id=request_id)
-    _show_entry(setup, entry)
+    content, fence = value_of(value, form), _fence(fenced)
+    with setup.open(make=True) as store:
+        entry = store.put(
+            key, content, ttl=limpet.KEEP if keep_ttl else ttl, expect=expect, fence=fence, request_id=request_id
+        )
+    _show_written(setup, entry)
 
 
-@main.command(name="del")
-@click.argument("key")
-@click.option("--if-version", type=int, metavar="N", help="Only if the key is at this version.")
-@click.option("--if-revision", type=int, metavar="N", help="Only if the key is at this revision.")
+@main.command(name="del", epilog=examples("limpet del session/42", "limpet del theme --if-version 3"))
+@click.argument("key", shell_complete=complete_key)
+@condition_options
+@write_options
 @pass_setup
-def delete(setup: Setup, key: str, if_version: int | None, if_revision: int | None) -> None:
+def delete(
+    setup: Setup, key: str, if_version: int | None, if_revision: int | None, fenced: bool, request_id: str | None
+) -> None:
     """Delete KEY."""
+    expect = _expectation(False, if_version, if_revision)
     with setup.open() as store:
-        if not store.delete(key, expect=_expectation(False, if_version, if_revision)):
-            raise errors.NotFound(key)
+        if not store.delete(key, expect=expect, fence=_fence(fenced), request_id=request_id):
+            raise limpet.errors.NotFound(key)
     if setup.as_json:
         output.show({"key": key, "deleted": True})
 
 
-@main.command()
-@click.argument("prefix", default="")
-@click.option("-l", "--long", is_flag=True, help="Version, revision, size, time to live and key.")
+@main.command(
+    epilog=examples(
+        "limpet ls config/",
+        "limpet ls --long",
+        "limpet ls job/ --where state=open --where 'tries>=3'",
+        "limpet ls --json | jq -r .key       # keys exactly as they are",
+    )
+)
+@click.argument("prefix", default="", shell_complete=complete_key)
+@click.option("-l", "--long", is_flag=True, help="Print version, revision, size in bytes, time to live, and key.")
+@click.option("--values", is_flag=True, help="Print the value beside the key; with --json, in the document.")
 @click.option(
-    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field fits: = != < <= > >=. Repeatable."
+    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field fits: = != < <= > >=. May be repeated."
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most so many.")
 @click.option("--after", metavar="KEY", help="Only what follows this key.")
 @pass_setup
-def ls(setup: Setup, prefix: str, long: bool, where: tuple[str, ...], limit: int | None, after: str | None) -> None:
-    """List keys, those that start with PREFIX if given."""
+def ls(
+    setup: Setup,
+    prefix: str,
+    long: bool,
+    values: bool,
+    where: tuple[str, ...],
+    limit: int | None,
+    after: str | None,
+) -> None:
+    """List keys in order: all, or those that start with PREFIX.
+
+    --where looks at the fields of records and the members of JSON objects. Characters that would break a line are
+    escaped, as in JSON.
+    """
+    if long and values:
+        raise click.UsageError("give one of --long and --values")
+    fits, is_empty = filter_of(where), True
     with setup.open() as store:
-        now_ms = store.status().now_ms
-        for entry in store.scan(prefix, where=filter_of(where), limit=limit, after=after):
-            if setup.as_json:
-                output.show(output.entry_as_json(entry, with_value=long))
-            elif long:
-                output.show_columns(output.entry_columns(entry, now_ms))
-            else:
-                click.echo(entry.key)
+        if not (long or values or fits or setup.as_json):
+            # Keys alone: nobody needs the values read.
+            for key in _keys(store, prefix, limit, after):
+                is_empty = False
+                output.show_line(output.visible(key))
+        else:
+            now_ms = store.status().now_ms
+            for entry in store.scan(prefix, where=fits, limit=limit, after=after):
+                if is_empty and long and not setup.as_json:
+                    output.show_heading(output.ENTRY_COLUMNS)
+                is_empty = False
+                if setup.as_json:
+                    output.show(output.entry_as_json(entry, with_value=values))
+                elif long:
+                    output.show_columns(output.ENTRY_COLUMNS, output.entry_cells(entry, now_ms))
+                else:
+                    beside = f"\t{output.json_text(entry.value)}" if values else ""
+                    output.show_line(output.visible(entry.key) + beside)
+    if is_empty:
+        output.show_note(f"nothing to list in {setup.place}")
 
 
-@main.command()
-@click.argument("pattern", default="*")
-@click.option("--initial", is_flag=True, help="Start with what there is.")
-@click.option("--after", metavar="POSITION", help="Resume after the position of an event.")
-@click.option("--count", type=click.IntRange(1), metavar="N", help="End after so many events.")
-@pass_setup
-def watch(setup: Setup, pattern: str, initial: bool, after: str | None, count: int | None) -> None:
-    """Print changes as they happen: all, those under 'PREFIX*', or those of one key."""
-    with setup.open() as store, store.watch(pattern, initial=initial, after=after) as events:
-        for number, event in enumerate(events, 1):
-            if setup.as_json:
-                output.show(output.event_as_json(event))
-            else:
-                output.show_columns(output.event_columns(event))
-            if number == count:
-                return
-
-
-@main.command()
-@click.argument("key")
+@main.command(
+    epilog=examples(
+        "limpet incr visits",
+        "limpet incr stock -3",
+        "limpet incr mails-sent --request-id order-17    # a retry counts once",
+    )
+)
+@click.argument("key", shell_complete=complete_key)
 @click.argument("by", type=int, default=1)
+@click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long. [default: as before]")
+@write_options
 @pass_setup
-def incr(setup: Setup, key: str, by: int) -> None:
-    """Add BY, 1 if not given, to the counter KEY and print it."""
-    with setup.open() as store:
-        number = store.add(key, by)
-    output.show({"key": key, "value": number}) if setup.as_json else click.echo(number)
+def incr(setup: Setup, key: str, by: int, ttl: float | None, fenced: bool, request_id: str | None) -> None:
+    """Add BY, or 1, to the counter KEY, and print it.
+
+    A counter that is not there counts from zero.
+    """
+    fence = _fence(fenced)
+    with setup.open(make=True) as store:
+        number = store.add(key, by, ttl=limpet.KEEP if ttl is None else ttl, fence=fence, request_id=request_id)
+    if setup.as_json:
+        output.show({"key": key, "value": number})
+    else:
+        output.show_line(str(number))
 
 
-@main.group()
+# Records ----------------------------------------------------------------------
+
+
+@main.group(
+    cls=Group,
+    epilog=examples(
+        "limpet field set job/7 state=pending tries=0",
+        "limpet field swap job/7 state pending running --set worker=w1",
+        "limpet field get job/7 worker",
+    ),
+)
 def field() -> None:
     """Read and write single fields of a record."""
 
 
-@field.command(name="get")
-@click.argument("key")
+@field.command(name="get", epilog=examples("limpet field get job/7", "limpet field get job/7 state --raw"))
+@click.argument("key", shell_complete=complete_key)
 @click.argument("name", required=False)
+@click.option("-r", "--raw", is_flag=True, help="Print a string or bytes exactly, without quotes or newline.")
 @pass_setup
-def field_get(setup: Setup, key: str, name: str | None) -> None:
-    """Print field NAME of the record KEY, or all fields."""
+def field_get(setup: Setup, key: str, name: str | None, raw: bool) -> None:
+    """Print field NAME of the record KEY, or all fields, as JSON."""
     with setup.open() as store:
-        fields = store.record(key).fields()
-    if fields is None:
-        raise errors.NotFound(key)
+        entry = store.record(key).entry()
+    if entry is None:
+        raise limpet.errors.NotFound(key)
+    fields = entry.value
     if name is not None and name not in fields:
-        raise errors.NotFound(f"{key} field {name}")
-    output.show_value(fields if name is None else fields[name])
+        raise Missing(
+            f"record {shown(key)} has no field {shown(name)}, in {setup.place}",
+            "'limpet field get KEY' shows the fields it has.",
+            key=key,
+        )
+    if setup.as_json:
+        chosen = fields if name is None else limpet.Fields({name: fields[name]})
+        output.show({**output.entry_as_json(entry, with_value=False), "fields": output.plain(chosen)})
+    else:
+        output.show_value(fields if name is None else fields[name], raw=raw)
 
 
-@field.command(name="set")
-@click.argument("key")
-@click.argument("assignments", nargs=-1, required=True, metavar="NAME=VALUE...")
-@click.option("--unset", multiple=True, metavar="NAME", help="Clear this field. Repeatable.")
+@field.command(
+    name="set",
+    epilog=examples(
+        "limpet field set job/7 state=done tries=3",
+        "limpet field set job/7 --unset worker",
+        "limpet field set job/7 log=@run.log --if-exists",
+    ),
+)
+@click.argument("key", shell_complete=complete_key)
+@click.argument("assignments", nargs=-1, metavar="[NAME=VALUE]...")
+@click.option("--unset", multiple=True, metavar="NAME", help="Clear this field. May be repeated.")
 @click.option("--if-exists", is_flag=True, help="Only if there is such a record.")
+@write_options
 @pass_setup
-def field_set(setup: Setup, key: str, assignments: tuple[str, ...], unset: tuple[str, ...], if_exists: bool) -> None:
-    """Set fields of the record KEY, leaving the others."""
-    with setup.open() as store:
-        _show_entry(setup, store.record(key).set(_fields(assignments), unset=unset, if_exists=if_exists))
+def field_set(
+    setup: Setup,
+    key: str,
+    assignments: tuple[str, ...],
+    unset: tuple[str, ...],
+    if_exists: bool,
+    fenced: bool,
+    request_id: str | None,
+) -> None:
+    """Set fields of the record KEY, leaving the others as they are.
+
+    The record is made if there is none. A VALUE is written as for put.
+    """
+    if not assignments and not unset:
+        raise click.UsageError("give at least one NAME=VALUE or --unset NAME")
+    fields, fence = fields_of(assignments), _fence(fenced)
+    with setup.open(make=not if_exists) as store:
+        entry = store.record(key).set(fields, unset=unset, if_exists=if_exists, fence=fence, request_id=request_id)
+    _show_written(setup, entry)
 
 
-@field.command(name="swap")
-@click.argument("key")
+@field.command(
+    name="swap",
+    epilog=examples(
+        "limpet field swap job/7 state pending running",
+        "limpet field swap job/7 state pending running --set worker=w1 --ttl 5m",
+    ),
+)
+@click.argument("key", shell_complete=complete_key)
 @click.argument("name")
 @click.argument("expected")
 @click.argument("new")
-@click.option("--set", "also", multiple=True, metavar="NAME=VALUE", help="Set this with it. Repeatable.")
+@click.option("--set", "also", multiple=True, metavar="NAME=VALUE", help="Set this field with it. May be repeated.")
+@click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long. [default: as before]")
+@write_options
 @pass_setup
-def field_swap(setup: Setup, key: str, name: str, expected: str, new: str, also: tuple[str, ...]) -> None:
-    """Set field NAME to NEW if it is EXPECTED. Of all who try, one wins; the others exit with 4."""
+def field_swap(
+    setup: Setup,
+    key: str,
+    name: str,
+    expected: str,
+    new: str,
+    also: tuple[str, ...],
+    ttl: float | None,
+    fenced: bool,
+    request_id: str | None,
+) -> None:
+    """Set field NAME of the record KEY to NEW if it is EXPECTED.
+
+    Of all who try at once, one wins. The others exit with 4, and have changed nothing.
+    """
+    before, after, together, fence = literal_of(expected), value_of(new), fields_of(also), _fence(fenced)
     with setup.open() as store:
         record = store.record(key)
-        if not record.swap(name, value_of(expected), value_of(new), set=_fields(also)):
-            raise errors.Conflict(key, expected=f"a certain value in field {name!r}", current=record.entry())
+        won = record.swap(
+            name,
+            before,
+            after,
+            set=together,
+            ttl=limpet.KEEP if ttl is None else ttl,
+            fence=fence,
+            request_id=request_id,
+        )
         entry = record.entry()
+    if not won:
+        raise Conflict(key, expected=f"a certain value in field {name!r}", current=entry)
     if entry is not None:
-        _show_entry(setup, entry)
+        _show_written(setup, entry)
 
 
-@main.command()
-@click.argument("key")
+# The log ----------------------------------------------------------------------
+
+
+@main.command(
+    epilog=examples(
+        "limpet watch",
+        "limpet watch 'config/*' --initial",
+        "limpet watch theme --count 1 && ./restart.sh",
+        "limpet watch --json --after POSITION >> changes.jsonl",
+    )
+)
+@click.argument("pattern", default="*", shell_complete=complete_key)
+@click.option("--initial", is_flag=True, help="Print what there is first, then a line 'synced', then changes.")
+@click.option(
+    "--after", type=position, metavar="POSITION", help="Go on after the position of an event, or after a revision."
+)
+@click.option("--count", type=click.IntRange(1), metavar="N", help="End after so many lines.")
+@pass_setup
+def watch(setup: Setup, pattern: str, initial: bool, after: str | int | None, count: int | None) -> None:
+    """Print changes as they happen.
+
+    PATTERN is * for all keys, 'config/*' for those that start so (in quotes, or the shell may take the *), and
+    otherwise one key. Each line has revision, time, operation, version, key and value. It goes on until Ctrl-C.
+    """
+    if initial and after is not None:
+        raise click.UsageError("give one of --initial and --after")
+    with setup.open(sweep=True) as store, store.watch(pattern, initial=initial, after=after) as events:
+        if not setup.as_json:
+            output.show_heading(output.EVENT_COLUMNS)
+        for number, event in enumerate(events, 1):
+            _show_event(setup, event)
+            output.flush()
+            if number == count:
+                return
+
+
+@main.command(epilog=examples("limpet history theme", "limpet history theme --json | jq -r .cause"))
+@click.argument("key", shell_complete=complete_key)
 @pass_setup
 def history(setup: Setup, key: str) -> None:
-    """Print the changes of KEY that are still in the log, oldest first."""
-    with setup.open() as store:
-        for event in store.history(key):
-            if setup.as_json:
-                output.show(output.event_as_json(event))
-            else:
-                output.show_columns(output.event_columns(event))
+    """Print what changed KEY, oldest first.
 
-
-@main.command()
-@pass_setup
-def stat(setup: Setup) -> None:
-    """Print what the namespace holds, and who holds its locks."""
+    Each line has revision, time, operation, version, key and value. The log
+    reaches back 24 hours, 100,000 changes or 256 MB.
+    """
     with setup.open() as store:
-        status, traits, locks = store.status(), store.traits, store.locks()
-    facts = {"engine": traits.engine, "durability": traits.durability, **output.status_as_json(status)}
-    held = [
-        {"name": lock.name, "holder": lock.holder, "token": lock.token, "remaining": lock.remaining} for lock in locks
-    ]
-    if setup.as_json:
-        output.show({**facts, "locks": held})
-        return
-    for name, fact in facts.items():
-        click.echo(f"{name:<12} {fact}")
-    for lock in locks:
-        click.echo(
-            f"{'lock':<12} {lock.name} held by {lock.holder} for {lock.remaining:.1f} s more (token {lock.token})"
+        floor, number = store.status().floor, 0
+        for number, event in enumerate(store.history(key), 1):
+            if number == 1 and not setup.as_json:
+                output.show_heading(output.EVENT_COLUMNS)
+            _show_event(setup, event)
+    if number == 0:
+        since = f", which begins after revision {floor}" if floor else ""
+        raise Missing(
+            f"no change of {shown(key)} is in the log of {setup.place}{since}",
+            "'limpet get KEY' tells whether there is such a key.",
+            key=key,
         )
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+# Locks ------------------------------------------------------------------------
+
+
+@main.command(
+    cls=LockCommand,
+    epilog=examples(
+        "limpet lock nightly -- ./report.sh",
+        "limpet lock deploy --wait 10m --holder alice -- make deploy",
+        "limpet lock nightly -- sh -c 'limpet put report @out.json --fenced'",
+    ),
+)
 @click.argument("name")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-@click.option("--ttl", type=DURATION, default=30.0, help="How long the lease lasts without renewal. Default: 30s.")
-@click.option("--wait", type=DURATION, default=0.0, help="How long to wait for the lock. Default: not at all.")
-@click.option("--holder", help="Who is shown as the holder. Default: the host and process.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.option(
+    "--ttl", type=duration, default="30s", show_default=True, metavar="DURATION", help="How long it stays unrenewed."
+)
+@click.option("--wait", type=duration, default="0s", show_default=True, metavar="DURATION", help="How long to wait.")
+@click.option("--holder", metavar="WHO", help="Who is shown as the holder. [default: the host and the process]")
 @pass_setup
 def lock(setup: Setup, name: str, command: tuple[str, ...], ttl: float, wait: float, holder: str | None) -> None:
-    r"""Run COMMAND while holding the lock NAME, and exit as it did.
+    """Run COMMAND while holding the lock NAME, and exit as it did.
 
-    \b
-    limpet lock nightly -- ./report.sh
+    Exits with 5 if somebody else holds the lock, and also if it was lost: then COMMAND is ended. While it runs, the
+    lock is renewed, and signals are passed on to COMMAND.
 
-    COMMAND finds its fencing token in LIMPET_FENCING_TOKEN. When the lock is lost, COMMAND is ended
-    and the exit code is 5.
+    COMMAND finds LIMPET_LOCK and LIMPET_FENCING_TOKEN in its environment, and LIMPET_URL and LIMPET_NAMESPACE for
+    the store. Writes of limpet in it that say --fenced are refused once the lock is lost.
     """
-    with setup.open() as store, store.lock(name, ttl=ttl, wait=wait, holder=holder) as held:
-        environment = {**os.environ, "LIMPET_LOCK": name, "LIMPET_FENCING_TOKEN": str(held.token)}
-        code = _run_while(command, environment, lambda: not held.lost)
+    from limpet.cli.running import NOT_FOUND, NOT_RUN, Courier, run_while_held
+
+    with (
+        Courier() as courier,
+        setup.open(make=True, sweep=True) as store,
+        store.lock(name, ttl=ttl, wait=wait, holder=holder) as held,
+    ):
+        environment = {
+            **os.environ,
+            "LIMPET_URL": setup.absolute_url,
+            "LIMPET_NAMESPACE": setup.namespace,
+            "LIMPET_LOCK": name,
+            "LIMPET_FENCING_TOKEN": str(held.token),
+        }
+        try:
+            code = run_while_held(courier, command, environment, held)
+        except OSError as error:
+            output.say(f"limpet: cannot run {shown(command[0])}: {error.strerror}")
+            code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
     sys.exit(code)
 
 
-@main.command()
+# Care -------------------------------------------------------------------------
+
+
+@main.command(epilog=examples("limpet stat", "limpet stat --json | jq '.locks[]'"))
+@pass_setup
+def stat(setup: Setup) -> None:
+    """Show what the namespace holds, and who holds its locks."""
+    with setup.open() as store:
+        status, traits, locks = store.status(), store.traits, store.locks()
+    facts = {
+        "url": setup.shown_url,
+        "namespace": setup.namespace,
+        "engine": traits.engine,
+        "durability": traits.durability,
+        **output.status_as_json(status),
+    }
+    if setup.as_json:
+        output.show({**facts, "locks": [output.lock_as_json(held) for held in locks]})
+        return
+    for name, fact in facts.items():
+        output.show_line(f"{name:<12} {fact}")
+    for held in locks:
+        left = output.span(held.remaining)
+        output.show_line(
+            f"{'lock':<12} {output.visible(held.name)} is held by {output.visible(held.holder)} "
+            f"for another {left} unless renewed (token {held.token})"
+        )
+    if not locks:
+        output.show_line(f"{'lock':<12} none is held")
+
+
+@main.command(epilog=examples("limpet doctor", "limpet doctor --json | jq -r 'select(.level != \"ok\")'"))
 @pass_setup
 def doctor(setup: Setup) -> None:
-    """Try the engine and say what is well and what is not."""
-    healthy = True
-    for is_well, finding in _findings(setup):
-        healthy = healthy and is_well
+    """Check that the store is healthy, and say what is not.
+
+    Each line has a level, the name of the check and what it found: ok, warn for what wants an eye, bad for what wants
+    a hand. The exit code is 6 if something is bad. A store that is not there is not made, and a file that is not
+    Limpet's is not touched.
+    """
+    from limpet.cli.health import examine
+
+    is_healthy = True
+    for found in examine(setup):
+        is_healthy = is_healthy and found.level != "bad"
         if setup.as_json:
-            output.show({"well": is_well, "finding": finding})
+            output.show(found._asdict())
         else:
-            click.echo(f"{'ok  ' if is_well else 'BAD '} {finding}")
-    if not healthy:
+            output.show_line(f"{found.level:<5} {found.check:<11} {found.finding}")
+            if found.advice is not None:
+                output.show_line(f"{'':<17} {found.advice}")
+        output.flush()
+    if not is_healthy:
         sys.exit(6)
 
 
-def _findings(setup: Setup) -> Iterator[tuple[bool, str]]:
-    began = time.perf_counter()
-    try:
-        with setup.open() as store:
-            yield True, f"opened {setup.shown_url} in {(time.perf_counter() - began) * 1000:.0f} ms"
-            traits, status = store.traits, store.status()
-            survives = {
-                "none": "nothing: it ends with the process",
-                "process": "a killed process, but not a power cut",
-                "disk": "a power cut",
-                "quorum": "a lost machine",
-            }[traits.durability]
-            yield traits.durability != "none", f"an acknowledged write survives {survives}"
-            skew_s = abs(status.now_ms / 1000 - time.time())
-            yield skew_s < 1, f"the engine's clock and this host's differ by {skew_s:.3f} s"
-            yield True, f"namespace {store.name!r} is at revision {status.revision} with {status.keys} keys"
-    except errors.LimpetError as error:
-        yield False, f"{setup.shown_url}: {error}"
+# Inside -----------------------------------------------------------------------
 
 
-@contextmanager
-def _forwarding_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    def forward(number: int, _: object) -> None:
-        child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _run_while(command: tuple[str, ...], environment: dict[str, str], is_held: Callable[[], bool]) -> int:
-    """Run a command until it ends, or end it when it may no longer run."""
-    try:
-        child = subprocess.Popen(command, env=environment)
-    except OSError as error:
-        click.echo(f"limpet: cannot run {command[0]}: {error.strerror}", err=True)
-        return 127
-    with _forwarding_signals(child):
-        while True:
-            try:
-                code = child.wait(timeout=0.1)
-                return code if code >= 0 else 128 - code
-            except subprocess.TimeoutExpired:
-                if not is_held():
-                    break
-        child.terminate()
-        try:
-            child.wait(timeout=TERMINATE_GRACE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-    return EXIT_CODES[errors.LockLost]
-
-
-def _found(entry: Entry | None, key: str) -> Entry:
-    if entry is None:
-        raise errors.NotFound(key)
-    return entry
+def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str | None) -> Iterator[str]:
+    """Keys, page by page."""
+    left = limit
+    while left != 0:
+        page = store.keys(prefix, limit=PAGE_MAX if left is None else min(left, PAGE_MAX), after=after)
+        yield from page.keys
+        if not page.truncated:
+            return
+        left = None if left is None else left - page.count
+        after = page.cursor
 
 
 def _expectation(if_absent: bool, if_version: int | None, if_revision: int | None) -> Any:
-    given = [if_absent or None, if_version, if_revision]
-    if sum(item is not None for item in given) > 1:
-        raise click.UsageError("give one condition: --if-absent, --if-version or --if-revision")
+    if sum((if_absent, if_version is not None, if_revision is not None)) > 1:
+        raise click.UsageError("give one of --if-absent, --if-version and --if-revision")
     if if_absent:
         return limpet.ABSENT
     if if_version is not None:
@@ -388,19 +574,29 @@ def _expectation(if_absent: bool, if_version: int | None, if_revision: int | Non
     return limpet.ANY if if_revision is None else limpet.Revision(if_revision)
 
 
-def _fields(assignments: tuple[str, ...]) -> dict[str, Any]:
-    fields = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise click.UsageError(f"{assignment!r} is not NAME=VALUE")
-        fields[name] = value_of(value)
-    return fields
+def _fence(fenced: bool) -> limpet.Fence | None:
+    """The lock that the `limpet lock` around this process holds."""
+    if not fenced:
+        return None
+    name, token = os.environ.get("LIMPET_LOCK"), os.environ.get("LIMPET_FENCING_TOKEN", "")
+    if not name or not token.isdecimal():
+        raise click.UsageError(
+            "--fenced works in a command that 'limpet lock NAME -- COMMAND' runs: "
+            "LIMPET_LOCK and LIMPET_FENCING_TOKEN are not set"
+        )
+    return limpet.Fence(name, int(token))
 
 
-def _show_entry(setup: Setup, entry: Entry) -> None:
-    """What a write left: nothing to read for people, version and revision for programs."""
+def _show_written(setup: Setup, entry: Entry) -> None:
+    """What a write left: for programs that ask, and for somebody who looks."""
     if setup.as_json:
         output.show(output.entry_as_json(entry, with_value=False))
-    elif sys.stdout.isatty():
-        click.echo(f"version {entry.version} at revision {entry.revision}")
+    elif output.on_terminal():
+        output.show_line(f"version {entry.version} at revision {entry.revision}")
+
+
+def _show_event(setup: Setup, event: Event) -> None:
+    if setup.as_json:
+        output.show(output.event_as_json(event))
+    else:
+        output.show_columns(output.EVENT_COLUMNS, output.event_cells(event))

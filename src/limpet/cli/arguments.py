@@ -1,103 +1,175 @@
-"""What the commands take: the engine to open, values, durations, filters."""
+"""What the commands take: the store to open, values, durations, filters."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final
+from urllib.parse import quote
 
 import click
+import msgspec
 
 import limpet
 import limpet.sync
-from limpet import codec
+from limpet.cli.failure import Missing
 from limpet.engine import Address
-from limpet.errors import Corrupt, InvalidValue
+from limpet.errors import InvalidValue, LimpetError
+from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Filter
 
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:ms|[smhd]))+\Z")
-_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[smhd])")
-_TEST = re.compile(r"(?P<name>[^=!<>]+)(?P<operator>!=|<=|>=|=|<|>)(?P<value>.*)\Z", re.DOTALL)
+URL_DEFAULT: Final = "sqlite:///limpet.db"
+INPUT_BYTES_MAX: Final = 16 * VALUE_BYTES_MAX
+"""JSON may be written with more spaces than are stored, but not with any number of them."""
+
+COMPLETIONS_MAX: Final = 100
+
+_NUMBER: Final = r"(\d+(?:\.\d+)?)"
+_DURATION: Final = re.compile("".join(f"(?:{_NUMBER}{unit})?" for unit in ("d", "h", "m", "s", "ms")))
+_UNITS_S: Final = (86_400.0, 3_600.0, 60.0, 1.0, 0.001)
+_TEST: Final = re.compile(r"(?P<name>[^=!<>]+)(?P<operator>!=|<=|>=|=|<|>)(?P<value>.*)", re.DOTALL)
 
 
 class Setup:
     """The options that every command shares."""
 
     def __init__(self, url: str | None, namespace: str, as_json: bool) -> None:
-        self.url = url
+        self.url = url or URL_DEFAULT
+        self.is_default = not url
         self.namespace = namespace
         self.as_json = as_json
 
-    def open(self) -> limpet.sync.Store:
-        """Open the store. A command is too short-lived to sweep behind others."""
-        return limpet.sync.open(self.url, namespace=self.namespace, sweep=False)
+    def choose(self, name: str, chosen: Any) -> None:
+        """Take what was given behind the command, too. The later word counts."""
+        if name == "url":
+            self.url, self.is_default = chosen or URL_DEFAULT, not chosen
+        else:
+            setattr(self, name, chosen)
+
+    def open(self, *, make: bool = False, sweep: bool = False) -> limpet.sync.Store:
+        """Open the store.
+
+        Only a command that writes may make it: a question asked in the wrong folder would otherwise
+        leave an empty file there, and answer that there is nothing. A command that ends at once does
+        not sweep behind others; one that stays does.
+        """
+        address = Address.parse(self.url)
+        if address.scheme == "memory":
+            raise InvalidValue(
+                f"{address} ends with the process that opens it, and every limpet command is a process of its own: "
+                "name a file, such as sqlite:///state.db"
+            )
+        file = self.file
+        if file is not None and not file.exists():
+            if not make:
+                raise Missing(f"there is no store at {address}{self.why}: no such file", _WHERE_ELSE)
+            if sys.stderr is not None and sys.stderr.isatty():
+                click.echo(f"limpet: making {file}", err=True)
+        return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that the store is, where it is one."""
+        address = Address.parse(self.url)
+        return Path(address.path[3:]) if address.scheme == "sqlite" and address.path.startswith("///") else None
 
     @property
     def shown_url(self) -> str:
-        """The engine's URL without its password."""
-        return str(Address.parse(self.url or "sqlite:///limpet.db"))
+        """The URL without its password."""
+        try:
+            return str(Address.parse(self.url))
+        except InvalidValue:
+            return "a URL that is none"
 
+    @property
+    def why(self) -> str:
+        """Why this URL, where nobody named one."""
+        return " (the default, because neither --url nor LIMPET_URL is given)" if self.is_default else ""
+
+    @property
+    def place(self) -> str:
+        """Where a command looks."""
+        return f"namespace {self.namespace!r} of {self.shown_url}"
+
+    @property
+    def absolute_url(self) -> str:
+        """The URL for a process that may stand in another folder."""
+        file = self.file
+        if file is None or file.is_absolute():
+            return self.url
+        scheme, _, rest = self.url.partition(":")
+        return f"{scheme}:///{quote(os.getcwd())}/{rest.removeprefix('///')}"
+
+
+_WHERE_ELSE: Final = "A write makes it ('limpet put KEY VALUE'); --url or LIMPET_URL names another."
 
 pass_setup = click.make_pass_decorator(Setup)
 
 
-class _Duration(click.ParamType[float]):
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> float:
-        """Seconds of ``1h30m``; a bare number is seconds."""
-        if isinstance(value, int | float):
-            return float(value)
-        text = str(value).strip().lower()
-        if _DURATION.match(text):
-            return sum(float(number) * _UNITS_S[unit] for number, unit in _PART.findall(text))
-        try:
-            return float(text)
-        except ValueError:
-            self.fail(f"{value!r} is not a duration: write 30s, 5m, 1h30m, 7d or seconds", param, context)
+def duration(text: str) -> float:
+    """Seconds of ``1h30m``; a bare number is seconds."""
+    written = text.strip().lower()
+    if re.fullmatch(_NUMBER, written):
+        return float(written)
+    found = _DURATION.fullmatch(written)
+    if found is None or not written:
+        raise click.BadParameter(f"{text!r} is not a duration: write 250ms, 30s, 5m, 1h30m, 7d, or seconds")
+    return sum(float(number) * unit_s for number, unit_s in zip(found.groups(), _UNITS_S, strict=True) if number)
 
 
-DURATION = _Duration()
+def position(text: str) -> str | int:
+    """The position of an event, or a revision."""
+    return int(text) if text.isdecimal() else text
+
+
+# Values -----------------------------------------------------------------------
 
 
 def value_of(text: str, form: str | None = None) -> Any:
     """A value as it was written: JSON if it parses, else a string; @FILE and - read it from there."""
-    raw = _raw(text)
-    if form == "bytes":
-        return raw
-    try:
-        readable = raw.decode()
-    except UnicodeDecodeError:
-        raise InvalidValue("what was read is not UTF-8: store it with --bytes") from None
-    if form == "text":
-        return readable
-    try:
-        return codec.decode(raw) if raw.strip() else readable
-    except Corrupt:
-        return readable
-
-
-def _raw(text: str) -> bytes:
     if text == "-":
-        return sys.stdin.buffer.read()
-    if text.startswith("@"):
-        try:
-            return Path(text[1:]).read_bytes()
-        except OSError as error:
-            raise InvalidValue(f"cannot read {text[1:]}: {error.strerror}") from error
-    return text.encode()
+        return _decoded(_bounded(sys.stdin.buffer, "standard input"), form, "what was read")
+    if not text.startswith("@"):
+        return _decoded(os.fsencode(text), form, "the value")
+    try:
+        with Path(text[1:]).open("rb") as file:
+            return _decoded(_bounded(file, text[1:]), form, text[1:])
+    except OSError as error:
+        raise InvalidValue(
+            f"cannot read {text[1:]!r}: {error.strerror}. A text that starts with @ is written as JSON: '\"@...\"'"
+        ) from error
+
+
+def literal_of(text: str) -> Any:
+    """A value written in place: JSON if it parses, else a string."""
+    return _decoded(os.fsencode(text), None, "the value")
+
+
+def fields_of(assignments: tuple[str, ...]) -> dict[str, Any]:
+    """``state=done`` and the like as fields."""
+    written: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        if not equals or not name:
+            raise click.UsageError("a field is written NAME=VALUE, and one of the arguments is not")
+        if name in written:
+            raise click.UsageError(f"field {name!r} is given twice")
+        written[name] = value
+    if sum(value == "-" for value in written.values()) > 1:
+        raise click.UsageError("standard input can be read once, and several fields ask for it")
+    return {name: value_of(value) for name, value in written.items()}
 
 
 def filter_of(tests: tuple[str, ...]) -> Filter | None:
     """``state=done`` and the like as one filter."""
     found: Filter | None = None
     for test in tests:
-        match = _TEST.match(test)
+        match = _TEST.fullmatch(test)
         if match is None:
-            raise click.UsageError(f"{test!r} is not FIELD=VALUE (or != < <= > >=)")
-        field, value = limpet.field(match["name"]), value_of(match["value"])
+            raise click.UsageError("--where takes FIELD=VALUE, or != < <= > >= in place of =")
+        field, value = limpet.field(match["name"]), literal_of(match["value"])
         one = {
             "=": field.__eq__,
             "!=": field.__ne__,
@@ -108,3 +180,47 @@ def filter_of(tests: tuple[str, ...]) -> Filter | None:
         }[match["operator"]](value)
         found = one if found is None else found & one
     return found
+
+
+def _bounded(stream: IO[bytes], name: str) -> bytes:
+    read = stream.read(INPUT_BYTES_MAX + 1)
+    if len(read) > INPUT_BYTES_MAX:
+        raise InvalidValue(f"{name} has more than {INPUT_BYTES_MAX:,} bytes, and a value at most {VALUE_BYTES_MAX:,}")
+    return read
+
+
+def _decoded(raw: bytes, form: str | None, name: str) -> Any:
+    if form == "bytes":
+        return raw
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidValue(f"{name} is not UTF-8 (byte {error.start}): store it with --bytes") from None
+    if form == "text":
+        return text
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError as error:
+        # Quotes that the shell took away make a string of what was meant as an object, and nobody
+        # would notice before it is read.
+        if text.lstrip()[:1] in ("{", "["):
+            raise InvalidValue(
+                f"{name} starts like JSON and is not: {error}. Mend it (and its quotes), or store it with --text"
+            ) from None
+        return text
+    except RecursionError:
+        raise InvalidValue(f"{name} is nested too deep") from None
+
+
+# What a shell completes -------------------------------------------------------
+
+
+def complete_key(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
+    """Keys that start so. Never makes a file, and never says what went wrong: the shell is waiting."""
+    given = context.find_root().params
+    setup = Setup(given.get("url"), given.get("namespace") or "default", as_json=False)
+    try:
+        with setup.open() as store:
+            return store.keys(incomplete, limit=COMPLETIONS_MAX).keys
+    except LimpetError:
+        return []

@@ -1,59 +1,144 @@
-"""What the commands print."""
+"""What the commands print: answers on standard output, everything else on standard error.
+
+Text is for people and pipes alike: one line an answer, columns separated by tabs, no colour. On a
+terminal the columns stand in line under a heading, and nothing is sent to it that it would obey.
+JSON is for programs: one document a line.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from base64 import b64encode
-from typing import Any
+from collections.abc import Sequence
+from typing import IO, Any, Final
 
 import click
 import msgspec
 
+from limpet.cli import failure
+from limpet.codec import Fields
 from limpet.errors import LimpetError
+from limpet.lock import LockInfo
 from limpet.model import Entry, Event, Status
+
+ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "key": 0}
+EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "key": 24, "value": 0}
+
+_SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+class Unwritable(Exception):
+    """Standard output takes no more."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(f"cannot write to standard output: {reason.strerror}")
+        self.is_closed = isinstance(reason, BrokenPipeError)
+
+
+def on_terminal() -> bool:
+    """Whether somebody is looking."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def write(content: bytes) -> None:
+    """Write to standard output, where it may wait until `flush`."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.buffer.write(content)
+    except OSError as error:
+        raise Unwritable(error) from error
+
+
+def flush() -> None:
+    """Send off what was written."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        raise Unwritable(error) from error
+
+
+def abandon(stream: IO[str]) -> None:
+    """Forget what was not written, or the interpreter would try again on its way out, and exit with 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def flush_or_abandon() -> None:
+    """Send off what was answered before an error; that nobody reads it is not worth another one."""
+    try:
+        flush()
+    except Unwritable:
+        abandon(sys.stdout)
 
 
 def show(document: dict[str, Any]) -> None:
     """Print one JSON document on one line."""
-    click.echo(msgspec.json.encode(document))
+    write(msgspec.json.encode(document) + b"\n")
 
 
-def show_value(value: Any) -> None:
-    """Print a value: JSON as JSON, bytes as they are."""
-    if isinstance(value, bytes):
-        show_raw(value)
+def show_line(text: str) -> None:
+    """Print a line, in UTF-8 whatever the locale says."""
+    write(text.encode() + b"\n")
+
+
+def show_value(value: Any, *, raw: bool = False) -> None:
+    """Print a value as JSON. Raw, a string or bytes are printed exactly as they are."""
+    if raw and isinstance(value, str | bytes):
+        write(value.encode() if isinstance(value, str) else value)
+    elif isinstance(value, bytes) and not on_terminal():
+        write(value)
     else:
-        click.echo(msgspec.json.encode(_printable(value)))
+        show_line(json_text(value))
 
 
-def show_raw(value: Any) -> None:
-    """Print a string or bytes exactly as they are; anything else as JSON."""
-    if isinstance(value, str):
-        value = value.encode()
-    if not isinstance(value, bytes):
-        show_value(value)
-        return
-    sys.stdout.flush()
-    sys.stdout.buffer.write(value)
-    sys.stdout.buffer.flush()
+def show_heading(columns: dict[str, int]) -> None:
+    """Name the columns, for somebody who looks."""
+    if on_terminal():
+        show_columns(columns, [name.upper() for name in columns])
 
 
-def show_columns(columns: list[str]) -> None:
-    """Print one line of columns, separated by tabs."""
-    click.echo("\t".join(columns))
+def show_columns(columns: dict[str, int], cells: Sequence[str]) -> None:
+    """Print one line of columns: under their heading on a terminal, else separated by tabs."""
+    if on_terminal():
+        padded = [f"{cell:<{width}}" for cell, width in zip(cells, columns.values(), strict=True)]
+        show_line(" ".join(padded).rstrip())
+    else:
+        show_line("\t".join(cells))
 
 
-def show_error(error: LimpetError, *, as_json: bool) -> None:
-    """Print what went wrong on standard error."""
+def say(text: str) -> None:
+    """Print on standard error. If that takes nothing, the exit code still tells."""
+    try:
+        click.echo(text.encode(errors="backslashreplace"), err=True)
+    except OSError:
+        abandon(sys.stderr)
+
+
+def show_note(text: str) -> None:
+    """Say something to a person that a program does not need."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        say(f"limpet: {text}")
+
+
+def show_error(error: LimpetError, *, place: str, as_json: bool) -> None:
+    """Say what went wrong."""
     if as_json:
-        document = {"error": error.code, "message": str(error), "retryable": error.retryable, "outcome": error.outcome}
-        click.echo(msgspec.json.encode(document), err=True)
-    else:
-        click.echo(f"limpet: {error}", err=True)
+        say(msgspec.json.encode(failure.as_json(error, place)).decode())
+        return
+    message, advice = failure.told(error, place)
+    say(f"limpet: {message}" if advice is None else f"limpet: {message}\n  {advice}")
 
 
-def entry_as_json(entry: Entry, *, with_value: bool = True) -> dict[str, Any]:
-    """An entry as a JSON document. Bytes are ``{"$bytes": base64}``."""
+# As JSON ----------------------------------------------------------------------
+
+
+def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
+    """An entry as a JSON document."""
     document = {
         "key": entry.key,
         "kind": entry.kind,
@@ -63,41 +148,31 @@ def entry_as_json(entry: Entry, *, with_value: bool = True) -> dict[str, Any]:
         "created_at": entry.created_at,
         "updated_at": entry.updated_at,
         "expires_at": entry.expires_at,
+        "size_bytes": entry.size_bytes,
         "meta": entry.meta,
     }
     if with_value:
-        document["value"] = _printable(entry.value)
+        document["value"] = plain(entry.value)
     return document
 
 
-def entry_columns(entry: Entry, now_ms: int) -> list[str]:
-    """An entry as columns: version, revision, size, time to live, key."""
-    ttl = "-" if entry.expires_ms is None else f"{max(0, entry.expires_ms - now_ms) / 1000:.0f}s"
-    return [str(entry.version), str(entry.revision), str(entry.size_bytes), ttl, entry.key]
-
-
 def event_as_json(event: Event) -> dict[str, Any]:
-    """An event as a JSON document."""
+    """An event as a JSON document. Without an entry, and where an event carries no value, there is null."""
+    entry = event.entry
     return {
         "op": event.op,
         "key": event.key,
-        "version": None if event.entry is None else event.entry.version,
+        "kind": None if entry is None else entry.kind,
+        "version": None if entry is None else entry.version,
         "revision": event.revision,
         "commit": event.commit,
         "position": event.position,
         "cause": event.cause,
-        "value": _printable(event.value),
+        "at": event.at,
+        "expires_at": None if entry is None else entry.expires_at,
+        "meta": None if entry is None else entry.meta,
+        "value": plain(event.value),
     }
-
-
-def event_columns(event: Event) -> list[str]:
-    """An event as columns: revision, operation, key, value."""
-    shown = (
-        ""
-        if event.entry is None or event.entry.stored is None
-        else msgspec.json.encode(_printable(event.value)).decode()
-    )
-    return [str(event.revision), event.op, event.key, shown]
 
 
 def status_as_json(status: Status) -> dict[str, Any]:
@@ -114,10 +189,76 @@ def status_as_json(status: Status) -> dict[str, Any]:
     }
 
 
-def _printable(value: Any) -> Any:
-    """A value with bytes, which stand alone or in a record's fields, as ``{"$bytes": base64}``."""
+def lock_as_json(lock: LockInfo) -> dict[str, Any]:
+    """Who holds a lock."""
+    return {"name": lock.name, "holder": lock.holder, "token": lock.token, "remaining": lock.remaining}
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: bytes are ``{"$bytes": base64}``.
+
+    Bytes stand alone or as a record's field. A field that is an object and looks like that is wrapped
+    in ``{"$json": …}``; of a value that stands alone, its kind tells.
+    """
     if isinstance(value, bytes):
         return {"$bytes": b64encode(value).decode()}
-    if isinstance(value, dict):
-        return {name: _printable(item) if isinstance(item, bytes) else item for name, item in value.items()}
+    if isinstance(value, Fields):
+        return {name: _plain_field(field) for name, field in value.items()}
     return value
+
+
+def _plain_field(field: Any) -> Any:
+    looks_special = isinstance(field, dict) and len(field) == 1 and next(iter(field)).startswith("$")
+    return {"$json": field} if looks_special else plain(field)
+
+
+# As text ----------------------------------------------------------------------
+
+
+def entry_cells(entry: Entry, now_ms: int) -> list[str]:
+    """An entry as columns."""
+    expires = "-" if entry.expires_ms is None else span(max(0, entry.expires_ms - now_ms) / 1000)
+    return [str(entry.version), str(entry.revision), str(entry.size_bytes), expires, visible(entry.key)]
+
+
+def event_cells(event: Event) -> list[str]:
+    """An event as columns. The value is empty where the event carries none."""
+    entry, at = event.entry, event.at
+    has_value = entry is not None and entry.stored is not None
+    return [
+        str(event.revision),
+        "-" if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+        event.op,
+        "-" if entry is None else str(entry.version),
+        visible(event.key),
+        json_text(event.value) if has_value else "",
+    ]
+
+
+def visible(text: str) -> str:
+    """A key on one line: what a terminal would obey, or a pipe take for the next line, is escaped as in JSON."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+
+
+def span(seconds: float) -> str:
+    """A duration as it is written: ``1h30m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    left, parts = round(seconds), ""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        parts += f"{count}{unit}" if count else ""
+    return parts
+
+
+def _escaped(letter: str) -> str:
+    units = letter.encode("utf-16-be").hex()
+    return _SHORT.get(letter) or "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, on one line."""
+    text = msgspec.json.encode(plain(value)).decode()
+    return visible(text) if on_terminal() else text

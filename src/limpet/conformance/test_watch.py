@@ -586,6 +586,33 @@ async def test_an_event_names_the_request_that_caused_it(store: limpet.Store) ->
     assert [event.cause for event in events] == ["first-request", "second-request", "second-request"]
 
 
+async def test_an_event_says_when_it_happened(store: limpet.Store, elapse: Elapse) -> None:
+    """An event says when it was committed, by the clock that decides about expiry."""
+    async with store.watch() as watch:
+        first = await store.put("a", 1)
+        await elapse(0.3)
+        await store.touch("a", 60)
+        await elapse(0.3)
+        await store.delete("a")
+        put, touch, delete = await next_events(watch, 3)
+
+    assert put.at == first.created_at
+    assert touch.at is not None
+    assert delete.at is not None
+    assert (touch.at - first.created_at).total_seconds() >= 0.3
+    assert (delete.at - touch.at).total_seconds() >= 0.3
+
+
+async def test_an_initial_entry_says_when_it_was_written(store: limpet.Store) -> None:
+    """An event says when it was committed, by the clock that decides about expiry."""
+    entry = await store.put("a", 1)
+
+    async with store.watch(initial=True) as watch:
+        there, synced = await next_events(watch, 2)
+
+    assert (there.at, synced.at) == (entry.updated_at, None)
+
+
 async def test_writes_without_a_request_id_have_causes_of_their_own(store: limpet.Store) -> None:
     """An event names its cause: the request id of the write."""
     async with store.watch() as watch:

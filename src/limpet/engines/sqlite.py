@@ -40,7 +40,16 @@ from limpet import codec
 from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.codec import Stored
 from limpet.engine import SCAN_CALLS, Address, Bell, Budget, new_request_id
-from limpet.errors import Ambiguous, Closed, Compacted, Corrupt, InvalidValue, LimpetError, Unavailable
+from limpet.errors import (
+    Ambiguous,
+    Closed,
+    Compacted,
+    Corrupt,
+    InvalidValue,
+    LimpetError,
+    PermissionDenied,
+    Unavailable,
+)
 from limpet.keys import Span
 from limpet.model import (
     Batch,
@@ -71,7 +80,8 @@ EXAMINED_MAX: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
 POLL_S: Final = 0.01
 BUSY_TIMEOUT_MS: Final = 5_000
-CACHE_BYTES_MAX: Final = 16_000_000
+CACHED_MAX: Final = 16_384
+CACHED_BYTES_MAX: Final = 2_048
 
 _COLUMNS: Final = "key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
 _READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
@@ -132,6 +142,8 @@ async def open(address: Address, clock: Clock) -> SqliteEngine:
     synchronous = address.take("synchronous", "full", ("full", "extra", "normal"))
     if not address.path.startswith("///") or len(address.path) == 3:
         raise InvalidValue(f"{address}: write sqlite:///relative.db or sqlite:////absolute/path.db")
+    if "\0" in address.path:
+        raise InvalidValue(f"{address}: a path holds no U+0000")
     return SqliteEngine(address.path[3:], synchronous, clock)
 
 
@@ -430,8 +442,10 @@ class SqliteEngine:
             header = self._board.header()
             if cache.header != header:
                 cache = self._cache = _Cache(header)
-            elif (known := cache.entries.get(place, _UNKNOWN)) is not _UNKNOWN:
-                return known
+            else:
+                known: Entry | None = cache.entries.get(place, _UNKNOWN)
+                if known is not _UNKNOWN:
+                    return known
         row = reader.execute(_READ, place).fetchone()
         entry = None if row is None else _entry(row)
         if cache is not None:
@@ -587,9 +601,14 @@ class SqliteEngine:
             # touched: closing any descriptor of it drops the locks that this process has on it.
             if not os.path.exists(self._path):
                 _make_empty(self._path)
-            elif not os.access(self._path, os.W_OK):
+            elif not os.access(self._path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
                 # SQLite would open it all the same, and refuse the first write only.
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            # Waiting makes no folder.
+            raise InvalidValue(f"cannot open {self._path}: {error.strerror}") from error
+        except PermissionError as error:
+            raise PermissionDenied(f"cannot open {self._path}: {error.strerror}") from error
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
         with self._writing:
@@ -711,7 +730,7 @@ class _Ticket:
 
 
 def _answer(group: Iterable[_Ticket]) -> None:
-    """Wake the callers of a group, with one call into each loop."""
+    """Wake the callers of a group that wait on a loop, with one call into each loop."""
     waiting: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for ticket in group:
         if ticket.waiter is not None:
@@ -914,7 +933,6 @@ class _Cache:
         self.header = header
         self.entries: dict[_Place, Entry | None] = {}
         self.tallies: dict[str, tuple[int, ...]] = {}
-        self._room_bytes = CACHE_BYTES_MAX
         self._lock = threading.Lock()
 
     def keep(self, header: bytes, place: _Place, entry: Entry | None) -> None:
@@ -933,19 +951,14 @@ class _Cache:
             self.header = header
 
     def _put(self, place: _Place, entry: Entry | None) -> None:
-        self._room_bytes -= _cost_bytes(entry)
-        old = self.entries.pop(place, _UNKNOWN)
-        if old is not _UNKNOWN:
-            self._room_bytes += _cost_bytes(old)
-        self.entries[place] = entry
-        while self._room_bytes < 0:
-            oldest = next(iter(self.entries))
-            self._room_bytes += _cost_bytes(self.entries.pop(oldest))
-
-
-def _cost_bytes(entry: Entry | None) -> int:
-    """About what an entry takes in memory."""
-    return 400 if entry is None else 500 + entry.size_bytes
+        entries = self.entries
+        if entry is not None and entry.size_bytes > CACHED_BYTES_MAX:
+            entries.pop(place, None)
+            return
+        if len(entries) >= CACHED_MAX and place not in entries:
+            # The one that has been there for longest.
+            del entries[next(iter(entries))]
+        entries[place] = entry
 
 
 class _Board:

@@ -1,0 +1,34 @@
+"""What the tests of the command line share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.support import Limpet
+
+
+@pytest.fixture(autouse=True)
+def nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of the developer's, and no file in the folder of the tests."""
+    for name in ("LIMPET_URL", "LIMPET_NAMESPACE", "LIMPET_LOCK", "LIMPET_FENCING_TOKEN", "PYTHONUNBUFFERED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """The store of this test, not made yet."""
+    return tmp_path / "state.db"
+
+
+@pytest.fixture
+def url(file: Path) -> str:
+    return f"sqlite:///{file}"
+
+
+@pytest.fixture
+def run(url: str) -> Limpet:
+    """Runs ``limpet`` in this process, on a file of the test's own."""
+    return Limpet(url)
