@@ -74,7 +74,7 @@ from limpet.transition import plan, recall
 T = TypeVar("T")
 
 GROUP_MAX: Final = 256
-LOAD_MAX: Final = 256
+FETCH_MAX: Final = 256
 INLINE_ROWS_MAX: Final = 500
 EXAMINED_MAX: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
@@ -367,13 +367,14 @@ class SqliteEngine:
         try:
             # Nobody else can commit from here on, so what the cache holds now stays true.
             cache = self._valid_cache()
-            work = _Work(writer, group, cache)
+            work = _Work(writer, cache)
+            if len(group) > 1:
+                work.fetch(group)
             now_ms = self._now_ms()
             outcomes = [work.settle(ticket, now_ms) for ticket in group]
             if not work.write():
                 writer.execute("ROLLBACK")
                 return outcomes
-            self._cache = None
         except Exception as error:
             self._abandon()
             raise self._translated(error) from error
@@ -384,12 +385,11 @@ class SqliteEngine:
             if _code(error).startswith(("SQLITE_FULL", "SQLITE_BUSY")):
                 raise self._translated(error) from error
             # An I/O error here leaves it open: recovery may find the commit in the WAL.
-            return [self._unknown(ticket, work.spaces[ticket.namespace].first_revision, error) for ticket in group]
+            return [self._unknown(ticket, work.first_revisions[ticket.namespace], error) for ticket in group]
         self._cache = self._cache_after(cache, work)
-        for namespace, space in work.spaces.items():
-            self._latest_ms = max(self._latest_ms, space.tally.at_ms)
-            if space.tally.revision > space.first_revision:
-                self._bell.ring(namespace)
+        for namespace, tally in work.news.items():
+            self._latest_ms = max(self._latest_ms, tally.at_ms)
+            self._bell.ring(namespace)
         return outcomes
 
     def _header(self) -> bytes | None:
@@ -427,6 +427,8 @@ class SqliteEngine:
 
     def _abandon(self) -> None:
         """Let go of a writer whose transaction went wrong; the next group opens another."""
+        # Its tallies have counted what did not happen.
+        self._cache = None
         writer, self._writer = self._writer, None
         if writer is not None:
             with _opening, contextlib.suppress(sqlite3.Error):
@@ -764,10 +766,8 @@ class _Tally:
         return cls(namespace, connection.execute(_TALLY, (namespace,)).fetchone())
 
     def save(self, connection: _Connection) -> None:
-        connection.execute(_SET_TALLY, (self.namespace, *self.row()))
-
-    def row(self) -> tuple[int, ...]:
-        return self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes
+        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
+        connection.execute(_SET_TALLY, (self.namespace, *row))
 
 
 class _Work:
@@ -776,80 +776,54 @@ class _Work:
     Each batch sees the file as the batches before it in the group will leave it.
     """
 
-    def __init__(self, writer: _Connection, group: Iterable[_Ticket], cache: _Cache | None) -> None:
-        self.spaces: dict[str, _Space] = {}
-        for ticket in group:
-            space = self.spaces.get(ticket.namespace)
-            if space is None:
-                space = self.spaces[ticket.namespace] = _Space(writer, ticket.namespace)
-            space.want(ticket.batch)
-        for space in self.spaces.values():
-            space.load(cache)
-
-    def settle(self, ticket: _Ticket, now_ms: int) -> Commit | Refusal | Exception:
-        """Decide one batch and take its changes into the group."""
-        return self.spaces[ticket.namespace].settle(ticket, now_ms)
-
-    def write(self) -> bool:
-        """Bring everything gathered into the file's transaction. False when there was nothing."""
-        return any([space.write() for space in self.spaces.values()])
-
-
-class _Space:
-    """One namespace as a group sees it: what was read of it, and what has become of that."""
-
-    def __init__(self, writer: _Connection, namespace: str) -> None:
+    def __init__(self, writer: _Connection, cache: _Cache | None) -> None:
         self._writer = writer
-        self.namespace = namespace
-        self._wanted: list[str] = []
-        self._loaded: dict[str, Sequence[Any]] = {}
-        self.seen: dict[tuple[Family, str], Entry | None] = {}
-        self.rows: dict[tuple[Family, str], tuple[Any, ...] | None] = {}
+        self._cached: dict[_Place, Entry | None] = {} if cache is None else cache.entries
+        self._tallies: dict[str, _Tally] = {} if cache is None else cache.tallies
+        self._fetched: dict[_Place, Sequence[Any] | None] = {}
+        self.seen: dict[_Place, Entry | None] = {}
+        self._rows: dict[_Place, tuple[Any, ...] | None] = {}
         self._log: list[tuple[Any, ...]] = []
+        self.first_revisions: dict[str, int] = {}
+        self.news: dict[str, _Tally] = {}
 
-    def want(self, batch: Batch) -> None:
-        """Note which data a batch will look at. Locks and receipts are few and read one by one."""
-        for write in batch.writes:
-            self._wanted.append(write.key)
-        for guard in batch.guards:
-            self._wanted.append(guard.key)
+    @property
+    def changed(self) -> Iterable[_Place]:
+        """What will be different."""
+        return self._rows
 
-    def load(self, cache: _Cache | None) -> None:
-        """Find out about all that is wanted, in as few statements as will do."""
-        namespace, wanted = self.namespace, self._wanted
-        tally = None
-        if cache is not None:
-            tally = cache.tallies.get(namespace)
-            wanted = [key for key in wanted if not self._takes(cache, key)]
-        self.tally = _Tally(namespace, tally) if tally is not None else _Tally.load(self._writer, namespace)
-        self.first_revision = self.tally.revision
-        for start in range(0, len(wanted), LOAD_MAX):
-            keys = wanted[start : start + LOAD_MAX]
-            # A few lengths of statement serve all numbers of keys; asking for one twice does no harm.
-            length = 1 << (len(keys) - 1).bit_length()
-            keys += keys[-1:] * (length - len(keys))
-            rows = self._writer.execute(_read_several(length), (namespace, "data", *keys))
-            self._loaded.update((row[0].decode(), row) for row in rows)
-
-    def _takes(self, cache: _Cache, key: str) -> bool:
-        """Take an entry from the cache, if it is there."""
-        entry = cache.entries.get((self.namespace, "data", key), _UNKNOWN)
-        if entry is not _UNKNOWN:
-            self.seen["data", key] = entry
-        return entry is not _UNKNOWN
+    def fetch(self, group: Iterable[_Ticket]) -> None:
+        """Read the data that batches will look at, in as few statements as will do. Locks and receipts are few."""
+        for ticket in group:
+            for asked in (*ticket.batch.writes, *ticket.batch.guards):
+                if asked.family == "data":
+                    place: _Place = (ticket.namespace, "data", asked.key)
+                    if place not in self._cached:
+                        self._fetched[place] = None
+        for namespace in {place[0] for place in self._fetched}:
+            wanted = [place[2] for place in self._fetched if place[0] == namespace]
+            for start in range(0, len(wanted), FETCH_MAX):
+                keys = wanted[start : start + FETCH_MAX]
+                # A few lengths of statement serve all numbers of keys; asking for one twice does no harm.
+                length = 1 << (len(keys) - 1).bit_length()
+                keys += keys[-1:] * (length - len(keys))
+                for row in self._writer.execute(_read_several(length), (namespace, "data", *keys)):
+                    self._fetched[namespace, "data", row[0].decode()] = row
 
     def settle(self, ticket: _Ticket, now_ms: int) -> Commit | Refusal | Exception:
         """Decide one batch and take in what it changes."""
-        batch, tally = ticket.batch, self.tally
+        namespace, batch = ticket.namespace, ticket.batch
+        tally = self._tally(namespace)
+        find = functools.partial(self._find, namespace)
         # The clock of another process on this file may be a little ahead.
         now_ms = max(now_ms, tally.at_ms)
         try:
             if batch.retry_since is not None:
-                rows = self._writer.execute(_CAUSED, (self.namespace, batch.retry_since, batch.request_id)).fetchall()
-                earlier = recall(batch, map(_change, rows), self.find)
+                rows = self._writer.execute(_CAUSED, (namespace, batch.retry_since, batch.request_id)).fetchall()
+                earlier = recall(batch, map(_change, rows), find)
                 if earlier is not None:
                     return earlier
-            outcome = plan(batch, self.find, now_ms=now_ms, revision=tally.revision, cause=ticket.request_id)
+            outcome = plan(batch, find, now_ms=now_ms, revision=tally.revision, cause=ticket.request_id)
         except sqlite3.Error:
             raise
         except Exception as error:
@@ -858,33 +832,54 @@ class _Space:
         if isinstance(outcome, Refusal):
             return outcome
         for change in outcome.changes:
-            self._apply(change)
+            self._apply(tally, change)
         if outcome.receipt is not None:
-            place: tuple[Family, str] = ("receipt", outcome.receipt.key)
-            self.seen[place], self.rows[place] = outcome.receipt, _entry_row(outcome.receipt)
+            place: _Place = (namespace, "receipt", outcome.receipt.key)
+            self.seen[place], self._rows[place] = outcome.receipt, _entry_row(outcome.receipt)
         tally.at_ms = now_ms
         return outcome.commit
 
-    def find(self, family: Family, key: str) -> Entry | None:
-        place = (family, key)
-        if place in self.seen:
-            return self.seen[place]
-        if family == "data":
-            row = self._loaded.get(key)
-        else:
-            row = self._writer.execute(_READ, (self.namespace, family, key)).fetchone()
-        found = self.seen[place] = None if row is None else _entry(row)
+    def write(self) -> bool:
+        """Bring everything gathered into the file's transaction. False when there was nothing."""
+        writes = [(place[0], place[1], *row) for place, row in self._rows.items() if row is not None]
+        if writes:
+            self._writer.executemany(_WRITE, writes)
+        if len(writes) < len(self._rows):
+            self._writer.executemany(_ERASE, [place for place, row in self._rows.items() if row is None])
+        if self._log:
+            self._writer.executemany(_LOG, self._log)
+            for tally in self.news.values():
+                tally.save(self._writer)
+        return bool(self._rows)
+
+    def _tally(self, namespace: str) -> _Tally:
+        found = self._tallies.get(namespace)
+        if found is None:
+            found = self._tallies[namespace] = _Tally.load(self._writer, namespace)
+        self.first_revisions.setdefault(namespace, found.revision)
         return found
 
-    def _apply(self, change: Change) -> None:
-        entry, family, tally = change.entry, change.family, self.tally
-        place = (family, entry.key)
-        before, after = self.seen[place], change.after
+    def _find(self, namespace: str, family: Family, key: str) -> Entry | None:
+        place = (namespace, family, key)
+        found: Entry | None = self.seen.get(place, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = self._cached.get(place, _UNKNOWN)
+            if found is _UNKNOWN:
+                fetched = place in self._fetched
+                row = self._fetched[place] if fetched else self._writer.execute(_READ, place).fetchone()
+                found = None if row is None else _entry(row)
+            self.seen[place] = found
+        return found
+
+    def _apply(self, tally: _Tally, change: Change) -> None:
+        entry, after = change.entry, change.after
+        place = (tally.namespace, change.family, entry.key)
+        before = self.seen[place]
         size_bytes = entry.weight_bytes
         tally.revision = change.revision
         tally.log_changes += 1
         tally.log_bytes += size_bytes
-        if family == "data":
+        if change.family == "data":
             if before is not None:
                 tally.keys -= 1
                 tally.size_bytes -= before.weight_bytes
@@ -892,21 +887,9 @@ class _Space:
                 tally.keys += 1
                 tally.size_bytes += size_bytes
         row = _entry_row(entry)
-        self.seen[place], self.rows[place] = after, None if after is None else row
-        self._log.append((self.namespace, size_bytes, *_change_row(change, row)))
-
-    def write(self) -> bool:
-        """Bring everything gathered into the file's transaction. False when there was nothing."""
-        namespace, rows = self.namespace, self.rows
-        writes = [(namespace, place[0], *row) for place, row in rows.items() if row is not None]
-        if writes:
-            self._writer.executemany(_WRITE, writes)
-        if len(writes) < len(rows):
-            self._writer.executemany(_ERASE, [(namespace, *place) for place, row in rows.items() if row is None])
-        if self._log:
-            self._writer.executemany(_LOG, self._log)
-            self.tally.save(self._writer)
-        return bool(rows)
+        self.seen[place], self._rows[place] = after, None if after is None else row
+        self.news[tally.namespace] = tally
+        self._log.append((tally.namespace, size_bytes, *_change_row(change, row)))
 
 
 # The cache ----------------------------------------------------------------------
@@ -932,7 +915,7 @@ class _Cache:
     def __init__(self, header: bytes) -> None:
         self.header = header
         self.entries: dict[_Place, Entry | None] = {}
-        self.tallies: dict[str, tuple[int, ...]] = {}
+        self.tallies: dict[str, _Tally] = {}
         self._lock = threading.Lock()
 
     def keep(self, header: bytes, place: _Place, entry: Entry | None) -> None:
@@ -944,10 +927,8 @@ class _Cache:
     def carry(self, header: bytes, work: _Work) -> None:
         """Go on under the header of our own commit, knowing what it changed."""
         with self._lock:
-            for namespace, space in work.spaces.items():
-                self.tallies[namespace] = space.tally.row()
-                for family, key in space.rows:
-                    self._put((namespace, family, key), space.seen[family, key])
+            for place in work.changed:
+                self._put(place, work.seen[place])
             self.header = header
 
     def _put(self, place: _Place, entry: Entry | None) -> None:
