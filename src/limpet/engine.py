@@ -273,7 +273,7 @@ class Budget:
     next. Without a loop nobody is starved and nothing is measured.
     """
 
-    def __init__(self, turn_s: float = 0.002, calls: int = 25, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, turn_s: float = 0.001, calls: int = 25, timer: Callable[[], float] = time.perf_counter) -> None:
         self._turn_s = turn_s
         self._calls = calls
         self._timer = timer

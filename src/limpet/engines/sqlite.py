@@ -160,7 +160,12 @@ class SqliteEngine:
         self._latest_ms = 0
         self._budget = Budget()
         self._start()
-        self._store_id, self._epoch = self._prepare()
+        try:
+            self._store_id, self._epoch = self._prepare()
+        except BaseException:
+            with _opening:
+                self._let_go()
+            raise
         _engines.add(self)
 
     def _start(self) -> None:
@@ -253,17 +258,17 @@ class SqliteEngine:
         """See `Engine.changes`."""
         deadline = time.monotonic() + wait_s
         while True:
-            mark, header = self._bell.mark(namespace), self._header()
+            mark, sight = self._bell.mark(namespace), self._sight()
             feed = self._feed(namespace, after, span, limit)
             if feed.changes or time.monotonic() >= deadline or not has_loop():
                 return feed
-            await self._news(namespace, mark, header, deadline)
+            await self._news(namespace, mark, sight, deadline)
 
-    async def _news(self, namespace: str, mark: object, header: bytes | None, deadline: float) -> None:
+    async def _news(self, namespace: str, mark: object, sight: object, deadline: float) -> None:
         """Wait for a reason to look again. Other processes ring no bell here, but their commits show on the board."""
         while (left := deadline - time.monotonic()) > 0:
             await self._bell.wait(namespace, mark, min(left, POLL_S))
-            if self._bell.mark(namespace) is not mark or header is None or self._header() != header:
+            if self._bell.mark(namespace) is not mark or sight is None or self._sight() != sight:
                 return
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
@@ -368,7 +373,7 @@ class SqliteEngine:
             # Nobody else can commit from here on, so what the cache holds now stays true.
             cache = self._valid_cache()
             work = _Work(writer, cache)
-            if len(group) > 1:
+            if len(group) > 1 or len(group[0].batch.writes) > 1:
                 work.fetch(group)
             now_ms = self._now_ms()
             outcomes = [work.settle(ticket, now_ms) for ticket in group]
@@ -392,10 +397,11 @@ class SqliteEngine:
             self._bell.ring(namespace)
         return outcomes
 
-    def _header(self) -> bytes | None:
+    def _sight(self) -> tuple[_Board, bytes] | None:
         """What every commit of every process changes; None when that cannot be seen."""
+        # With the board, because what stood in a header may stand in that of the next one again.
         board = self._board
-        return None if board is None else board.header()
+        return None if board is None else (board, board.header())
 
     def _valid_cache(self) -> _Cache | None:
         """The cache if it shows the file as it is. The caller has begun a write transaction."""
@@ -645,7 +651,7 @@ class SqliteEngine:
             connection = self._connected(reads)
             self._connections[connection] = threading.current_thread() if reads else None
             if self._board is None:
-                self._board = _Board.join(f"{self._path}-shm")
+                self._board = _Board.join(connection)
                 self._cache = None if self._board is None else _Cache(_NO_HEADER)
             return connection
 
@@ -929,6 +935,8 @@ class _Cache:
         with self._lock:
             for place in work.changed:
                 self._put(place, work.seen[place])
+            if len(self.tallies) > CACHED_MAX:
+                self.tallies.clear()
             self.header = header
 
     def _put(self, place: _Place, entry: Entry | None) -> None:
@@ -954,20 +962,25 @@ class _Board:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._map = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
         self._users = 0
+        self._map: mmap.mmap | None = None
+        with contextlib.suppress(OSError, ValueError):
+            self._map = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
 
     @classmethod
-    def join(cls, path: str) -> _Board | None:
-        """The board of a file that this process has open in SQLite. The caller holds _opening."""
+    def join(cls, connection: _Connection) -> _Board | None:
+        """The board of the file that a connection is of; None where it cannot be mapped. The caller holds _opening."""
         cls._forget_removed()
+        # As SQLite names it: behind a symbolic link, the shared memory lies beside the file.
+        path = os.fsdecode(connection.execute("PRAGMA database_list").fetchone()[2]) + "-shm"
         try:
             status = os.stat(path)
             board = cls._boards.get((status.st_dev, status.st_ino))
             if board is None:
                 board = cls._boards[status.st_dev, status.st_ino] = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        except (OSError, ValueError):
-            # Without it every read asks the file.
+        except OSError:
+            return None
+        if board._map is None:
             return None
         board._users += 1
         return board
@@ -980,12 +993,22 @@ class _Board:
     @classmethod
     def _forget_removed(cls) -> None:
         for place, board in list(cls._boards.items()):
-            if board._users == 0 and os.fstat(board._descriptor).st_nlink == 0:
+            try:
+                status = os.fstat(board._descriptor)
+            except OSError:
+                is_ours = False
+            else:
+                is_ours = (status.st_dev, status.st_ino) == place
+            if not is_ours:
+                # A child that made itself a daemon has closed what it inherited, and may use the number again.
+                del cls._boards[place]
+            elif board._users == 0 and status.st_nlink == 0:
                 del cls._boards[place]
                 os.close(board._descriptor)
 
     def header(self) -> bytes:
         """What every commit changes."""
+        assert self._map is not None
         return self._map[:48]
 
 
