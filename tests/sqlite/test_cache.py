@@ -879,6 +879,19 @@ async def test_a_refused_batch_leaves_what_was_known(rows: Rows, engine: SqliteE
     assert [await number(engine, key) for key in ("key", "beside")] == [2, 1]
 
 
+async def test_a_group_of_nobody_changes_nothing(engine: SqliteEngine) -> None:
+    """All who were queued may have been cancelled before their group began."""
+    await engine.commit("default", batch(put("key", 1)))
+    assert await number(engine, "key") == 1
+    writer = engine._writer
+
+    with engine._writing:
+        engine._commit_queued()
+
+    assert engine._writer is writer
+    assert keeps(engine, "key")
+
+
 # Readers that were held up ------------------------------------------------------
 
 
@@ -1233,20 +1246,29 @@ def forks_among_cached_readers(url: str, forks: str) -> None:
 
 
 @scene
-def forks_as_a_daemon_does(url: str) -> None:
-    """The child closes all descriptors that it inherited. Tells what it reads and writes then."""
+def forks_as_a_daemon_does(url: str, opens: str) -> None:
+    """The child closes all descriptors that it inherited, and perhaps opens files of its own, which get their numbers.
+
+    Tells what it reads and writes then, and how many of its files it lost.
+    """
     with limpet.sync.open(url, sweep=False) as store:
         before = store.add("count")
 
         def work() -> list[Any]:
             for name in os.listdir("/dev/fd"):
-                try:
+                with suppress(OSError):
                     # All but the pipes, by which it tells.
                     if int(name) > 2 and not stat.S_ISFIFO(os.fstat(int(name)).st_mode):
                         os.close(int(name))
+            own = [os.open(sys.executable, os.O_RDONLY) for _ in range(int(opens))]
+            told = [store.get("count"), store.add("count"), store.get("count")]
+            lost = 0
+            for descriptor in own:
+                try:
+                    lost += not os.path.samestat(os.fstat(descriptor), os.stat(sys.executable))
                 except OSError:
-                    pass
-            return [store.get("count"), store.add("count"), store.get("count")]
+                    lost += 1
+            return [*told, lost]
 
         say([before, *in_child(work)(), store.get("count")])
 
@@ -1269,19 +1291,21 @@ def test_a_fork_among_readers_of_the_cache_deceives_nobody(url: str) -> None:
     assert reads > 100
 
 
+@pytest.mark.parametrize("opens", [0, 3, 40])
 @pytest.mark.parametrize("held_elsewhere", [False, True])
-def test_a_child_that_closes_what_it_inherited_goes_on(url: str, held_elsewhere: bool) -> None:
+def test_a_child_that_closes_what_it_inherited_goes_on(url: str, held_elsewhere: bool, opens: int) -> None:
     """A child after a fork goes on with its own connections.
 
-    A daemon closes all descriptors after its fork, those it does not know of as well. While another process has
-    the file open, its shared memory outlives the fork.
+    A daemon closes all descriptors after its fork, those it does not know of as well, and their numbers go to what
+    is opened next: files of its own, or SQLite's. While another process has the file open, its shared memory
+    outlives the fork, and so would a descriptor of it that somebody closes later.
     """
     with ExitStack() as stack:
         if held_elsewhere:
             store = stack.enter_context(limpet.sync.open(url, sweep=False))
             assert store.get("count") is None
-        with Peer("forks_as_a_daemon_does", url) as process:
-            assert process.hear() == [1, 1, 2, 2, 2]
+        with Peer("forks_as_a_daemon_does", url, opens) as process:
+            assert process.hear() == [1, 1, 2, 2, 0, 2]
 
 
 # Connections that come and go ---------------------------------------------------

@@ -78,7 +78,7 @@ FETCH_MAX: Final = 256
 INLINE_ROWS_MAX: Final = 500
 EXAMINED_MAX: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
-POLL_S: Final = 0.01
+POLL_S: Final = 0.02
 BUSY_TIMEOUT_MS: Final = 5_000
 CACHED_MAX: Final = 16_384
 CACHED_BYTES_MAX: Final = 2_048
@@ -349,6 +349,8 @@ class SqliteEngine:
                 group.append(self._queue.popleft())
             except IndexError:  # A waiter was cancelled between the look and the take.
                 break
+        if not group:
+            return
         try:
             outcomes = self._commit_group(group)
         except Exception as error:
@@ -444,11 +446,11 @@ class SqliteEngine:
 
     def _read_one(self, reader: _Connection, place: _Place) -> Entry | None:
         """What is under a key, expired or not: from the cache, as long as nobody has committed since."""
-        cache, header = self._cache, _NO_HEADER
-        if cache is not None and self._board is not None:
+        cache, header, board = self._cache, _NO_HEADER, self._board
+        if board is not None:
             # Before the row, never after: a commit in between must not pass for one that was seen.
-            header = self._board.header()
-            if cache.header != header:
+            header = board.header()
+            if cache is None or cache.header != header:
                 cache = self._cache = _Cache(header)
             else:
                 known: Entry | None = cache.entries.get(place, _UNKNOWN)
@@ -922,7 +924,7 @@ class _Cache:
         self.header = header
         self.entries: dict[_Place, Entry | None] = {}
         self.tallies: dict[str, _Tally] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def keep(self, header: bytes, place: _Place, entry: Entry | None) -> None:
         """Keep what was read after this header was seen."""
@@ -993,18 +995,16 @@ class _Board:
     @classmethod
     def _forget_removed(cls) -> None:
         for place, board in list(cls._boards.items()):
-            try:
-                status = os.fstat(board._descriptor)
-            except OSError:
-                is_ours = False
-            else:
-                is_ours = (status.st_dev, status.st_ino) == place
-            if not is_ours:
-                # A child that made itself a daemon has closed what it inherited, and may use the number again.
-                del cls._boards[place]
-            elif board._users == 0 and status.st_nlink == 0:
+            if board._users == 0 and os.fstat(board._descriptor).st_nlink == 0:
                 del cls._boards[place]
                 os.close(board._descriptor)
+
+    @classmethod
+    def forget_all(cls) -> None:
+        """In a child, before anything else: it has no locks to lose yet, and may later reuse these numbers."""
+        for board in cls._boards.values():
+            os.close(board._descriptor)
+        cls._boards.clear()
 
     def header(self) -> bytes:
         """What every commit changes."""
@@ -1199,6 +1199,7 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    _Board.forget_all()
     _opening.release()
     while _forking:
         _forking.pop()._start()
