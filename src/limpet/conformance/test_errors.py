@@ -77,8 +77,8 @@ EXAMPLES: list[LimpetError] = [
 
 
 def leaves(kind: type[LimpetError] = LimpetError) -> set[type[LimpetError]]:
-    """The errors of the package that stand at the end of the tree."""
-    below = [child for child in kind.__subclasses__() if child.__module__.startswith("limpet.")]
+    """The errors of the contract that stand at the end of the tree."""
+    below = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
     return {kind} if not below else set().union(*(leaves(child) for child in below))
 
 

@@ -80,7 +80,7 @@ EXAMINED_MAX: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
 POLL_S: Final = 0.02
 BUSY_TIMEOUT_MS: Final = 5_000
-CACHED_MAX: Final = 16_384
+CACHED_MAX: Final = 12_288
 CACHED_BYTES_MAX: Final = 2_048
 
 _COLUMNS: Final = "key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
