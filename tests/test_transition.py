@@ -706,3 +706,10 @@ def test_a_repeated_request_gets_the_first_answer(wanted: Batch, state: Map) -> 
     again = decide(asked, {("receipt", "r1"): outcome.receipt})
 
     assert again == Plan(msgspec.structs.replace(outcome.commit, replayed=True), ())
+
+
+def test_a_batch_that_nobody_named_is_not_found_in_the_log() -> None:
+    """An expiry has no cause either, and is not to be taken for the work of a batch without a name."""
+    expired = Change("expire", entry("a"), 7, 7, NOW)
+
+    assert recall(Batch((), (Put("a", b"1"),)), [expired], NOTHING) is None
