@@ -69,6 +69,7 @@ class Store:
 
     async def get(self, key: str, default: Any = None) -> Any:
         """The value under a key, or the default when there is none."""
+        # Straight to the engine: the most used verb goes through one coroutine less.
         try:
             (entry,) = await self._session.engine.read(self.name, (check_key(key),))
         except TransientError:

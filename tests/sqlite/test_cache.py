@@ -32,6 +32,7 @@ import pytest
 
 import limpet
 import limpet.sync
+from limpet import hub
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
 from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch, Unavailable
@@ -1605,10 +1606,10 @@ async def test_namespaces_take_no_more_room_than_there_is(
 async def test_news_of_another_process_come_soon(
     url: str, path: Path, monkeypatch: pytest.MonkeyPatch, sight: str
 ) -> None:
-    """Writes through one store wake the watchers of another: within a tenth of a second, nearly always."""
+    """Writes through one store wake the watchers of another, long before the wait would end by itself."""
     if sight == BLIND:
         go_blind(monkeypatch.setattr)
-    rounds, delays = LONG * 30, list[float]()
+    rounds = LONG * 30
     dice = random.Random(11)
     async with limpet.open(url, sweep=False) as store, store.watch("news") as watch:
         with Peer("obeys", url, path, sight) as there:
@@ -1616,13 +1617,9 @@ async def test_news_of_another_process_come_soon(
             for turn in range(1, rounds + 1):
                 await asyncio.sleep(dice.random() * 0.03)
                 telling = asyncio.create_task(asyncio.to_thread(there.do, "tell", "news"))
-                event = await asyncio.wait_for(anext(watch), PATIENCE_S)
-                heard = time.monotonic()
+                event = await asyncio.wait_for(anext(watch), hub.WAIT_S / 2)
                 assert event.value == turn
-                delays.append(heard - await telling)
-
-    # A machine with other things to do may hold up one or two.
-    assert sorted(delays)[rounds * 9 // 10] < 0.1
+                await telling
 
 
 async def test_whoever_waits_leaves_the_file_alone(url: str, path: Path) -> None:
