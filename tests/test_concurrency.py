@@ -380,3 +380,52 @@ async def test_writers_leave_the_loop_to_others(url: str) -> None:
 
     assert turns.most_calls <= CALLS + TASKS
     assert turns.count >= TASKS * 50 // (CALLS + TASKS)
+
+
+async def test_writers_are_not_starved_by_readers(url: str) -> None:
+    """A loop that does nothing but read starves nobody.
+
+    A read from the cache never lets go of the interpreter, which a commit in another thread needs after each of
+    its statements. Unless readers pause, a commit takes a second, and all of these minutes.
+    """
+    async with limpet.open(url) as store:
+        await store.put("key", 0)
+        done = False
+
+        async def read() -> None:
+            while not done:
+                await store.get("key")
+
+        reading = [asyncio.create_task(read()) for _ in range(4)]
+        async with asyncio.timeout(PATIENCE_S):
+            for number in range(200):
+                await store.put("key", number)
+        done = True
+        await asyncio.gather(*reading)
+
+
+def test_threads_that_write_are_not_starved_by_threads_that_read(url: str) -> None:
+    """A loop that does nothing but read starves nobody, in a thread as little as on an event loop."""
+    done = threading.Event()
+    with limpet.sync.open(url) as store:
+        store.put("key", 0)
+
+        def read() -> None:
+            while not done.is_set():
+                store.get("key")
+
+        def write() -> None:
+            for number in range(200):
+                store.put("key", number)
+
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+        writing = threading.Thread(target=write, daemon=True)
+        for thread in (*readers, writing):
+            thread.start()
+        writing.join(PATIENCE_S)
+        is_starved = writing.is_alive()
+        done.set()
+        for thread in (*readers, writing):
+            thread.join()
+
+    assert not is_starved

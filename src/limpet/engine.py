@@ -27,10 +27,23 @@ from limpet.errors import InvalidValue
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
 
-__all__ = ["SCAN_CALLS", "Address", "Bell", "Budget", "Engine", "is_made_here", "new_request_id", "open_engine"]
+__all__ = [
+    "PAUSE_S",
+    "SCAN_CALLS",
+    "Address",
+    "Bell",
+    "Budget",
+    "Engine",
+    "is_made_here",
+    "new_request_id",
+    "open_engine",
+]
 
 SCAN_CALLS: Final = 25
 """What a scan counts in a budget: as many calls as reading its entries one by one might take."""
+
+PAUSE_S: Final = 0.0005
+"""How long calls that never suspend pause for another thread of their engine."""
 
 
 class Engine(Protocol):
@@ -266,17 +279,27 @@ class Bell:
 
 
 class Budget:
-    """A fair share of the event loop for calls that never suspend.
+    """A fair share of the event loop, and of the interpreter, for calls that never suspend.
 
     Reads that complete in place would starve every other task of a loop that does nothing
     but read. When a turn of the loop has lasted long enough, each further call waits for the
-    next. Without a loop nobody is starved and nothing is measured.
+    next. And where another thread is at work for the engine, it would get the interpreter
+    for a moment every five milliseconds only, so then calls pause for a while, with a loop
+    or without.
     """
 
-    def __init__(self, turn_s: float = 0.001, calls: int = 25, timer: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        turn_s: float = 0.001,
+        calls: int = 25,
+        *,
+        timer: Callable[[], float] = time.perf_counter,
+        others: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._turn_s = turn_s
         self._calls = calls
         self._timer = timer
+        self._others = others
         self._left = calls
         self._began = 0.0
         self._renewing: asyncio.AbstractEventLoop | None = None
@@ -288,21 +311,24 @@ class Budget:
 
     def _is_over(self) -> bool:
         """Whether this turn has lasted long enough. After every so many calls the clock is asked."""
-        if not has_loop():
-            return False
-        if self._timer() - self._began > self._turn_s:
+        if self._timer() - self._began > self._turn_s and (has_loop() or self._others()):
             return True
         self._left = self._calls
         return False
 
     async def renewed(self) -> None:
-        """Wait for the next turn of the loop."""
+        """Wait for the next turn of the loop, or until others have had their time."""
+        pause_s = PAUSE_S if self._others() else 0.0
+        if not has_loop():
+            time.sleep(pause_s)  # noqa: ASYNC251 - there is no loop to hold up
+            self._renew()
+            return
         loop = asyncio.get_running_loop()
         if self._renewing is not loop:
             # Scheduled before this task's own wake-up, so the next turn starts with a full budget.
             self._renewing = loop
-            loop.call_soon(self._renew)
-        await asyncio.sleep(0)
+            loop.call_later(pause_s, self._renew) if pause_s else loop.call_soon(self._renew)
+        await asyncio.sleep(pause_s)
 
     def _renew(self) -> None:
         self._left = self._calls

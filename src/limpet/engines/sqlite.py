@@ -158,7 +158,7 @@ class SqliteEngine:
         self._clock = clock
         self._closed = False
         self._latest_ms = 0
-        self._budget = Budget()
+        self._budget = Budget(others=self._is_writing)
         self._start()
         try:
             self._store_id, self._epoch = self._prepare()
@@ -321,6 +321,10 @@ class SqliteEngine:
                 self._let_go()
 
     # Committing ---------------------------------------------------------------
+
+    def _is_writing(self) -> bool:
+        """Whether somebody commits or waits for it. A commit asks for the interpreter again after each statement."""
+        return bool(self._queue) or self._writing.locked()
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         self._flushing.discard(loop)
