@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.cli.support import Limpet
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ears() -> None:
+    """A run under nohup or in the background ignores signals, and would pass that on to every ``limpet`` it starts."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
