@@ -17,12 +17,12 @@ from typing import Final
 from limpet.clock import Clock
 from limpet.engine import Engine
 from limpet.errors import BrokenError, LimpetError
-from limpet.keys import BATCH_WRITES_MAX
 from limpet.model import Batch, Commit, Window
 
 log = logging.getLogger("limpet.sweep")
 
 SWEEP_S: Final = 1.0
+SWEEP_MAX: Final = 500
 TRIM_S: Final = 10.0
 
 
@@ -59,7 +59,7 @@ class Sweeper:
     async def sweep(self, namespace: str) -> int:
         """End everything that is due now. Returns how many entries this call ended."""
         total = 0
-        while due := await self._engine.due(namespace, limit=BATCH_WRITES_MAX):
+        while due := await self._engine.due(namespace, limit=SWEEP_MAX):
             outcome = await self._engine.commit(namespace, Batch((), tuple(due)))
             ended = sum(entry is not None for entry in outcome.ended) if isinstance(outcome, Commit) else 0
             total += ended
