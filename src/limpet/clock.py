@@ -88,10 +88,14 @@ class ManualClock:
         """The same time in seconds."""
         return self._now_ms / 1000
 
+    def after(self, seconds: float) -> int:
+        """What it will show when it has been turned so far."""
+        return self._now_ms + _whole_ms(seconds)
+
     def advance(self, seconds: float) -> None:
         """Turn the clock forward and wake whoever's moment has come."""
         with self._lock:
-            self._now_ms += _whole_ms(seconds)
+            self._now_ms = self.after(seconds)
             due = [wake for at_ms, wake in self._sleepers if at_ms <= self._now_ms]
             self._sleepers = [(at_ms, wake) for at_ms, wake in self._sleepers if at_ms > self._now_ms]
         for wake in due:

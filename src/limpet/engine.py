@@ -199,15 +199,26 @@ def _without_password(url: str) -> str:
 
 Opener = Callable[[Address, Clock], Awaitable[Engine]]
 
-_BUILT_IN: Final = {"memory": "limpet.engines.memory", "sqlite": "limpet.engines.sqlite"}
+_BUILT_IN: Final = {
+    "memory": "limpet.engines.memory",
+    "sqlite": "limpet.engines.sqlite",
+    "postgresql": "limpet.engines.postgres",
+}
+_ALSO: Final = {"postgres": "postgresql"}
 
 
 async def open_engine(url: str, clock: Clock) -> Engine:
     """Open the engine that a URL names. Third parties join through the entry-point group ``limpet.engines``."""
     address = Address.parse(url)
-    module = _BUILT_IN.get(address.scheme)
-    if module is not None:
-        opener: Opener = importlib.import_module(module).open
+    scheme = _ALSO.get(address.scheme, address.scheme)
+    if scheme in _BUILT_IN:
+        try:
+            opener: Opener = importlib.import_module(_BUILT_IN[scheme]).open
+        except ModuleNotFoundError as missing:
+            extra = _BUILT_IN[scheme].rpartition(".")[2]
+            raise InvalidValue(
+                f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
+            ) from missing
         return await opener(address, clock)
     # Only a scheme that is not built in pays for looking at what is installed.
     import difflib

@@ -118,7 +118,7 @@ def outside(path: Path, *statements: str) -> list[Any]:
 
 
 def set_key(number: int) -> str:
-    return f"UPDATE limpet_entries SET value = '{number:d}' WHERE key = 'key'"  # noqa: S608 - a number
+    return f"UPDATE limpet_entries SET value = '{number:d}' WHERE key = 'key'"
 
 
 class Peer(Process):

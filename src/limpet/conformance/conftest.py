@@ -1,7 +1,7 @@
 """The fixtures of the suite.
 
 A test asks for ``store`` and perhaps for ``elapse``, which lets time pass: by hand where the
-engine uses our clock, by waiting where the clock is a server's.
+engine uses our clock or the server's can be set, else by waiting.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import pytest_asyncio
 
 import limpet
 import limpet.sync
-from limpet.conformance.support import Blocking
+from limpet.conformance.support import Blocking, in_thread, stands_still
 
 Elapse = Callable[[float], Awaitable[None]]
 OpenStore = Callable[..., Awaitable[limpet.Store]]
+Turn = Callable[[int | None], Awaitable[bool]]
 
 
 @pytest.fixture
@@ -42,8 +43,18 @@ def url(target: tuple[str, str], tmp_path: Path) -> str:
     return target[0].replace("{tmp}", str(tmp_path)).replace("{unique}", uuid.uuid4().hex)
 
 
+@pytest.fixture
+def turn(url: str, request: pytest.FixtureRequest) -> Turn:
+    """A function that sets the clock of the server, where somebody knows how; None lets it run."""
+
+    async def turn(now_ms: int | None) -> bool:
+        return bool(await in_thread(lambda: request.config.hook.pytest_limpet_turn(url=url, now_ms=now_ms)))
+
+    return turn
+
+
 @pytest_asyncio.fixture
-async def open_store(url: str, face: str, clock: limpet.ManualClock) -> AsyncIterator[OpenStore]:
+async def open_store(url: str, face: str, clock: limpet.ManualClock, turn: Turn) -> AsyncIterator[OpenStore]:
     """A function that opens stores on the place of this test; it takes the options of `limpet.open`."""
     namespace = f"t-{uuid.uuid4().hex[:12]}"
     async with contextlib.AsyncExitStack() as opened:
@@ -60,8 +71,10 @@ async def open_store(url: str, face: str, clock: limpet.ManualClock) -> AsyncIte
 
         async def open_on_right_clock(**options: Any) -> Any:
             store = await open_one(**options)
-            if store.traits.clock == "server" and "clock" not in options:
-                store = await open_one(**options, clock=limpet.SystemClock())
+            if store.traits.clock == "server":
+                is_ours = options.get("clock", clock) is clock
+                if not await turn(clock.now_ms() if is_ours else None) and "clock" not in options:
+                    store = await open_one(**options, clock=limpet.SystemClock())
             return store
 
         yield open_on_right_clock
@@ -74,14 +87,17 @@ async def store(open_store: OpenStore) -> limpet.Store:
 
 
 @pytest_asyncio.fixture
-async def elapse(store: limpet.Store, clock: limpet.ManualClock) -> Elapse:
+async def elapse(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> Elapse:
     """A function that lets so many seconds pass for the engine."""
 
     async def elapse(seconds: float) -> None:
-        if store.traits.clock == "host":
-            clock.advance(seconds)
-            await asyncio.sleep(0.01)
-        else:
+        if not stands_still(store):
             await asyncio.sleep(seconds)
+            return
+        if store.traits.clock == "server":
+            # First the server's: whoever wakes by ours asks it.
+            await turn(clock.after(seconds))
+        clock.advance(seconds)
+        await asyncio.sleep(0.01)
 
     return elapse

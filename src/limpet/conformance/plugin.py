@@ -25,6 +25,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--limpet-face", action="append", choices=FACES, help="Test through this face only. Default: both.")
 
 
+class Hooks:
+    """What the author of an engine may tell the suite."""
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_limpet_turn(self, url: str, now_ms: int | None) -> bool | None:
+        """Set the clock of the server behind a URL, where the clock is the server's; None lets it run again.
+
+        True means that it was set. Otherwise the suite lets time pass by waiting, which takes its time.
+        """
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Make the suite's hooks known."""
+    pluginmanager.add_hookspecs(Hooks)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make the suite's marker known."""
     config.addinivalue_line("markers", "face(name): a promise of one face alone, 'async' or 'sync'")

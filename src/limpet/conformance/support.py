@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from limpet.clock import ManualClock
 from limpet.engine import Engine, new_request_id
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Batch, Commit, Event, Refusal
@@ -141,6 +142,11 @@ def session_of(store: Any) -> Session:
         store = store._twin
     found: Session = store._session
     return found
+
+
+def stands_still(store: Any) -> bool:
+    """Whether the time of a store stands still until it is turned."""
+    return isinstance(session_of(store).clock, ManualClock)
 
 
 class Failing:

