@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         target: Any = (
             item.callspec.params.get("target") if isinstance(item, pytest.Function) and _has_cases(item) else None
         )
-        if target is not None and target[1] == "sync":
+        if isinstance(target, tuple) and target[1] == "sync":
             place = (item.nodeid.partition("[")[0], target[0])
             if place in seen:
                 left_out.append(item)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from bench import footprint, growth, lag, memory, plot, report, sqlite, startup, sweep
+from bench import footprint, growth, lag, memory, plot, postgres, report, sqlite, startup, sweep
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -20,6 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 GROUPS: dict[str, Callable[[Run], None]] = {
     "memory": memory.measure,
     "sqlite": sqlite.measure,
+    "postgres": postgres.measure,
     "lag": lag.measure,
     "sweep": sweep.measure,
     "growth": growth.measure,

@@ -41,6 +41,8 @@ class Contender:
     note: ClassVar[str] = ""
     expects: ClassVar[dict[str, str]] = {}
     """What `settings` must find."""
+    keeps_files: ClassVar[bool] = True
+    """Whether what it writes is in its folder, and not with a server."""
 
     async def open(self, folder: Path) -> None:
         """Make an empty store; a folder of its own is there for files."""
@@ -72,6 +74,7 @@ class BlockingContender:
     role: ClassVar[Role] = "peer"
     note: ClassVar[str] = ""
     expects: ClassVar[dict[str, str]] = {}
+    keeps_files: ClassVar[bool] = True
 
     def open(self, folder: Path) -> None:
         """Make an empty store; a folder of its own is there for files."""
@@ -142,7 +145,7 @@ class Desk:
                 present.append(contender)
                 self.call(contender.fill, workload.in_order(keys))
                 self.checks.append(self._checked(contender, keys))
-                if contender.expects:
+                if contender.expects and contender.keeps_files:
                     self._check_that_a_put_is_written(contender, folder)
             yield present
         finally:

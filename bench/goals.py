@@ -41,3 +41,9 @@ IMPORT_MS: Final = Goal(100, lower=True)
 COMMAND_MS: Final = Goal(250, lower=True)
 PREFIX_MS: Final = Goal(10, lower=True)
 SERVED_MB: Final = Goal(50, lower=True)
+POSTGRES: Final = {
+    "put": (Goal(4, 7), Goal(1.3, 2), Goal(0.65, 0.95)),
+    "get": (Goal(8, 12), Goal(3.5, 5), None),
+}
+POSTGRES_ALONE: Final = {"put": Goal(1.1, 1.5), "get": Goal(1.4, 2.2)}
+POSTGRES_PROCESSES: Final = Goal(1)

@@ -136,9 +136,11 @@ class Postgres:
 
 
 @contextlib.contextmanager
-def postgres(settings: Mapping[str, str] | None = None, release: str = "18") -> Iterator[Postgres]:
+def postgres(
+    settings: Mapping[str, str] | None = None, release: str = "18", folder: Path | None = None
+) -> Iterator[Postgres]:
     """A running server on a folder that goes with it."""
-    folder = Path(tempfile.mkdtemp(prefix="limpet-postgres-"))
+    folder = folder or Path(tempfile.mkdtemp(prefix="limpet-postgres-"))
     try:
         server = Postgres(folder, settings, release)
         server.start()

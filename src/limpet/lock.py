@@ -12,6 +12,7 @@ Time alone promises nothing. A holder that must be sure passes the fence.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from datetime import timedelta
@@ -25,6 +26,7 @@ from limpet.clock import ttl_to_ms
 from limpet.errors import (
     BrokenError,
     InvalidValue,
+    LimpetError,
     LockExpired,
     LockHeld,
     LockLost,
@@ -57,6 +59,9 @@ def lock_info(entry: Entry, now_ms: int) -> LockInfo:
     assert entry.expires_ms is not None
     remaining = max(0, entry.expires_ms - now_ms) / 1000
     return LockInfo(entry.key, entry.value["holder"], entry.created_revision, remaining)
+
+
+_leaving: set[asyncio.Future[None]] = set()
 
 
 class Lock:
@@ -138,9 +143,7 @@ class Lock:
         value = codec.encode({"holder": self._holder})
         while True:
             asked = clock.monotonic()
-            outcome = await self._commit(
-                Guard(self.name, ABSENT, "lock"), Put(self.name, value, self._ttl_ms, family="lock")
-            )
+            outcome = await self._ask(Put(self.name, value, self._ttl_ms, family="lock"))
             if isinstance(outcome, Commit):
                 entry = outcome.entries[0]
                 assert entry is not None
@@ -208,6 +211,25 @@ class Lock:
 
     async def _commit(self, guard: Guard, write: Write) -> Commit | Refusal:
         return await self._session.commit(self._namespace, Batch((guard,), (write,)))
+
+    async def _ask(self, write: Put) -> Commit | Refusal:
+        """Ask for the lock. Whoever is cancelled meanwhile may be granted it all the same, and gives it back."""
+        asking = asyncio.ensure_future(self._commit(Guard(self.name, ABSENT, "lock"), write))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            leaving = asyncio.ensure_future(self._give_back(asking))
+            _leaving.add(leaving)
+            leaving.add_done_callback(_leaving.discard)
+            # Shielded, so that being cancelled again leaves nothing behind either.
+            await asyncio.shield(leaving)
+            raise
+
+    async def _give_back(self, asking: asyncio.Future[Commit | Refusal]) -> None:
+        with contextlib.suppress(LimpetError):
+            outcome = await asking
+            if isinstance(outcome, Commit):
+                await self._commit(Guard(self.name, HeldBy(outcome.revision), "lock"), Delete(self.name, family="lock"))
 
     async def _await_release(self, revision: int, longest_s: float) -> None:
         """Wait until the log tells of a release, or until the holder's time is over."""

@@ -19,7 +19,7 @@ import pytest
 
 import limpet
 from limpet.cli import health
-from limpet.schema import SCHEMA_VERSION
+from limpet.schema import REVISION
 from tests.cli.support import Limpet
 from tests.docs_support import ROOT
 
@@ -74,7 +74,7 @@ def test_a_healthy_store_is_well_in_every_respect(healthy: Limpet, file: Path, u
     assert re.fullmatch(r"the journal mode is wal, and its file has [\d,]+ bytes", facts.pop("journal"))
     assert facts == {
         "writable": "the file and its folder may be written by this user",
-        "schema": f"the schema has version {SCHEMA_VERSION}, as this release needs",
+        "schema": f"the schema has revision {REVISION}, as this release needs",
         "integrity": "SQLite finds no damage in the file",
         "namespaces": "default (1 keys), jobs (1 keys)",
         "counts": "the counts of every namespace match its rows",
@@ -171,18 +171,23 @@ def test_a_database_of_others_is_told_and_left_alone(run: Limpet, file: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("statement", "version"),
-    [("UPDATE limpet_store SET schema = 99", "version 99"), ("DELETE FROM limpet_store", "no version")],
+    ("statement", "revision"),
+    [
+        ("UPDATE limpet_schema SET version_num = '0099'", "revision 0099"),
+        ("UPDATE limpet_schema SET version_num = '0001'", "revision 0001"),
+        ("DELETE FROM limpet_schema", "no revision"),
+    ],
 )
-def test_another_schema_is_told(healthy: Limpet, file: Path, statement: str, version: str) -> None:
+def test_another_schema_is_told(healthy: Limpet, file: Path, statement: str, revision: str) -> None:
     meddle(file, statement)
 
     found = findings(healthy)
 
     assert told(found["schema"]) == (
         "bad",
-        f"the schema has {version}, and this release needs version {SCHEMA_VERSION}",
+        f"the schema has {revision}, and this release needs revision {REVISION}",
     )
+    assert ("limpet migrate up" in found["schema"]["advice"]) == (revision == "revision 0001")
     assert "open" not in found
 
 

@@ -122,7 +122,12 @@ KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
             "namespace 'Not/Allowed' is not allowed: use 1 to 100 characters of a-z, 0-9, '_' and '-'",
             None,
         ),
-        ("ls --url sqlight:///x.db", 7, "unknown engine 'sqlight': did you mean 'sqlite'? known: memory, sqlite", None),
+        (
+            "ls --url sqlight:///x.db",
+            7,
+            "unknown engine 'sqlight': did you mean 'sqlite'? known: memory, postgresql, sqlite",
+            None,
+        ),
         (
             "ls --url state.db",
             7,

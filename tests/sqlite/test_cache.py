@@ -1154,7 +1154,7 @@ def test_opening_what_cannot_be_used_leaves_no_descriptor(url: str, path: Path) 
     """A program that tries again and again to open a store of another release is told why each time."""
     limpet.sync.open(url, sweep=False).close()
     with closing(by_hand(path)) as connection:
-        connection.execute("UPDATE limpet_store SET schema = 99")
+        connection.execute("UPDATE limpet_schema SET version_num = '0099'")
     before = descriptors()
 
     for _ in range(20):

@@ -297,9 +297,9 @@ async def test_a_schema_of_the_future_is_refused(url: str, path: Path) -> None:
     async with limpet.open(url) as store:
         await store.put("key", 1)
     with contextlib.closing(sqlite3.connect(path)) as rows, rows:
-        rows.execute("UPDATE limpet_store SET schema = schema + 1")
+        rows.execute("UPDATE limpet_schema SET version_num = '0099'")
 
-    with pytest.raises(Corrupt, match=r"state\.db has schema version 2, and this release needs 1"):
+    with pytest.raises(Corrupt, match=r"state\.db has schema revision 0099, and this release knows none after 0002"):
         await limpet.open(url)
 
 
@@ -381,11 +381,13 @@ async def test_a_writer_that_may_not_write_is_corrupt_and_replaced(url: str, qui
 
 def test_damaged_pages_are_corrupt_and_not_absent(url: str, path: Path, quick: QuickClock) -> None:
     """Absent, unreadable and unavailable are three different answers."""
+    limpet.sync.open(url, clock=quick, sweep=False).close()
+    empty_bytes = path.stat().st_size
     with limpet.sync.open(url, clock=quick, sweep=False) as store:
         for number in range(200):
             store.put(f"key/{number:03}", "x" * 500)
     content = bytearray(path.read_bytes())
-    content[4096 * 3 :] = b"\xff" * (len(content) - 4096 * 3)
+    content[empty_bytes:] = b"\xff" * (len(content) - empty_bytes)
     path.write_bytes(content)
 
     with limpet.sync.open(url, clock=quick, sweep=False) as store:

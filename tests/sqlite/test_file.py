@@ -136,11 +136,13 @@ def test_the_static_schema_is_what_the_engine_makes(url: str, path: Path) -> Non
         by_hand.executescript(ddl("sqlite"))
         assert objects_of(made) == objects_of(by_hand)
         assert {name for _, name, _ in objects_of(made)} == {
+            "limpet_schema",
             "limpet_store",
             "limpet_namespaces",
             "limpet_entries",
             "limpet_changes",
             "limpet_due",
+            "plugin_kv_storage",
         }
 
 
@@ -172,7 +174,7 @@ def test_a_database_made_by_hand_can_be_opened(url: str, path: Path) -> None:
     """Where a deployment makes its tables itself, the engine uses them."""
     with contextlib.closing(sqlite3.connect(path)) as by_hand, by_hand:
         by_hand.executescript(ddl("sqlite"))
-        by_hand.execute("INSERT INTO limpet_store VALUES ('by-hand', 4, 1)")
+        by_hand.execute("UPDATE limpet_store SET id = 'by-hand', epoch = 4")
 
     with limpet.sync.open(url) as store:
         status = store.status()

@@ -30,6 +30,8 @@ from limpet.cli.arguments import (
 )
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.failure import EXIT_CODES, Missing, shown
+from limpet.cli.grant import grant_command
+from limpet.cli.migrate import migrate
 from limpet.errors import Conflict
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Event
@@ -547,6 +549,10 @@ def doctor(setup: Setup) -> None:
         output.flush()
     if not is_healthy:
         sys.exit(6)
+
+
+main.add_command(grant_command)
+main.add_command(migrate)
 
 
 # Inside -----------------------------------------------------------------------

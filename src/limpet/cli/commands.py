@@ -20,7 +20,7 @@ SECTIONS: Final = {
     "Values": ("get", "put", "del", "ls", "incr", "field"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
-    "Care": ("stat", "doctor"),
+    "Care": ("stat", "doctor", "grant", "migrate"),
 }
 
 _NEGATIVE: Final = re.compile(r"-[\d.]")

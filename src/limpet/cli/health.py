@@ -21,7 +21,7 @@ from limpet.cli.arguments import Setup
 from limpet.cli.output import span
 from limpet.errors import LimpetError
 from limpet.model import Window
-from limpet.schema import SCHEMA_VERSION
+from limpet.schema import REVISION, VERSION_TABLE, is_behind
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -137,21 +137,22 @@ def _examine_database(file: Path, database: sqlite3.Connection) -> Iterator[Find
 
 
 def _schema(file: Path, database: sqlite3.Connection) -> Finding:
-    if database.execute("SELECT 1 FROM sqlite_master WHERE name = 'limpet_store'").fetchone() is None:
+    if database.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (VERSION_TABLE,)).fetchone() is None:
         return Finding(
             "schema",
             "bad",
             f"{file} is a SQLite file and has no Limpet store in it",
             "Is it the right file? A write would add Limpet's tables to it.",
         )
-    row = database.execute("SELECT schema FROM limpet_store").fetchone()
-    found = "no version" if row is None else f"version {row[0]}"
-    if row is None or row[0] != SCHEMA_VERSION:
+    row = database.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()  # noqa: S608 - a name of ours
+    found = "no revision" if row is None else f"revision {row[0]}"
+    if row is None or row[0] != REVISION:
+        can_go_on = row is not None and is_behind(row[0])
         return Finding(
             "schema",
             "bad",
-            f"the schema has {found}, and this release needs version {SCHEMA_VERSION}",
-            "Use the release of Limpet that wrote it.",
+            f"the schema has {found}, and this release needs revision {REVISION}",
+            "'limpet migrate up' brings it there." if can_go_on else "Use the release of Limpet that wrote it.",
         )
     return Finding("schema", "ok", f"the schema has {found}, as this release needs")
 

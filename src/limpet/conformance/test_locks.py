@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, fail
+from limpet.conformance.support import PATIENCE_S, fail, session_of
 from limpet.errors import (
     Conflict,
     InvalidTTL,
@@ -22,6 +22,7 @@ from limpet.errors import (
     LockLost,
     LockNotHeld,
 )
+from limpet.model import Batch, Commit, Refusal
 
 TTL_S = 0.8
 LONG_S = 60.0
@@ -53,6 +54,23 @@ async def until(elapse: Elapse, fact: Callable[[], bool], step_s: float = 0.05) 
     async with asyncio.timeout(PATIENCE_S):
         while not fact():
             await elapse(step_s)
+
+
+class Slow:
+    """An engine in front of another, whose commits are done but not answered until it is told."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.committed, self.answers = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        outcome: Commit | Refusal = await self._engine.commit(namespace, batch)
+        self.committed.set()
+        await self.answers.wait()
+        return outcome
 
 
 async def take_over(store: limpet.Store, other: limpet.Store, lock: limpet.Lock, elapse: Elapse) -> limpet.Lock:
@@ -864,6 +882,31 @@ async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None
             await asyncio.Event().wait()
 
     assert await store.locks() == []
+
+
+@pytest.mark.face("async")
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_a_lock_granted_to_somebody_cancelled_is_given_back(store: limpet.Store, cancels: int) -> None:
+    """Whoever is cancelled while asking for a lock holds nothing afterwards.
+
+    The engine has granted it and the answer is on its way: nobody would hold the lock until its time is over.
+    """
+    session = session_of(store)
+    slow = Slow(session.engine)
+    session.engine = slow
+    asking = asyncio.ensure_future(store.lock("job", ttl=LONG_S).acquire())
+    await slow.committed.wait()
+
+    for _ in range(cancels):
+        asking.cancel()
+        await asyncio.sleep(0)
+    slow.answers.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    async with asyncio.timeout(PATIENCE_S):
+        while await store.locks():  # noqa: ASYNC110 - there is no event of a release
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.face("async")

@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.engine import SCAN_CALLS, Address, Bell, Budget, new_request_id
@@ -64,8 +64,11 @@ from limpet.model import (
     Window,
     live,
 )
-from limpet.schema import SCHEMA_VERSION, ddl
+from limpet.schema import REVISION, VERSION_TABLE, ddl, is_behind, require
 from limpet.transition import plan, recall
+
+if TYPE_CHECKING:
+    from limpet.schema.migrate import Place
 
 T = TypeVar("T")
 
@@ -124,7 +127,9 @@ _TALLY: Final = (
 )
 _SET_TALLY: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _LATEST_MS: Final = "SELECT max(at_ms) FROM limpet_namespaces"
-_STORE: Final = "SELECT id, epoch, schema FROM limpet_store"
+_OURS: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
+_REVISION: Final = f"SELECT version_num FROM {VERSION_TABLE}"
+_STORE: Final = "SELECT id, epoch FROM limpet_store"
 
 
 @functools.cache
@@ -134,19 +139,32 @@ def _read_several(count: int) -> str:
 
 async def open(address: Address, clock: Clock) -> SqliteEngine:
     """Open ``sqlite:///relative.db`` or ``sqlite:////absolute/path.db``, making the file when there is none."""
-    address.allow("synchronous")
+    address.allow("synchronous", "migrate")
     synchronous = address.take("synchronous", "full", ("full", "extra", "normal"))
+    migrates = address.take("migrate", "no", ("no", "auto")) == "auto"
+    return SqliteEngine(_file(address), synchronous, clock, migrates=migrates)
+
+
+def place(address: Address) -> Place:
+    """Where the tables of a URL are, for whoever migrates them."""
+    from limpet.schema.migrate import SqlitePlace
+
+    address.allow("synchronous", "migrate")
+    return SqlitePlace(_file(address))
+
+
+def _file(address: Address) -> str:
     if not address.path.startswith("///") or len(address.path) == 3:
         raise InvalidValue(f"{address}: write sqlite:///relative.db or sqlite:////absolute/path.db")
     if "\0" in address.path:
         raise InvalidValue(f"{address}: a path holds no U+0000")
-    return SqliteEngine(address.path[3:], synchronous, clock)
+    return address.path[3:]
 
 
 class SqliteEngine:
     """A handle on one database file."""
 
-    def __init__(self, path: str, synchronous: str, clock: Clock) -> None:
+    def __init__(self, path: str, synchronous: str, clock: Clock, *, migrates: bool = False) -> None:
         durability: Durability = "process" if synchronous == "normal" else "disk"
         self.traits = Traits(engine="sqlite", durability=durability, log="every", clock="host", inline=True)
         self._path = os.path.abspath(path)
@@ -157,7 +175,7 @@ class SqliteEngine:
         self._budget = Budget(others=self._is_writing)
         self._start()
         try:
-            self._store_id, self._epoch = self._prepare()
+            self._store_id, self._epoch = self._prepare(migrates)
         except BaseException:
             with _opening:
                 self._let_go()
@@ -604,7 +622,7 @@ class SqliteEngine:
 
     # The file -----------------------------------------------------------------
 
-    def _prepare(self) -> tuple[str, int]:
+    def _prepare(self, migrates: bool) -> tuple[str, int]:
         """Make the tables when there are none, and read who this store is."""
         try:
             # The values may be secrets: a new file is its owner's alone. A file that is there is not
@@ -621,27 +639,40 @@ class SqliteEngine:
             raise PermissionDenied(f"cannot open {self._path}: {error.strerror}") from error
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
+        revision, identity, latest_ms = self._identify()
+        if migrates and is_behind(revision):
+            from limpet.schema.migrate import SqlitePlace, up
+
+            up(SqlitePlace(self._path))
+            revision, identity, latest_ms = self._identify()
+        require(revision, self._path)
+        if identity is None:
+            raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
+        store_id, epoch = identity
+        self._latest_ms = latest_ms or 0
+        return store_id.decode(), epoch
+
+    def _identify(self) -> tuple[str | None, Sequence[Any] | None, int | None]:
+        """The file's revision; and if it is ours, the store's identity and the latest time that it has seen."""
+        identity, latest_ms = None, None
         with self._writing:
             writer = self._begin()
             try:
-                if not writer.execute("SELECT 1 FROM sqlite_master WHERE name = 'limpet_store'").fetchone():
+                ours = writer.execute(_OURS).fetchall()
+                if not ours:
                     for statement in ddl("sqlite").split(";\n"):
                         writer.execute(statement)
-                    row = (uuid.uuid4().hex[:16], 1, SCHEMA_VERSION)
-                    writer.execute("INSERT INTO limpet_store VALUES (?, ?, ?)", row)
-                identity = writer.execute(_STORE).fetchone()
-                (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
+                row = writer.execute(_REVISION).fetchone() if len(ours) != 1 else None
+                revision = None if row is None else row[0].decode()
+                # Of another revision, nobody knows what its tables look like.
+                if revision == REVISION:
+                    identity = writer.execute(_STORE).fetchone()
+                    (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
                 raise self._translated(error) from error
-        if identity is None:
-            raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
-        store_id, epoch, schema = identity
-        if schema != SCHEMA_VERSION:
-            raise Corrupt(f"{self._path} has schema version {schema}, and this release needs {SCHEMA_VERSION}")
-        self._latest_ms = latest_ms or 0
-        return store_id.decode(), epoch
+        return revision, identity, latest_ms
 
     def _connect(self, *, reads: bool = False) -> _Connection:
         # Opening is being inside SQLite as well: a fork waits for it, and a close finds the

@@ -1,77 +1,90 @@
--- Limpet's tables on PostgreSQL, schema version 1. {schema} stands for the schema they are in.
+-- Limpet's tables on PostgreSQL, schema revision 0002. The word in braces stands for the schema they are in.
 -- Plain SQL can read all of it: a JSON value is jsonb, a record is a jsonb object of its fields.
+-- Written by python -m limpet.schema.render, from the migrations.
 
-CREATE TABLE {schema}.limpet_store (
-    id     text   NOT NULL,
-    epoch  bigint NOT NULL,
-    schema bigint NOT NULL
+CREATE TABLE {schema}.limpet_schema (
+    version_num VARCHAR(32) NOT NULL,
+    CONSTRAINT limpet_schema_pkc PRIMARY KEY (version_num)
 );
 
--- One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.
+-- Revision 0001
+
+CREATE TABLE {schema}.limpet_store (
+    id TEXT NOT NULL,
+    epoch BIGINT NOT NULL
+);
+
+COMMENT ON TABLE {schema}.limpet_store IS 'One row: who this store is.';
+
 CREATE TABLE {schema}.limpet_namespaces (
-    namespace   text COLLATE "C" NOT NULL PRIMARY KEY,
-    revision    bigint NOT NULL,
-    floor       bigint NOT NULL,
-    at_ms       bigint NOT NULL,
-    keys        bigint NOT NULL,
-    size_bytes  bigint NOT NULL,
-    log_changes bigint NOT NULL,
-    log_bytes   bigint NOT NULL
+    namespace TEXT COLLATE "C" NOT NULL,
+    revision BIGINT NOT NULL,
+    floor BIGINT NOT NULL,
+    at_ms BIGINT NOT NULL,
+    keys BIGINT NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    log_changes BIGINT NOT NULL,
+    log_bytes BIGINT NOT NULL,
+    PRIMARY KEY (namespace)
 ) WITH (fillfactor = 20);
 
--- The map. Where exact is not null it is the value, to the byte, and value is its nearest form
--- in jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.
+COMMENT ON TABLE {schema}.limpet_namespaces IS 'One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.';
+
 CREATE TABLE {schema}.limpet_entries (
-    namespace        text COLLATE "C" NOT NULL,
-    family           text COLLATE "C" NOT NULL,
-    key              text COLLATE "C" NOT NULL,
-    kind             text   NOT NULL,
-    value            jsonb,
-    exact            bytea,
-    size_bytes       bigint NOT NULL,
-    version          bigint NOT NULL,
-    revision         bigint NOT NULL,
-    created_revision bigint NOT NULL,
-    created_ms       bigint NOT NULL,
-    updated_ms       bigint NOT NULL,
-    expires_ms       bigint,
-    meta             text,
+    namespace TEXT COLLATE "C" NOT NULL,
+    family TEXT COLLATE "C" NOT NULL,
+    key TEXT COLLATE "C" NOT NULL,
+    kind TEXT NOT NULL,
+    value JSONB,
+    exact BYTEA,
+    size_bytes BIGINT NOT NULL,
+    version BIGINT NOT NULL,
+    revision BIGINT NOT NULL,
+    created_revision BIGINT NOT NULL,
+    created_ms BIGINT NOT NULL,
+    updated_ms BIGINT NOT NULL,
+    expires_ms BIGINT,
+    meta TEXT,
+    replaced_bytes BIGINT DEFAULT '0' NOT NULL,
     PRIMARY KEY (namespace, family, key)
 ) WITH (fillfactor = 80);
 
+COMMENT ON TABLE {schema}.limpet_entries IS 'The map. Where exact is not null it is the value, to the byte, and value is its nearest form in jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.';
+
 CREATE INDEX limpet_due ON {schema}.limpet_entries (namespace, expires_ms) WHERE expires_ms IS NOT NULL;
 
--- The log. A value is here as it is stored, to the byte.
 CREATE TABLE {schema}.limpet_changes (
-    namespace        text COLLATE "C" NOT NULL,
-    revision         bigint NOT NULL,
-    last_revision    bigint NOT NULL,
-    at_ms            bigint NOT NULL,
-    op               text   NOT NULL,
-    family           text   NOT NULL,
-    cause            text,
-    size_bytes       bigint NOT NULL,
-    key              text COLLATE "C" NOT NULL,
-    kind             text,
-    value            bytea,
-    version          bigint NOT NULL,
-    entry_revision   bigint NOT NULL,
-    created_revision bigint NOT NULL,
-    created_ms       bigint NOT NULL,
-    updated_ms       bigint NOT NULL,
-    expires_ms       bigint,
-    meta             text,
+    namespace TEXT COLLATE "C" NOT NULL,
+    revision BIGINT NOT NULL,
+    last_revision BIGINT NOT NULL,
+    at_ms BIGINT NOT NULL,
+    op TEXT NOT NULL,
+    family TEXT NOT NULL,
+    cause TEXT,
+    size_bytes BIGINT NOT NULL,
+    key TEXT COLLATE "C" NOT NULL,
+    kind TEXT,
+    value BYTEA,
+    version BIGINT NOT NULL,
+    entry_revision BIGINT NOT NULL,
+    created_revision BIGINT NOT NULL,
+    created_ms BIGINT NOT NULL,
+    updated_ms BIGINT NOT NULL,
+    expires_ms BIGINT,
+    meta TEXT,
     PRIMARY KEY (namespace, revision)
 );
 
--- Requests that were asked for again, because nobody knew whether the first call had arrived.
--- Should it arrive now, it is too late.
+COMMENT ON TABLE {schema}.limpet_changes IS 'The log. A value is here as it is stored, to the byte.';
+
 CREATE TABLE {schema}.limpet_overtaken (
-    namespace text COLLATE "C" NOT NULL,
-    cause     text COLLATE "C" NOT NULL,
-    at_ms     bigint NOT NULL,
+    namespace TEXT COLLATE "C" NOT NULL,
+    cause TEXT COLLATE "C" NOT NULL,
+    at_ms BIGINT NOT NULL,
     PRIMARY KEY (namespace, cause)
 );
+
+COMMENT ON TABLE {schema}.limpet_overtaken IS 'Requests that were asked for again, because nobody knew whether the first call had arrived. Should it arrive now, it is too late.';
 
 -- The time that decides. now() would be that of the start of a transaction, which may have waited.
 CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
@@ -98,7 +111,7 @@ RETURNS TABLE (
     log_bytes bigint, family text, key text, kind text, value text, exact bytea, version bigint, revision bigint,
     created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
 ) LANGUAGE plpgsql VOLATILE
-SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     taken {schema}.limpet_namespaces;
@@ -125,7 +138,7 @@ CREATE FUNCTION {schema}.limpet_apply(
     entry_revisions bigint[], created_revisions bigint[], createds bigint[], updateds bigint[], expires bigint[],
     metas text[]
 ) RETURNS void LANGUAGE plpgsql VOLATILE
-SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     WITH left_over AS (
         SELECT DISTINCT ON (r.family, r.key) r.*
@@ -138,8 +151,15 @@ BEGIN
         )
         ORDER BY r.family, r.key, r.n DESC
     ), erased AS (
-        DELETE FROM {schema}.limpet_entries e USING left_over r
-        WHERE r.op IN ('delete', 'expire') AND e.namespace = ns AND e.family = r.family AND e.key = r.key
+        DELETE FROM {schema}.limpet_entries e
+        WHERE e.ctid = ANY (ARRAY(
+            SELECT t.place FROM left_over r
+            CROSS JOIN LATERAL (
+                SELECT f.ctid AS place FROM {schema}.limpet_entries f
+                WHERE f.namespace = ns AND f.family = r.family AND f.key = r.key OFFSET 0
+            ) AS t
+            WHERE r.op IN ('delete', 'expire')
+        ))
     )
     INSERT INTO {schema}.limpet_entries AS e
     SELECT ns, r.family, r.key, r.kind,
@@ -177,15 +197,19 @@ END $$;
 -- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
 -- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
 -- does, and a test holds it to that. Rows with a guard are refusals and show what was found.
+-- Of a group that is nothing but puts, lasts has for each the place of the last of its batch; there
+-- a column that is the same for all (family data, kind json, no time to live …) may be left out.
+-- Rows that are there already are written by their place, because a join could be planned while
+-- the table is empty, and read all of it later.
 CREATE FUNCTION {schema}.limpet_commit(
     ns text, channel text, batches int[], ops text[], families text[], keys text[], kinds text[], vals bytea[],
     nearests text[], weights bigint[], ttls bigint[], metas text[], causes text[], guard_batches int[],
-    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers bigint[]
+    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers bigint[], lasts int[]
 ) RETURNS TABLE (
     batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, value text, exact bytea, version bigint,
     revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
 ) LANGUAGE plpgsql VOLATILE
-SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     taken {schema}.limpet_namespaces;
@@ -196,6 +220,64 @@ BEGIN
     IF EXISTS (SELECT FROM {schema}.limpet_overtaken o WHERE o.namespace = ns AND o.cause = ANY (causes)) THEN
         RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
     END IF;
+    -- Nothing but puts, and nothing in the namespace that has expired unswept: each makes one change,
+    -- so its revision is known, and what it replaces need not be read first.
+    IF lasts IS NOT NULL AND NOT EXISTS (
+        SELECT FROM {schema}.limpet_entries t WHERE t.namespace = ns AND t.expires_ms <= now_ms
+    ) THEN
+        RETURN QUERY
+        WITH written AS (
+            INSERT INTO {schema}.limpet_entries AS e
+            SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
+                CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, convert_from(a.stored, 'UTF8'))::jsonb END,
+                CASE WHEN a.kind = 'bytes' OR a.nearest IS NOT NULL THEN a.stored END,
+                coalesce(a.weight, octet_length(a.key) + octet_length(a.stored)), 1, taken.revision + a.n, taken.revision + a.n, now_ms, now_ms, now_ms + a.ttl, a.meta
+            FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
+                WITH ORDINALITY AS a (family, key, kind, stored, nearest, weight, ttl, meta, n)
+            ON CONFLICT (namespace, family, key) DO UPDATE SET
+                kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+                version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
+                expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
+            RETURNING (e.revision - taken.revision)::int AS n, e.family, e.size_bytes, e.replaced_bytes, e.version,
+                e.revision, e.created_revision, e.created_ms, e.expires_ms
+        ), logged AS (
+            INSERT INTO {schema}.limpet_changes
+            SELECT ns, w.revision, taken.revision + coalesce(lasts[w.n], w.n), now_ms, 'put', w.family, causes[w.n],
+                w.size_bytes, keys[w.n], coalesce(kinds[w.n], 'json'), vals[w.n], w.version, w.revision, w.created_revision, w.created_ms, now_ms,
+                w.expires_ms, metas[w.n]
+            FROM written w
+        ), counted AS (
+            UPDATE {schema}.limpet_namespaces t
+            SET revision = s.revision, at_ms = now_ms, keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes,
+                log_changes = t.log_changes + s.changes, log_bytes = t.log_bytes + s.log_bytes
+            FROM (
+                SELECT max(w.revision) AS revision, count(*) AS changes, sum(w.size_bytes) AS log_bytes,
+                    count(*) FILTER (WHERE w.family = 'data' AND w.version = 1) AS keys,
+                    coalesce(
+                        sum(w.size_bytes - CASE WHEN w.version = 1 THEN 0 ELSE w.replaced_bytes END)
+                        FILTER (WHERE w.family = 'data'), 0
+                    ) AS size_bytes
+                FROM written w
+            ) AS s
+            WHERE t.namespace = ns
+            RETURNING pg_notify(channel, ns)::text
+        )
+        SELECT coalesce(batches[w.n], w.n - 1), w.n, NULL::int, taken.revision + coalesce(lasts[w.n], w.n), now_ms,
+            NULL::text, NULL::text, NULL::bytea, w.version, w.revision, w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
+        FROM written w;
+        RETURN;
+    END IF;
+    IF lasts IS NOT NULL THEN
+        batches := coalesce(batches, ARRAY(SELECT generate_series(0, cardinality(keys) - 1)));
+        ops := array_fill('put'::text, ARRAY[cardinality(keys)]);
+        families := coalesce(families, array_fill('data'::text, ARRAY[cardinality(keys)]));
+        kinds := coalesce(kinds, array_fill('json'::text, ARRAY[cardinality(keys)]));
+        weights := coalesce(weights, ARRAY(
+            SELECT octet_length(a.key) + octet_length(a.stored)
+            FROM unnest(keys, vals) WITH ORDINALITY AS a (key, stored, n) ORDER BY a.n
+        ));
+    END IF;
+
     -- A statement of its own: it sees what was committed while the one above waited.
     RETURN QUERY
     WITH refused AS (
@@ -225,8 +307,8 @@ BEGIN
                 batch, op, family, key, new_kind, stored, nearest, weight, ttl, new_meta, cause, n
             )
         LEFT JOIN LATERAL (
-            SELECT t.kind, t.value, t.exact, t.size_bytes, t.version, t.revision, t.created_revision, t.created_ms,
-                t.updated_ms, t.expires_ms, t.meta
+            SELECT t.ctid AS place, t.kind, t.value, t.exact, t.size_bytes, t.version, t.revision,
+                t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
             FROM {schema}.limpet_entries t
             WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
         ) AS e ON true
@@ -236,7 +318,7 @@ BEGIN
         SELECT m.*, m.op = 'put' AND m.is_stored AND NOT m.is_live AS is_ending, m.op = 'put' OR m.is_live AS acts,
             taken.revision + sum(
                 CASE WHEN m.op = 'put' THEN 1 + (m.is_stored AND NOT m.is_live)::int ELSE m.is_live::int END
-            ) OVER (ORDER BY m.n) AS new_revision
+            ) OVER (ORDER BY m.batch, m.n) AS new_revision
         FROM met m
     ), decided AS (
         SELECT d.*,
@@ -282,11 +364,10 @@ BEGIN
             meta = excluded.meta
     ), touched AS (
         UPDATE {schema}.limpet_entries e SET revision = d.after_revision, expires_ms = d.after_expires_ms
-        FROM decided d
-        WHERE d.op = 'touch' AND d.acts AND e.namespace = ns AND e.family = d.family AND e.key = d.key
+        FROM decided d WHERE d.op = 'touch' AND d.acts AND e.ctid = d.place
     ), erased AS (
-        DELETE FROM {schema}.limpet_entries e USING decided d
-        WHERE d.op IN ('delete', 'take') AND d.acts AND e.namespace = ns AND e.family = d.family AND e.key = d.key
+        DELETE FROM {schema}.limpet_entries e
+        WHERE e.ctid = ANY (ARRAY(SELECT d.place FROM decided d WHERE d.op IN ('delete', 'take') AND d.acts))
     ), counted AS (
         UPDATE {schema}.limpet_namespaces n
         SET revision = s.revision, at_ms = now_ms, keys = n.keys + s.keys, size_bytes = n.size_bytes + s.size_bytes,
@@ -317,3 +398,49 @@ BEGIN
         r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM refused r;
 END $$;
+
+INSERT INTO {schema}.limpet_store VALUES (left(replace(gen_random_uuid()::text, '-', ''), 16), 1);
+
+INSERT INTO {schema}.limpet_schema (version_num) VALUES ('0001');
+
+-- Revision 0002
+
+CREATE FUNCTION {schema}.limpet_refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = '55000',
+        MESSAGE = 'limpet: the view ' || TG_TABLE_NAME || ' is for reading only',
+        HINT = 'Write through the store: a row written here would have no revision, and no watcher would hear of it.';
+END $$;
+
+DO $$
+BEGIN
+    CREATE VIEW {schema}.plugin_kv_storage
+    (plugin_name, key, value, expires_at, created_at, updated_at) AS
+    SELECT namespace, key,
+        CASE WHEN kind = 'bytes' THEN '\x' || encode(exact, 'hex')
+            WHEN exact IS NOT NULL THEN convert_from(exact, 'UTF8')
+            ELSE value::text END,
+        to_timestamp(expires_ms / 1000.0), to_timestamp(created_ms / 1000.0), to_timestamp(updated_ms / 1000.0)
+    FROM {schema}.limpet_entries WHERE family = 'data';
+    CREATE TRIGGER limpet_refuse INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.plugin_kv_storage
+    FOR EACH ROW EXECUTE FUNCTION {schema}.limpet_refuse();
+EXCEPTION WHEN duplicate_table OR duplicate_object THEN
+    RAISE NOTICE 'limpet: there is something else called plugin_kv_storage in this schema, so this view is left out';
+END $$;
+
+DO $$
+BEGIN
+    CREATE VIEW {schema}.state
+    (key, value, version, updated_at) AS
+    SELECT key, CASE WHEN kind = 'bytes' THEN to_jsonb('\x' || encode(exact, 'hex')) ELSE value END, version,
+        to_timestamp(updated_ms / 1000.0)
+    FROM {schema}.limpet_entries
+    WHERE namespace = 'state' AND family = 'data'
+        AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()));
+    CREATE TRIGGER limpet_refuse INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.state
+    FOR EACH ROW EXECUTE FUNCTION {schema}.limpet_refuse();
+EXCEPTION WHEN duplicate_table OR duplicate_object THEN
+    RAISE NOTICE 'limpet: there is something else called state in this schema, so this view is left out';
+END $$;
+
+UPDATE {schema}.limpet_schema SET version_num='0002' WHERE {schema}.limpet_schema.version_num = '0001';

@@ -1,62 +1,84 @@
--- Limpet's tables on SQLite, schema version 1. Plain SQL can read all of it:
+-- Limpet's tables on SQLite, schema revision 0002. Plain SQL can read all of it:
 -- a JSON value is JSON text, a record is a JSON object of its fields.
+-- Written by python -m limpet.schema.render, from the migrations.
 
-CREATE TABLE limpet_store (
-    id     TEXT    NOT NULL,
-    epoch  INTEGER NOT NULL,
-    schema INTEGER NOT NULL
+CREATE TABLE limpet_schema (
+    version_num VARCHAR(32) NOT NULL,
+    CONSTRAINT limpet_schema_pkc PRIMARY KEY (version_num)
 );
 
--- One row a namespace: its revision counter, and what is kept of it.
+-- Revision 0001
+
+CREATE TABLE limpet_store (
+    id TEXT NOT NULL,
+    epoch INTEGER NOT NULL
+);
+
 CREATE TABLE limpet_namespaces (
-    namespace   TEXT    NOT NULL PRIMARY KEY,
-    revision    INTEGER NOT NULL,
-    floor       INTEGER NOT NULL,
-    at_ms       INTEGER NOT NULL,
-    keys        INTEGER NOT NULL,
-    size_bytes  INTEGER NOT NULL,
+    namespace TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    floor INTEGER NOT NULL,
+    at_ms INTEGER NOT NULL,
+    keys INTEGER NOT NULL,
+    size_bytes INTEGER NOT NULL,
     log_changes INTEGER NOT NULL,
-    log_bytes   INTEGER NOT NULL
+    log_bytes INTEGER NOT NULL,
+    PRIMARY KEY (namespace)
 ) WITHOUT ROWID;
 
--- The map.
 CREATE TABLE limpet_entries (
-    namespace        TEXT    NOT NULL,
-    family           TEXT    NOT NULL,
-    key              TEXT    NOT NULL,
-    kind             TEXT    NOT NULL,
-    value                    NOT NULL,
-    version          INTEGER NOT NULL,
-    revision         INTEGER NOT NULL,
+    namespace TEXT NOT NULL,
+    family TEXT NOT NULL,
+    "key" TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    value BLOB NOT NULL,
+    version INTEGER NOT NULL,
+    revision INTEGER NOT NULL,
     created_revision INTEGER NOT NULL,
-    created_ms       INTEGER NOT NULL,
-    updated_ms       INTEGER NOT NULL,
-    expires_ms       INTEGER,
-    meta             TEXT,
-    PRIMARY KEY (namespace, family, key)
+    created_ms INTEGER NOT NULL,
+    updated_ms INTEGER NOT NULL,
+    expires_ms INTEGER,
+    meta TEXT,
+    PRIMARY KEY (namespace, family, "key")
 ) WITHOUT ROWID;
 
 CREATE INDEX limpet_due ON limpet_entries (namespace, expires_ms) WHERE expires_ms IS NOT NULL;
 
--- The log.
 CREATE TABLE limpet_changes (
-    namespace        TEXT    NOT NULL,
-    revision         INTEGER NOT NULL,
-    last_revision    INTEGER NOT NULL,
-    at_ms            INTEGER NOT NULL,
-    op               TEXT    NOT NULL,
-    family           TEXT    NOT NULL,
-    cause            TEXT,
-    size_bytes       INTEGER NOT NULL,
-    key              TEXT    NOT NULL,
-    kind             TEXT,
-    value,
-    version          INTEGER NOT NULL,
-    entry_revision   INTEGER NOT NULL,
+    namespace TEXT NOT NULL,
+    revision INTEGER NOT NULL,
+    last_revision INTEGER NOT NULL,
+    at_ms INTEGER NOT NULL,
+    op TEXT NOT NULL,
+    family TEXT NOT NULL,
+    cause TEXT,
+    size_bytes INTEGER NOT NULL,
+    "key" TEXT NOT NULL,
+    kind TEXT,
+    value BLOB,
+    version INTEGER NOT NULL,
+    entry_revision INTEGER NOT NULL,
     created_revision INTEGER NOT NULL,
-    created_ms       INTEGER NOT NULL,
-    updated_ms       INTEGER NOT NULL,
-    expires_ms       INTEGER,
-    meta             TEXT,
+    created_ms INTEGER NOT NULL,
+    updated_ms INTEGER NOT NULL,
+    expires_ms INTEGER,
+    meta TEXT,
     PRIMARY KEY (namespace, revision)
 ) WITHOUT ROWID;
+
+INSERT INTO limpet_store VALUES (lower(hex(randomblob(8))), 1);
+
+INSERT INTO limpet_schema (version_num) VALUES ('0001');
+
+-- Revision 0002
+
+CREATE VIEW IF NOT EXISTS plugin_kv_storage
+    (plugin_name, key, value, expires_at, created_at, updated_at) AS
+SELECT namespace, key,
+    CASE kind WHEN 'bytes' THEN '\x' || lower(hex(value)) ELSE value END,
+    strftime('%Y-%m-%d %H:%M:%f', expires_ms / 1000.0, 'unixepoch'),
+    strftime('%Y-%m-%d %H:%M:%f', created_ms / 1000.0, 'unixepoch'),
+    strftime('%Y-%m-%d %H:%M:%f', updated_ms / 1000.0, 'unixepoch')
+FROM limpet_entries WHERE family = 'data';
+
+UPDATE limpet_schema SET version_num='0002' WHERE limpet_schema.version_num = '0001';

@@ -1,0 +1,198 @@
+"""Stores on PostgreSQL: Limpet, its peers, and what the driver can do in the same time.
+
+One server, with fsync on, serves all of them; each works in a schema of its own. The driver's
+limit gets 64 calls handed over as one list, and makes one statement of them.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import limpet
+from bench.contenders import Contender, load
+from bench.workload import Job, decode, encode
+
+EXPECTED = {"fsync": "on", "synchronous_commit": "on"}
+
+_TABLE = 'CREATE TABLE pairs (key text COLLATE "C" PRIMARY KEY, value jsonb NOT NULL)'
+_UPSERT = "INSERT INTO pairs VALUES ($1, $2::text::jsonb) ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+_SELECT = "SELECT value::text FROM pairs WHERE key = $1"
+_UPSERT_ALL = (
+    "INSERT INTO pairs SELECT key, value::jsonb FROM unnest($1::text[], $2::text[]) AS given (key, value)"
+    " ON CONFLICT (key) DO UPDATE SET value = excluded.value"
+)
+_SELECT_ALL = "SELECT key, value::text FROM pairs WHERE key = ANY ($1)"
+_SETTINGS = "SELECT current_setting('fsync') AS fsync, current_setting('synchronous_commit') AS synchronous_commit"
+
+
+class OnPostgres(Contender):
+    """A contender on the server whose URL it is given."""
+
+    expects = EXPECTED
+    keeps_files = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.schema = f"bench_{uuid.uuid4().hex[:8]}"
+
+    async def connect(self, count: int) -> Any:
+        """A pool of the driver in a schema of its own, all its connections made."""
+        asyncpg = load("asyncpg")
+        connection = await asyncpg.connect(self.url)
+        await connection.execute(f"CREATE SCHEMA {self.schema}")
+        await connection.close()
+        return await asyncpg.create_pool(
+            self.url, min_size=count, max_size=count, server_settings={"search_path": self.schema}
+        )
+
+
+class LimpetPostgres(OnPostgres):
+    name = "Limpet"
+    role = "limpet"
+    note = "versions, revisions, a log row of every change, TTL"
+
+    async def open(self, folder: Path) -> None:
+        self.store = await limpet.open(f"{self.url}?schema={self.schema}")
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.store.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self.store.get(key)
+
+    async def settings(self) -> dict[str, str]:
+        engine: Any = self.store._session.engine
+        return _settings((await engine._fetch(_SETTINGS))[0])
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class AsyncpgPool(OnPostgres):
+    name = "asyncpg pool of 10"
+    note = "a key and a value; commits one by one"
+    connections = 10
+
+    async def open(self, folder: Path) -> None:
+        self.pool = await self.connect(self.connections)
+        await self.pool.execute(_TABLE)
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.pool.execute(_UPSERT, key, encode(value).decode())
+
+    async def get(self, key: str) -> Any:
+        return decode(await self.pool.fetchval(_SELECT, key))
+
+    async def put_all(self, jobs: list[Job]) -> None:
+        texts = [encode(value).decode() for _, value in jobs]
+        await self.pool.execute(_UPSERT_ALL, [key for key, _ in jobs], texts)
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        await self.put_all(list(jobs))
+
+    async def settings(self) -> dict[str, str]:
+        return _settings(await self.pool.fetchrow(_SETTINGS))
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+class RawUnnest(AsyncpgPool):
+    """The driver on one connection it keeps, with the callers' calls already in hand."""
+
+    name = "asyncpg, 64 a statement"
+    role = "limit"
+    note = "one unnest upsert, one ANY select; a key and a value, nothing else"
+    connections = 1
+
+    async def open(self, folder: Path) -> None:
+        await super().open(folder)
+        self._connection = await self.pool.acquire()
+
+    async def put_all(self, jobs: list[Job]) -> None:
+        texts = [encode(value).decode() for _, value in jobs]
+        await self._connection.execute(_UPSERT_ALL, [key for key, _ in jobs], texts)
+
+    async def get_all(self, jobs: list[Job]) -> list[Any]:
+        rows = await self._connection.fetch(_SELECT_ALL, [key for (key,) in jobs])
+        found = {key: text for key, text in rows}
+        return [decode(found[key]) for (key,) in jobs]
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.put_all([(key, value)])
+
+    async def get(self, key: str) -> Any:
+        return (await self.get_all([(key,)]))[0]
+
+    async def settings(self) -> dict[str, str]:
+        return _settings(await self._connection.fetchrow(_SETTINGS))
+
+    async def close(self) -> None:
+        await self.pool.release(self._connection)
+        await self.pool.close()
+
+
+class LanggraphPostgres(OnPostgres):
+    name = "LangGraph AsyncPostgresStore"
+    note = "groups the calls of one loop turn; no versions, no log"
+
+    async def open(self, folder: Path) -> None:
+        psycopg, rows = load("psycopg"), load("psycopg.rows")
+        options = {"autocommit": True, "row_factory": rows.dict_row, "prepare_threshold": 0}
+        self._connection = await psycopg.AsyncConnection.connect(self.url, **options)
+        await self._connection.execute(f"CREATE SCHEMA {self.schema}")
+        await self._connection.execute(f"SET search_path = {self.schema}")
+        self._store = load("langgraph.store.postgres.aio").AsyncPostgresStore(self._connection)
+        await self._store.setup()
+
+    async def put(self, key: str, value: Any) -> None:
+        await self._store.aput(("bench",), key, value)
+
+    async def get(self, key: str) -> Any:
+        return (await self._store.aget(("bench",), key)).value
+
+    async def settings(self) -> dict[str, str]:
+        cursor = await self._connection.execute(_SETTINGS)
+        return _settings(list((await cursor.fetchone()).values()))
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+
+class PyKeyValuePostgres(OnPostgres):
+    name = "py-key-value PostgreSQLStore"
+    note = "collections, TTL; commits one by one"
+
+    async def open(self, folder: Path) -> None:
+        self._pool = await self.connect(10)
+        self._store = load("key_value.aio.stores.postgresql").PostgreSQLStore(pool=self._pool)
+        await self._store.setup()
+
+    async def put(self, key: str, value: Any) -> None:
+        await self._store.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self._store.get(key)
+
+    async def settings(self) -> dict[str, str]:
+        return _settings(await self._pool.fetchrow(_SETTINGS))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def _settings(row: Any) -> dict[str, str]:
+    fsync, synchronous_commit = row
+    return {"fsync": fsync, "synchronous_commit": synchronous_commit}
+
+
+CONTENDERS: tuple[type[OnPostgres], ...] = (
+    LimpetPostgres,
+    AsyncpgPool,
+    LanggraphPostgres,
+    PyKeyValuePostgres,
+    RawUnnest,
+)

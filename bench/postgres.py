@@ -1,0 +1,137 @@
+"""The PostgreSQL engine beside other stores on the same server: one caller, 64, and several processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+import limpet
+from bench import contenders_postgres as on_postgres
+from bench import goals, workload
+from bench.contenders import AnyContender, Contender
+from bench.harness import CALLERS, Lane, Race, Slice, in_turn, race, together
+from bench.report import brief, race_table, table
+from bench.run import ROOT, Run, say
+from tests.servers import postgres
+
+KEYS = 5_000
+PROCESSES = (1, 2, 4)
+OURS = on_postgres.LimpetPostgres.name
+POOL = on_postgres.AsyncpgPool.name
+LANGGRAPH = on_postgres.LanggraphPostgres.name
+RAW = on_postgres.RawUnnest.name
+
+
+def measure(run: Run) -> None:
+    # On the disk that is measured; the server is not root's, and must get there.
+    run.folder.chmod(0o711)
+    with postgres(folder=run.folder / "postgres") as server:
+        _races(run, server.url)
+        _processes(run, server.url)
+
+
+def _races(run: Run, url: str) -> None:
+    keys = run.options.scaled(KEYS, 200)
+    desk, findings = run.desk("postgres-contenders"), run.findings
+    with desk.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
+        findings.keep_checks(desk.checks, desk.absent)
+        present = {one.name for one in contenders}
+        for verb, jobs in (("put", workload.puts), ("get", workload.gets)):
+            many = _race(run, f"PostgreSQL {verb}@64", [_many(run, one, verb, jobs(keys)) for one in contenders])
+            say(race_table(f"\nPostgreSQL, {verb}, 64 callers, {keys:,} keys", many, OURS, desk.checks))
+            what = f"PostgreSQL {verb}@64"
+            by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]
+            findings.compare("postgres", f"{what}, x {POOL}", "x", many, OURS, [POOL], by_pool)
+            if LANGGRAPH in present:
+                findings.compare("postgres", f"{what}, x {LANGGRAPH}", "x", many, OURS, [LANGGRAPH], by_langgraph)
+            findings.compare("postgres", f"{what}, of {RAW}", "of", many, OURS, [RAW], by_raw)
+
+            alone = [one for one in contenders if one.name != RAW]
+            one_by_one = _race(run, f"PostgreSQL {verb}", [_single(run, one, verb, jobs(keys)) for one in alone])
+            say(race_table(f"\nPostgreSQL, {verb}, one caller, {keys:,} keys", one_by_one, OURS, desk.checks))
+            goal = goals.POSTGRES_ALONE[verb]
+            findings.compare("postgres", f"PostgreSQL {verb}, x {POOL}", "x", one_by_one, OURS, [POOL], goal)
+
+
+def _race(run: Run, name: str, lanes: list[Lane]) -> Race:
+    result = race(lanes, rounds=run.options.rounds, slice_s=run.options.slice_s)
+    run.findings.keep_race(name, result)
+    return result
+
+
+def _many(run: Run, contender: AnyContender, verb: str, jobs: workload.Jobs) -> Lane:
+    assert isinstance(contender, Contender)
+    if isinstance(contender, on_postgres.RawUnnest):
+        # One caller that has the calls of 64 in hand; each statement counts for all of them.
+        call = getattr(contender, f"{verb}_all")
+        batches = iter(lambda: ([next(jobs) for _ in range(CALLERS)],), None)
+
+        def run_all(seconds: float) -> Slice:
+            piece = run.runner.run(in_turn(call, batches, seconds))
+            return piece._replace(calls=piece.calls * CALLERS)
+
+        return Lane(contender.name, run_all)
+    call = getattr(contender, verb)
+    return Lane(contender.name, lambda seconds: run.runner.run(together(call, jobs, seconds)))
+
+
+def _single(run: Run, contender: AnyContender, verb: str, jobs: workload.Jobs) -> Lane:
+    call = getattr(contender, verb)
+    return Lane(contender.name, lambda seconds: run.runner.run(in_turn(call, jobs, seconds)))
+
+
+# Several processes ------------------------------------------------------------
+
+
+def _processes(run: Run, url: str) -> None:
+    """All write one namespace at once. What they write together must not become less when there are more."""
+    seconds = 2.0 if not run.options.quick else 0.2
+    rates: dict[int, list[float]] = {count: [] for count in PROCESSES}
+    for _ in range(run.options.scaled(3, 1)):
+        for count in PROCESSES:
+            rates[count].append(_rate(url, count, seconds))
+    run.findings.samples["PostgreSQL put@64 by processes"] = {str(count): found for count, found in rates.items()}
+    say("\nPostgreSQL, put, 64 callers in each process, one namespace")
+    rows = [(str(count), brief(statistics.median(found))) for count, found in rates.items()]
+    say(table(("processes", "calls/s together"), rows))
+    for count in PROCESSES[1:]:
+        ratios = [many / one for many, one in zip(rates[count], rates[1], strict=True)]
+        run.findings.judge(
+            "postgres", f"PostgreSQL put@64 of {count} processes, of one's rate", "of", ratios, goals.POSTGRES_PROCESSES
+        )
+
+
+def _rate(url: str, processes: int, seconds: float) -> float:
+    """Calls per second of all processes together, each of which began when all were ready."""
+    command = [sys.executable, "-m", "bench.postgres", url, str(seconds)]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    for child in children:
+        assert child.stdout is not None
+        child.stdout.readline()
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    return sum(float(json.loads(child.communicate()[0])) for child in children)
+
+
+async def _write(url: str, seconds: float) -> None:
+    async with limpet.open(f"{url}?schema=bench_processes", sweep=False) as store:
+        jobs = workload.puts(KEYS)
+        await together(store.put, jobs, 0.1)
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.readline)
+        began = time.perf_counter()
+        piece = await together(store.put, jobs, seconds)
+        print(json.dumps(piece.calls / (time.perf_counter() - began)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(_write(sys.argv[1], float(sys.argv[2])))

@@ -1,0 +1,136 @@
+"""Granting: the script of `limpet.grants`, printed for an administrator or run as one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+from urllib.parse import parse_qsl, urlencode
+
+import click
+from click.core import ParameterSource
+
+from limpet.cli import output
+from limpet.cli.arguments import Setup, pass_setup
+from limpet.cli.commands import Command, examples
+from limpet.engine import Address
+from limpet.errors import InvalidValue, LimpetError, PermissionDenied, Unavailable
+
+CONNECT_S: Final = 10.0
+
+_DRIVERS_OWN: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "host", "application_name")
+
+
+class GrantCommand(Command):
+    """A command that takes any number of namespaces, where others take one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        (shared,) = (option for option in self.shared if option.name == "namespace")
+        self.shared.remove(shared)
+        self.params.remove(shared)
+
+
+@click.command(
+    name="grant",
+    cls=GrantCommand,
+    epilog=examples(
+        "limpet grant trivia --url 'postgresql://db/app?schema=trivia'",
+        "limpet grant trivia --login --apply",
+        "limpet grant bot -n games -n scores > grants.sql",
+        "limpet grant grafana --read-only --apply",
+        "limpet grant trivia --revoke --apply",
+    ),
+)
+@click.argument("role")
+@click.option(
+    "-n",
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    metavar="NAME",
+    help="Only this namespace. May be repeated. [default: all of the schema]",
+)
+@click.option("--read-only", is_flag=True, help="Only reading, for operators and dashboards.")
+@click.option("--login", is_flag=True, help="Let ROLE log in. It gets no password here.")
+@click.option("--revoke", is_flag=True, help="Take back everything that was granted. ROLE stays.")
+@click.option("--apply", is_flag=True, help="Run the script, as the user of the URL. [default: print it]")
+@pass_setup
+def grant_command(
+    setup: Setup, role: str, namespaces: tuple[str, ...], read_only: bool, login: bool, revoke: bool, apply: bool
+) -> None:
+    """Let ROLE use this store and nothing else, on PostgreSQL.
+
+    Prints a script for psql, without connecting. The role is made if there is none. What it may do is what the last
+    grant says, and nothing that an earlier one did. LIMPET_NAMESPACE is not looked at.
+    """
+    from limpet import grants
+
+    if revoke and (namespaces or read_only or login):
+        raise click.UsageError("--revoke takes everything back: give no --namespace, --read-only or --login with it")
+    root = click.get_current_context().find_root()
+    if root.get_parameter_source("namespace") is ParameterSource.COMMANDLINE:
+        # It would be without effect, and the grant wider than somebody believed.
+        raise click.UsageError("--namespace stands behind grant, because it may be repeated there")
+    address = Address.parse(setup.url)
+    if address.scheme not in ("postgresql", "postgres"):
+        raise InvalidValue(f"{address}{setup.why} has no roles: only a postgresql: store can be granted")
+    schema = address.options.get("schema", "public")
+    if revoke:
+        script = grants.revoking(role, schema=schema)
+    else:
+        script = grants.granting(role, schema=schema, namespaces=namespaces, read_only=read_only, login=login)
+    if apply:
+        if not revoke:
+            # The role will not be able to make the tables, so they are made before.
+            setup.open(make=True).close()
+        asyncio.run(_apply(address, script))
+    if setup.as_json:
+        access = "none" if revoke else "read" if read_only else "write"
+        output.show(
+            {
+                "role": role,
+                "schema": schema,
+                "namespaces": sorted(set(namespaces)) or None,
+                "access": access,
+                "applied": apply,
+                "sql": script,
+            }
+        )
+    elif not apply:
+        output.write(script.encode())
+
+
+async def _apply(address: Address, script: str) -> None:
+    """Run the script, which is one transaction."""
+    try:
+        import asyncpg
+    except ModuleNotFoundError as missing:
+        raise InvalidValue("postgresql: URLs need asyncpg: pip install 'limpet[postgres]'") from missing
+
+    try:
+        connection = await asyncpg.connect(_data_source(address), timeout=CONNECT_S)
+        try:
+            await connection.execute(script)
+        finally:
+            await connection.close(timeout=CONNECT_S)
+    except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
+        raise _translated(error, address) from error
+
+
+def _data_source(address: Address) -> str:
+    """The URL without the options that only the engine knows."""
+    place = address.url.rpartition("@")[2]
+    body = address.url[: -len(place)] + place.partition("?")[0]
+    options = {name: value for name, value in parse_qsl(place.partition("?")[2]) if name in _DRIVERS_OWN}
+    return f"{body}?{urlencode(options)}" if options else body
+
+
+def _translated(error: Exception, address: Address) -> LimpetError:
+    state = getattr(error, "sqlstate", None) or ""
+    if state == "42501" or state[:2] == "28":
+        return PermissionDenied(f"{address}: {error}. Grants need the owner of the tables, or a superuser")
+    if state == "55P03":
+        return Unavailable(f"{address}: somebody has held the tables for five seconds, and nothing was granted")
+    if state and state[:2] not in ("08", "53", "57", "40"):
+        return InvalidValue(f"{address}: {error}")
+    return Unavailable(f"{address} cannot be reached now: {type(error).__name__}")

@@ -1,0 +1,1 @@
+"""The faces: interfaces that programs already speak, each thin over the store."""

@@ -1,0 +1,312 @@
+-- The time that decides. now() would be that of the start of a transaction, which may have waited.
+CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
+RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
+
+-- Take the place of the writer of a namespace, to the end of the transaction.
+CREATE FUNCTION {schema}.limpet_take(ns text) RETURNS {schema}.limpet_namespaces LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    tally {schema}.limpet_namespaces;
+BEGIN
+    SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
+    IF NOT FOUND THEN
+        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0) ON CONFLICT DO NOTHING;
+        SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
+    END IF;
+    tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms());
+    RETURN tally;
+END $$;
+
+-- Take the place of the writer, and read what is under these keys, expired or not.
+CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[])
+RETURNS TABLE (
+    last_revision bigint, floor bigint, at_ms bigint, key_count bigint, size_bytes bigint, log_changes bigint,
+    log_bytes bigint, family text, key text, kind text, value text, exact bytea, version bigint, revision bigint,
+    created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
+) LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+#variable_conflict use_column
+DECLARE
+    taken {schema}.limpet_namespaces;
+BEGIN
+    taken := {schema}.limpet_take(ns);
+    -- A statement of its own: it sees what was committed while the one above waited.
+    RETURN QUERY
+    SELECT taken.revision, taken.floor, taken.at_ms, taken.keys, taken.size_bytes, taken.log_changes, taken.log_bytes,
+        a.family, a.key, e.kind, CASE WHEN e.exact IS NULL THEN e.value::text END, e.exact, e.version, e.revision,
+        e.created_revision, e.created_ms, e.updated_ms, e.expires_ms, e.meta
+    FROM unnest(families, keys) AS a (family, key)
+    LEFT JOIN LATERAL (
+        SELECT * FROM {schema}.limpet_entries t
+        WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
+    ) AS e ON true;
+END $$;
+
+-- Write what a client decided while it held the place of the writer. Each row is what a change
+-- left of its entry, in order; a row without a revision is a receipt, which is kept but not logged.
+CREATE FUNCTION {schema}.limpet_apply(
+    ns text, channel text, now_ms bigint, new_revision bigint, new_keys bigint, new_size bigint, new_changes bigint,
+    new_log bigint, ops text[], revisions bigint[], last_revisions bigint[], causes text[], families text[],
+    keys text[], kinds text[], vals bytea[], nearests text[], weights bigint[], sizes bigint[], versions bigint[],
+    entry_revisions bigint[], created_revisions bigint[], createds bigint[], updateds bigint[], expires bigint[],
+    metas text[]
+) RETURNS void LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+BEGIN
+    WITH left_over AS (
+        SELECT DISTINCT ON (r.family, r.key) r.*
+        FROM unnest(
+            ops, families, keys, kinds, vals, nearests, weights, versions, entry_revisions, created_revisions,
+            createds, updateds, expires, metas
+        ) WITH ORDINALITY AS r (
+            op, family, key, kind, stored, nearest, weight, version, revision, created_revision,
+            created_ms, updated_ms, expires_ms, meta, n
+        )
+        ORDER BY r.family, r.key, r.n DESC
+    ), erased AS (
+        DELETE FROM {schema}.limpet_entries e
+        WHERE e.ctid = ANY (ARRAY(
+            SELECT t.place FROM left_over r
+            CROSS JOIN LATERAL (
+                SELECT f.ctid AS place FROM {schema}.limpet_entries f
+                WHERE f.namespace = ns AND f.family = r.family AND f.key = r.key OFFSET 0
+            ) AS t
+            WHERE r.op IN ('delete', 'expire')
+        ))
+    )
+    INSERT INTO {schema}.limpet_entries AS e
+    SELECT ns, r.family, r.key, r.kind,
+        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, convert_from(r.stored, 'UTF8'))::jsonb END,
+        CASE WHEN r.kind = 'bytes' OR r.nearest IS NOT NULL THEN r.stored END,
+        r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
+    FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
+    ON CONFLICT (namespace, family, key) DO UPDATE SET
+        kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+        version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
+        created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
+        meta = excluded.meta;
+
+    IF new_revision IS NULL THEN
+        RETURN;
+    END IF;
+    INSERT INTO {schema}.limpet_changes
+    SELECT ns, r.revision, r.last_revision, now_ms, r.op, r.family, r.cause, r.size, r.key,
+        CASE WHEN r.op <> 'touch' THEN r.kind END, CASE WHEN r.op <> 'touch' THEN r.stored END,
+        r.version, r.entry_revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
+    FROM unnest(
+        ops, revisions, last_revisions, causes, families, keys, kinds, vals, sizes, versions, entry_revisions,
+        created_revisions, createds, updateds, expires, metas
+    ) AS r (
+        op, revision, last_revision, cause, family, key, kind, stored, size, version, entry_revision,
+        created_revision, created_ms, updated_ms, expires_ms, meta
+    ) WHERE r.revision IS NOT NULL;
+    UPDATE {schema}.limpet_namespaces n
+    SET revision = new_revision, at_ms = now_ms, keys = new_keys, size_bytes = new_size, log_changes = new_changes,
+        log_bytes = new_log
+    WHERE n.namespace = ns;
+    PERFORM pg_notify(channel, ns);
+END $$;
+
+-- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
+-- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
+-- does, and a test holds it to that. Rows with a guard are refusals and show what was found.
+-- Of a group that is nothing but puts, lasts has for each the place of the last of its batch; there
+-- a column that is the same for all (family data, kind json, no time to live …) may be left out.
+-- Rows that are there already are written by their place, because a join could be planned while
+-- the table is empty, and read all of it later.
+CREATE FUNCTION {schema}.limpet_commit(
+    ns text, channel text, batches int[], ops text[], families text[], keys text[], kinds text[], vals bytea[],
+    nearests text[], weights bigint[], ttls bigint[], metas text[], causes text[], guard_batches int[],
+    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers bigint[], lasts int[]
+) RETURNS TABLE (
+    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, value text, exact bytea, version bigint,
+    revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
+) LANGUAGE plpgsql VOLATILE
+SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
+#variable_conflict use_column
+DECLARE
+    taken {schema}.limpet_namespaces;
+    now_ms bigint;
+BEGIN
+    taken := {schema}.limpet_take(ns);
+    now_ms := taken.at_ms;
+    IF EXISTS (SELECT FROM {schema}.limpet_overtaken o WHERE o.namespace = ns AND o.cause = ANY (causes)) THEN
+        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+    END IF;
+    -- Nothing but puts, and nothing in the namespace that has expired unswept: each makes one change,
+    -- so its revision is known, and what it replaces need not be read first.
+    IF lasts IS NOT NULL AND NOT EXISTS (
+        SELECT FROM {schema}.limpet_entries t WHERE t.namespace = ns AND t.expires_ms <= now_ms
+    ) THEN
+        RETURN QUERY
+        WITH written AS (
+            INSERT INTO {schema}.limpet_entries AS e
+            SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
+                CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, convert_from(a.stored, 'UTF8'))::jsonb END,
+                CASE WHEN a.kind = 'bytes' OR a.nearest IS NOT NULL THEN a.stored END,
+                coalesce(a.weight, octet_length(a.key) + octet_length(a.stored)), 1, taken.revision + a.n, taken.revision + a.n, now_ms, now_ms, now_ms + a.ttl, a.meta
+            FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
+                WITH ORDINALITY AS a (family, key, kind, stored, nearest, weight, ttl, meta, n)
+            ON CONFLICT (namespace, family, key) DO UPDATE SET
+                kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+                version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
+                expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
+            RETURNING (e.revision - taken.revision)::int AS n, e.family, e.size_bytes, e.replaced_bytes, e.version,
+                e.revision, e.created_revision, e.created_ms, e.expires_ms
+        ), logged AS (
+            INSERT INTO {schema}.limpet_changes
+            SELECT ns, w.revision, taken.revision + coalesce(lasts[w.n], w.n), now_ms, 'put', w.family, causes[w.n],
+                w.size_bytes, keys[w.n], coalesce(kinds[w.n], 'json'), vals[w.n], w.version, w.revision, w.created_revision, w.created_ms, now_ms,
+                w.expires_ms, metas[w.n]
+            FROM written w
+        ), counted AS (
+            UPDATE {schema}.limpet_namespaces t
+            SET revision = s.revision, at_ms = now_ms, keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes,
+                log_changes = t.log_changes + s.changes, log_bytes = t.log_bytes + s.log_bytes
+            FROM (
+                SELECT max(w.revision) AS revision, count(*) AS changes, sum(w.size_bytes) AS log_bytes,
+                    count(*) FILTER (WHERE w.family = 'data' AND w.version = 1) AS keys,
+                    coalesce(
+                        sum(w.size_bytes - CASE WHEN w.version = 1 THEN 0 ELSE w.replaced_bytes END)
+                        FILTER (WHERE w.family = 'data'), 0
+                    ) AS size_bytes
+                FROM written w
+            ) AS s
+            WHERE t.namespace = ns
+            RETURNING pg_notify(channel, ns)::text
+        )
+        SELECT coalesce(batches[w.n], w.n - 1), w.n, NULL::int, taken.revision + coalesce(lasts[w.n], w.n), now_ms,
+            NULL::text, NULL::text, NULL::bytea, w.version, w.revision, w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
+        FROM written w;
+        RETURN;
+    END IF;
+    IF lasts IS NOT NULL THEN
+        batches := coalesce(batches, ARRAY(SELECT generate_series(0, cardinality(keys) - 1)));
+        ops := array_fill('put'::text, ARRAY[cardinality(keys)]);
+        families := coalesce(families, array_fill('data'::text, ARRAY[cardinality(keys)]));
+        kinds := coalesce(kinds, array_fill('json'::text, ARRAY[cardinality(keys)]));
+        weights := coalesce(weights, ARRAY(
+            SELECT octet_length(a.key) + octet_length(a.stored)
+            FROM unnest(keys, vals) WITH ORDINALITY AS a (key, stored, n) ORDER BY a.n
+        ));
+    END IF;
+
+    -- A statement of its own: it sees what was committed while the one above waited.
+    RETURN QUERY
+    WITH refused AS (
+        SELECT DISTINCT ON (g.batch) g.batch, g.n, e.*
+        FROM unnest(guard_batches, guard_families, guard_keys, guard_tests, guard_numbers)
+            WITH ORDINALITY AS g (batch, family, key, test, number, n)
+        LEFT JOIN LATERAL (
+            SELECT t.kind, t.value, t.exact, t.version, t.revision, t.created_revision, t.created_ms, t.updated_ms,
+                t.expires_ms, t.meta
+            FROM {schema}.limpet_entries t
+            WHERE t.namespace = ns AND t.family = g.family AND t.key = g.key
+                AND (t.expires_ms IS NULL OR t.expires_ms > now_ms) OFFSET 0
+        ) AS e ON true
+        WHERE NOT CASE g.test
+            WHEN 'absent' THEN e.version IS NULL
+            WHEN 'present' THEN e.version IS NOT NULL
+            WHEN 'version' THEN coalesce(e.version = g.number, false)
+            WHEN 'revision' THEN coalesce(e.revision = g.number, false)
+            WHEN 'held' THEN coalesce(e.created_revision = g.number, false)
+        END
+        ORDER BY g.batch, g.n
+    ), met AS (
+        SELECT a.*, e.*, e.version IS NOT NULL AS is_stored,
+            e.version IS NOT NULL AND (e.expires_ms IS NULL OR e.expires_ms > now_ms) AS is_live
+        FROM unnest(batches, ops, families, keys, kinds, vals, nearests, weights, ttls, metas, causes)
+            WITH ORDINALITY AS a (
+                batch, op, family, key, new_kind, stored, nearest, weight, ttl, new_meta, cause, n
+            )
+        LEFT JOIN LATERAL (
+            SELECT t.ctid AS place, t.kind, t.value, t.exact, t.size_bytes, t.version, t.revision,
+                t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
+            FROM {schema}.limpet_entries t
+            WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
+        ) AS e ON true
+        WHERE NOT EXISTS (SELECT FROM refused r WHERE r.batch = a.batch)
+    ), numbered AS (
+        -- An incarnation that expired unswept ends before the put that replaces it.
+        SELECT m.*, m.op = 'put' AND m.is_stored AND NOT m.is_live AS is_ending, m.op = 'put' OR m.is_live AS acts,
+            taken.revision + sum(
+                CASE WHEN m.op = 'put' THEN 1 + (m.is_stored AND NOT m.is_live)::int ELSE m.is_live::int END
+            ) OVER (ORDER BY m.batch, m.n) AS new_revision
+        FROM met m
+    ), decided AS (
+        SELECT d.*,
+            max(d.new_revision) OVER (PARTITION BY d.batch) AS last_revision,
+            CASE WHEN d.op <> 'put' THEN d.version WHEN d.is_live THEN d.version + 1 ELSE 1 END AS after_version,
+            CASE WHEN d.op IN ('put', 'touch') THEN d.new_revision ELSE d.revision END AS after_revision,
+            CASE WHEN d.is_live THEN d.created_revision ELSE d.new_revision END AS after_created_revision,
+            CASE WHEN d.is_live THEN d.created_ms ELSE now_ms END AS after_created_ms,
+            CASE WHEN d.op = 'put' THEN now_ms ELSE d.updated_ms END AS after_updated_ms,
+            CASE WHEN d.op NOT IN ('put', 'touch') OR d.ttl = -1 AND d.is_live THEN d.expires_ms
+                WHEN d.ttl <> -1 THEN now_ms + d.ttl END AS after_expires_ms,
+            CASE WHEN d.op <> 'put' OR d.new_meta = '' AND d.is_live THEN d.meta
+                WHEN d.new_meta <> '' THEN d.new_meta END AS after_meta,
+            CASE WHEN d.op = 'put' THEN d.weight WHEN d.op = 'delete' THEN octet_length(d.key)
+                ELSE d.size_bytes END AS log_size
+        FROM numbered d
+    ), logged AS (
+        INSERT INTO {schema}.limpet_changes
+        SELECT ns, d.new_revision - 1, d.last_revision, now_ms, 'expire', d.family, NULL, octet_length(d.key), d.key,
+            NULL, NULL, d.version, d.revision, d.created_revision, d.created_ms, d.updated_ms, d.expires_ms, d.meta
+        FROM decided d WHERE d.is_ending
+        UNION ALL
+        SELECT ns, d.new_revision, d.last_revision, now_ms, CASE d.op WHEN 'take' THEN 'delete' ELSE d.op END,
+            d.family, d.cause, d.log_size, d.key,
+            CASE d.op WHEN 'put' THEN d.new_kind WHEN 'take' THEN d.kind END,
+            CASE d.op WHEN 'put' THEN d.stored
+                WHEN 'take' THEN coalesce(d.exact, convert_to(d.value::text, 'UTF8')) END,
+            d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms, d.after_updated_ms,
+            d.after_expires_ms, d.after_meta
+        FROM decided d WHERE d.acts
+    ), written AS (
+        INSERT INTO {schema}.limpet_entries AS e
+        SELECT ns, d.family, d.key, d.new_kind,
+            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, convert_from(d.stored, 'UTF8'))::jsonb END,
+            CASE WHEN d.new_kind = 'bytes' OR d.nearest IS NOT NULL THEN d.stored END,
+            d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
+            d.after_updated_ms, d.after_expires_ms, d.after_meta
+        FROM decided d WHERE d.op = 'put'
+        ON CONFLICT (namespace, family, key) DO UPDATE SET
+            kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+            version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
+            created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
+            meta = excluded.meta
+    ), touched AS (
+        UPDATE {schema}.limpet_entries e SET revision = d.after_revision, expires_ms = d.after_expires_ms
+        FROM decided d WHERE d.op = 'touch' AND d.acts AND e.ctid = d.place
+    ), erased AS (
+        DELETE FROM {schema}.limpet_entries e
+        WHERE e.ctid = ANY (ARRAY(SELECT d.place FROM decided d WHERE d.op IN ('delete', 'take') AND d.acts))
+    ), counted AS (
+        UPDATE {schema}.limpet_namespaces n
+        SET revision = s.revision, at_ms = now_ms, keys = n.keys + s.keys, size_bytes = n.size_bytes + s.size_bytes,
+            log_changes = n.log_changes + s.changes, log_bytes = n.log_bytes + s.log_bytes
+        FROM (
+            SELECT max(d.new_revision) AS revision,
+                count(*) + count(*) FILTER (WHERE d.is_ending) AS changes,
+                sum(d.log_size) + coalesce(sum(octet_length(d.key)) FILTER (WHERE d.is_ending), 0) AS log_bytes,
+                count(*) FILTER (WHERE d.family = 'data' AND d.op = 'put' AND NOT d.is_stored)
+                    - count(*) FILTER (WHERE d.family = 'data' AND d.op IN ('delete', 'take')) AS keys,
+                coalesce(sum(CASE WHEN d.op = 'put' THEN d.weight - coalesce(d.size_bytes, 0)
+                    WHEN d.op IN ('delete', 'take') THEN -d.size_bytes END) FILTER (WHERE d.family = 'data'), 0)
+                    AS size_bytes
+            FROM decided d WHERE d.acts
+        ) AS s
+        WHERE n.namespace = ns AND s.revision IS NOT NULL
+        RETURNING pg_notify(channel, ns)::text
+    )
+    SELECT d.batch, d.n::int, NULL::int, d.last_revision, now_ms,
+        CASE WHEN d.op IN ('touch', 'take') THEN d.kind END,
+        CASE WHEN d.op IN ('touch', 'take') AND d.exact IS NULL THEN d.value::text END,
+        CASE WHEN d.op IN ('touch', 'take') THEN d.exact END,
+        CASE WHEN d.acts THEN d.after_version END, d.after_revision, d.after_created_revision, d.after_created_ms,
+        d.after_updated_ms, d.after_expires_ms, d.after_meta
+    FROM decided d
+    UNION ALL
+    SELECT r.batch, NULL, r.n::int, NULL, now_ms, r.kind, CASE WHEN r.exact IS NULL THEN r.value::text END, r.exact,
+        r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
+    FROM refused r;
+END $$;

@@ -1,0 +1,136 @@
+"""Revision 0001: the tables, and on PostgreSQL the functions that write them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import op
+from sqlalchemy.dialects import postgresql
+
+from limpet.schema.migrate import on_postgres, run, schema_name
+
+revision = "0001"
+down_revision = None
+
+_NAME = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+_NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+_JSON = sa.LargeBinary().with_variant(postgresql.JSONB(), "postgresql")
+
+_FUNCTIONS = Path(__file__).with_name("0001_functions.sql")
+
+
+def upgrade() -> None:
+    """Make them, and give the store its identity."""
+    schema = schema_name()
+    op.create_table(
+        "limpet_store",
+        sa.Column("id", sa.Text, nullable=False),
+        sa.Column("epoch", _NUMBER, nullable=False),
+        comment="One row: who this store is.",
+        schema=schema,
+    )
+    op.create_table(
+        "limpet_namespaces",
+        sa.Column("namespace", _NAME, nullable=False, primary_key=True),
+        sa.Column("revision", _NUMBER, nullable=False),
+        sa.Column("floor", _NUMBER, nullable=False),
+        sa.Column("at_ms", _NUMBER, nullable=False),
+        sa.Column("keys", _NUMBER, nullable=False),
+        sa.Column("size_bytes", _NUMBER, nullable=False),
+        sa.Column("log_changes", _NUMBER, nullable=False),
+        sa.Column("log_bytes", _NUMBER, nullable=False),
+        comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
+        schema=schema,
+        postgresql_with={"fillfactor": 20},
+        sqlite_with_rowid=False,
+    )
+    exact: list[sa.Column[Any]] = [
+        sa.Column("exact", sa.LargeBinary),
+        sa.Column("size_bytes", _NUMBER, nullable=False),
+    ]
+    # What the totals of the namespace have to give back for a value that was replaced.
+    replaced = sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")
+    op.create_table(
+        "limpet_entries",
+        sa.Column("namespace", _NAME, nullable=False, primary_key=True),
+        sa.Column("family", _NAME, nullable=False, primary_key=True),
+        sa.Column("key", _NAME, nullable=False, primary_key=True),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("value", _JSON, nullable=on_postgres()),
+        *(exact if on_postgres() else []),
+        sa.Column("version", _NUMBER, nullable=False),
+        sa.Column("revision", _NUMBER, nullable=False),
+        sa.Column("created_revision", _NUMBER, nullable=False),
+        sa.Column("created_ms", _NUMBER, nullable=False),
+        sa.Column("updated_ms", _NUMBER, nullable=False),
+        sa.Column("expires_ms", _NUMBER),
+        sa.Column("meta", sa.Text),
+        *([replaced] if on_postgres() else []),
+        comment="The map. Where exact is not null it is the value, to the byte, and value is its nearest form in"
+        " jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.",
+        schema=schema,
+        postgresql_with={"fillfactor": 80},
+        sqlite_with_rowid=False,
+    )
+    op.create_index(
+        "limpet_due",
+        "limpet_entries",
+        ["namespace", "expires_ms"],
+        schema=schema,
+        postgresql_where=sa.text("expires_ms IS NOT NULL"),
+        sqlite_where=sa.text("expires_ms IS NOT NULL"),
+    )
+    op.create_table(
+        "limpet_changes",
+        sa.Column("namespace", _NAME, nullable=False, primary_key=True),
+        sa.Column("revision", _NUMBER, nullable=False, primary_key=True),
+        sa.Column("last_revision", _NUMBER, nullable=False),
+        sa.Column("at_ms", _NUMBER, nullable=False),
+        sa.Column("op", sa.Text, nullable=False),
+        sa.Column("family", sa.Text, nullable=False),
+        sa.Column("cause", sa.Text),
+        sa.Column("size_bytes", _NUMBER, nullable=False),
+        sa.Column("key", _NAME, nullable=False),
+        sa.Column("kind", sa.Text),
+        sa.Column("value", sa.LargeBinary),
+        sa.Column("version", _NUMBER, nullable=False),
+        sa.Column("entry_revision", _NUMBER, nullable=False),
+        sa.Column("created_revision", _NUMBER, nullable=False),
+        sa.Column("created_ms", _NUMBER, nullable=False),
+        sa.Column("updated_ms", _NUMBER, nullable=False),
+        sa.Column("expires_ms", _NUMBER),
+        sa.Column("meta", sa.Text),
+        comment="The log. A value is here as it is stored, to the byte.",
+        schema=schema,
+        sqlite_with_rowid=False,
+    )
+    if not on_postgres():
+        run("INSERT INTO limpet_store VALUES (lower(hex(randomblob(8))), 1)")
+        return
+    op.create_table(
+        "limpet_overtaken",
+        sa.Column("namespace", _NAME, nullable=False, primary_key=True),
+        sa.Column("cause", _NAME, nullable=False, primary_key=True),
+        sa.Column("at_ms", _NUMBER, nullable=False),
+        comment="Requests that were asked for again, because nobody knew whether the first call had arrived."
+        " Should it arrive now, it is too late.",
+        schema=schema,
+    )
+    # A driver takes one statement at a time, and each of these begins with its comment.
+    for function in re.split(r"\n\n(?=-- )", _FUNCTIONS.read_text(encoding="utf-8")):
+        run(function.rstrip().removesuffix(";"))
+    run("INSERT INTO {schema}.limpet_store VALUES (left(replace(gen_random_uuid()::text, '-', ''), 16), 1)")
+
+
+def downgrade() -> None:
+    """Remove them, with everything that is stored."""
+    schema = schema_name()
+    if on_postgres():
+        for function in ("limpet_commit", "limpet_apply", "limpet_hold", "limpet_take", "limpet_now_ms"):
+            run(f"DROP FUNCTION {{schema}}.{function}")
+        op.drop_table("limpet_overtaken", schema=schema)
+    for table in ("limpet_changes", "limpet_entries", "limpet_namespaces", "limpet_store"):
+        op.drop_table(table, schema=schema)

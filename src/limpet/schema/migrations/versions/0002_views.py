@@ -1,0 +1,90 @@
+"""Revision 0002: views for people and tools that read with plain SQL.
+
+A name that somebody else's table or view has already is left to them, and so it is on the way back.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+from limpet.schema.migrate import on_postgres, run, schema_name
+
+revision = "0002"
+down_revision = "0001"
+
+# What has expired stays in this one until it is swept: whoever wonders about the sweeper looks here.
+_SQLITE = r"""CREATE VIEW IF NOT EXISTS plugin_kv_storage
+    (plugin_name, key, value, expires_at, created_at, updated_at) AS
+SELECT namespace, key,
+    CASE kind WHEN 'bytes' THEN '\x' || lower(hex(value)) ELSE value END,
+    strftime('%Y-%m-%d %H:%M:%f', expires_ms / 1000.0, 'unixepoch'),
+    strftime('%Y-%m-%d %H:%M:%f', created_ms / 1000.0, 'unixepoch'),
+    strftime('%Y-%m-%d %H:%M:%f', updated_ms / 1000.0, 'unixepoch')
+FROM limpet_entries WHERE family = 'data'"""
+
+# A view of one table can be written through, past revisions, log and watchers. The code of this
+# error is the one that PostgreSQL has for views that cannot.
+_REFUSE = """CREATE FUNCTION {schema}.limpet_refuse() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    RAISE EXCEPTION USING ERRCODE = '55000',
+        MESSAGE = 'limpet: the view ' || TG_TABLE_NAME || ' is for reading only',
+        HINT = 'Write through the store: a row written here would have no revision, and no watcher would hear of it.';
+END $$"""
+
+_POSTGRES = {
+    "plugin_kv_storage": r"""
+    (plugin_name, key, value, expires_at, created_at, updated_at) AS
+    SELECT namespace, key,
+        CASE WHEN kind = 'bytes' THEN '\x' || encode(exact, 'hex')
+            WHEN exact IS NOT NULL THEN convert_from(exact, 'UTF8')
+            ELSE value::text END,
+        to_timestamp(expires_ms / 1000.0), to_timestamp(created_ms / 1000.0), to_timestamp(updated_ms / 1000.0)
+    FROM {schema}.limpet_entries WHERE family = 'data'""",
+    "state": r"""
+    (key, value, version, updated_at) AS
+    SELECT key, CASE WHEN kind = 'bytes' THEN to_jsonb('\x' || encode(exact, 'hex')) ELSE value END, version,
+        to_timestamp(updated_ms / 1000.0)
+    FROM {schema}.limpet_entries
+    WHERE namespace = 'state' AND family = 'data'
+        AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))""",
+}
+
+# Asked for by trying, because a name in a schema of any name is hard to quote in a text.
+_UNLESS_TAKEN = """DO $$
+BEGIN
+    CREATE VIEW {{schema}}.{view}{definition};
+    CREATE TRIGGER limpet_refuse INSTEAD OF INSERT OR UPDATE OR DELETE ON {{schema}}.{view}
+    FOR EACH ROW EXECUTE FUNCTION {{schema}}.limpet_refuse();
+EXCEPTION WHEN duplicate_table OR duplicate_object THEN
+    RAISE NOTICE 'limpet: there is something else called {view} in this schema, so this view is left out';
+END $$"""
+
+_OURS = """SELECT c.relname FROM pg_trigger t
+JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE t.tgname = 'limpet_refuse' AND c.relkind = 'v' AND n.nspname = :schema"""
+
+
+def upgrade() -> None:
+    """Make the views, and on PostgreSQL the function by which they refuse to be written."""
+    if not on_postgres():
+        run(_SQLITE)
+        return
+    run(_REFUSE)
+    for view, definition in _POSTGRES.items():
+        run(_UNLESS_TAKEN.format(view=view, definition=definition))
+
+
+def downgrade() -> None:
+    """Remove the views that are ours."""
+    connection = op.get_bind()
+    if on_postgres():
+        for view in connection.scalars(sa.text(_OURS), {"schema": schema_name()}).all():
+            # Somebody may have given it another name.
+            quoted = view.replace('"', '""')
+            run(f'DROP VIEW {{schema}}."{quoted}"')
+        run("DROP FUNCTION {schema}.limpet_refuse()")
+        return
+    found = connection.scalar(sa.text("SELECT sql FROM sqlite_master WHERE name = 'plugin_kv_storage'"))
+    if found is not None and found.split() == _SQLITE.replace("IF NOT EXISTS ", "").split():
+        run("DROP VIEW plugin_kv_storage")

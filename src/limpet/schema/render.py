@@ -1,0 +1,40 @@
+"""Writing the static files: ``python -m limpet.schema.render``, after every change of a revision.
+
+They are what an empty database is made from, so that opening one needs no tool for migrations.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from limpet.schema import REVISION
+from limpet.schema.migrate import rendered
+
+ENGINES: Final = ("postgres", "sqlite")
+
+_HEADS: Final = {
+    "postgres": f"""\
+-- Limpet's tables on PostgreSQL, schema revision {REVISION}. The word in braces stands for the schema they are in.
+-- Plain SQL can read all of it: a JSON value is jsonb, a record is a jsonb object of its fields.
+""",
+    "sqlite": f"""\
+-- Limpet's tables on SQLite, schema revision {REVISION}. Plain SQL can read all of it:
+-- a JSON value is JSON text, a record is a JSON object of its fields.
+""",
+}
+
+
+def static(engine: str) -> str:
+    """The static file of an engine, as it should be."""
+    return f"{_HEADS[engine]}-- Written by python -m limpet.schema.render, from the migrations.\n\n{rendered(engine)}\n"
+
+
+def write(folder: Path) -> None:
+    """Write the files."""
+    for engine in ENGINES:
+        (folder / f"{engine}.sql").write_text(static(engine), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(__file__).parent)

@@ -1,0 +1,128 @@
+"""The tables as one description for both databases.
+
+A change of a table begins here. A new revision in `migrations/versions` then makes it in the
+databases that there are; it repeats what it needs, because a revision stays as it is when this
+description moves on. Tests hold the two to the same catalog.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+
+# Keys are ordered by code point, whatever the database was made for. SQLite does so by itself.
+_NAME: Final = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+_NUMBER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# In SQLite any value may stand in such a column: JSON is text there, and raw bytes are a blob.
+_JSON: Final = sa.LargeBinary().with_variant(postgresql.JSONB(), "postgresql")
+
+
+def tables(engine: str, schema: str | None = None) -> sa.MetaData:
+    """The tables of an engine, ``sqlite`` or ``postgres``."""
+    metadata = sa.MetaData(schema=schema)
+    on_postgres = engine == "postgres"
+
+    sa.Table(
+        "limpet_store",
+        metadata,
+        _text("id"),
+        _number("epoch"),
+        comment="One row: who this store is.",
+    )
+
+    sa.Table(
+        "limpet_namespaces",
+        metadata,
+        _name("namespace", primary_key=True),
+        _number("revision"),
+        _number("floor"),
+        _number("at_ms"),
+        _number("keys"),
+        _number("size_bytes"),
+        _number("log_changes"),
+        _number("log_bytes"),
+        comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
+        # Updated by every commit. With room on its page, a row stays on it and no index hears of it.
+        postgresql_with={"fillfactor": 20},
+        sqlite_with_rowid=False,
+    )
+
+    # SQLite keeps any value to the byte, in one column.
+    exact: list[sa.Column[Any]] = [sa.Column("exact", sa.LargeBinary), _number("size_bytes")] if on_postgres else []
+    # What the totals of the namespace have to give back for a value that was replaced.
+    replaced = [sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")] if on_postgres else []
+    entries = sa.Table(
+        "limpet_entries",
+        metadata,
+        _name("namespace", primary_key=True),
+        _name("family", primary_key=True),
+        _name("key", primary_key=True),
+        _text("kind"),
+        sa.Column("value", _JSON, nullable=on_postgres),
+        *exact,
+        _number("version"),
+        _number("revision"),
+        _number("created_revision"),
+        _number("created_ms"),
+        _number("updated_ms"),
+        _number("expires_ms", nullable=True),
+        _text("meta", nullable=True),
+        *replaced,
+        comment="The map. Where exact is not null it is the value, to the byte, and value is its nearest form in"
+        " jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.",
+        postgresql_with={"fillfactor": 80},
+        sqlite_with_rowid=False,
+    )
+    expires = entries.c.expires_ms.is_not(None)
+    sa.Index("limpet_due", entries.c.namespace, entries.c.expires_ms, postgresql_where=expires, sqlite_where=expires)
+
+    sa.Table(
+        "limpet_changes",
+        metadata,
+        _name("namespace", primary_key=True),
+        _number("revision", primary_key=True),
+        _number("last_revision"),
+        _number("at_ms"),
+        _text("op"),
+        _text("family"),
+        _text("cause", nullable=True),
+        _number("size_bytes"),
+        _name("key"),
+        _text("kind", nullable=True),
+        sa.Column("value", sa.LargeBinary),
+        _number("version"),
+        _number("entry_revision"),
+        _number("created_revision"),
+        _number("created_ms"),
+        _number("updated_ms"),
+        _number("expires_ms", nullable=True),
+        _text("meta", nullable=True),
+        comment="The log. A value is here as it is stored, to the byte.",
+        sqlite_with_rowid=False,
+    )
+
+    if on_postgres:
+        sa.Table(
+            "limpet_overtaken",
+            metadata,
+            _name("namespace", primary_key=True),
+            _name("cause", primary_key=True),
+            _number("at_ms"),
+            comment="Requests that were asked for again, because nobody knew whether the first call had arrived."
+            " Should it arrive now, it is too late.",
+        )
+    return metadata
+
+
+def _name(name: str, *, primary_key: bool = False) -> sa.Column[str]:
+    return sa.Column(name, _NAME, nullable=False, primary_key=primary_key)
+
+
+def _text(name: str, *, nullable: bool = False) -> sa.Column[str]:
+    return sa.Column(name, sa.Text, nullable=nullable)
+
+
+def _number(name: str, *, nullable: bool = False, primary_key: bool = False) -> sa.Column[int]:
+    return sa.Column(name, _NUMBER, nullable=nullable, primary_key=primary_key)

@@ -1,0 +1,348 @@
+"""Two servers that stand between a client and PostgreSQL, each on a loop in a thread of its own.
+
+`Proxy` passes everything on, until it is told to do something to a certain request: lose its
+reply, cut before it, hold it up, or keep it and deliver it when the client has long gone. It reads
+just enough of the protocol to tell requests apart: each ends with a Sync or is a simple query.
+
+`Pooler` shares server connections as poolers in transaction mode do: when a transaction is over,
+the next one of the same client goes to another connection, which has forgotten everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+PATIENCE_S = 30.0
+
+_SSL_REQUEST = 80877103
+_CANCEL_REQUEST = 80877102
+
+Fault = Literal["lose", "cut", "delay", "keep"]
+Lines = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class _Server:
+    """A listening socket on a loop in a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._parts = urlsplit(url)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def url(self) -> str:
+        """How to reach PostgreSQL through here."""
+        port: int = self._listening.sockets[0].getsockname()[1]
+        return urlunsplit(self._parts._replace(netloc=f"{self._parts.username}@127.0.0.1:{port}"))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._listening: asyncio.Server = self._run(asyncio.start_server(self._accept, "127.0.0.1", 0))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
+
+    async def _stop(self) -> None:
+        self._listening.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._cut_all()
+
+    async def _cut_all(self) -> None:
+        for writer in list(self._writers):
+            await self._cut(writer)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await self._serve(reader, writer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            await self._cut(writer)
+            self._tasks.discard(task)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raise NotImplementedError
+
+    async def _dial(self) -> Lines:
+        assert self._parts.hostname is not None
+        reader, writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
+        self._writers.add(writer)
+        return reader, writer
+
+    async def _cut(self, writer: asyncio.StreamWriter) -> None:
+        self._writers.discard(writer)
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    async def _startup(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        """The client's first words. Encryption is declined."""
+        while True:
+            head = await reader.readexactly(8)
+            length, code = struct.unpack("!ii", head)
+            rest = await reader.readexactly(length - 8)
+            if code != _SSL_REQUEST:
+                return head + rest
+            writer.write(b"N")
+
+
+async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """The next message: its kind, and all of it."""
+    head = await reader.readexactly(5)
+    (length,) = struct.unpack("!i", head[1:])
+    return head[:1], head + await reader.readexactly(length - 4)
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bytes]]:
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            yield await _message(reader)
+
+
+def _error_of(message: bytes) -> str:
+    """The text of an ErrorResponse."""
+    fields = message[5:].split(b"\0")
+    return next(field[1:].decode() for field in fields if field[:1] == b"M")
+
+
+@dataclass
+class _Rule:
+    """What to do to the n-th request from now that contains this text."""
+
+    text: str
+    fault: Fault
+    left: int
+    stays_down: bool
+    met: threading.Event = field(default_factory=threading.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    kept: tuple[Lines, bytes] | None = None
+
+
+class Proxy(_Server):
+    """Passes requests on, or not."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._rule: _Rule | None = None
+        self._last: _Rule | None = None
+        self._down = False
+        self.requests: list[str] = []
+
+    def fault(self, fault: Fault, text: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
+        """Do this to the n-th request from now on that contains the text, and to no other.
+
+        ``lose`` lets the server answer, then cuts without passing the answer on. ``cut`` cuts without passing
+        the request on. ``delay`` holds it until `release`. ``keep`` cuts the client off and holds the request
+        until `deliver`. With ``stays_down``, every other line is cut as well, until `go_on`.
+        """
+        self._rule = self._last = _Rule(text, fault, nth, stays_down)
+
+    def await_fault(self) -> None:
+        """Wait until it has been done."""
+        assert self._last is not None
+        assert self._last.met.wait(PATIENCE_S), f"no request contained {self._last.text!r}"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the fault has happened."""
+        return self._last is not None and self._last.met.is_set()
+
+    def release(self) -> None:
+        """Pass on the request that is held up."""
+        assert self._last is not None
+        self._loop.call_soon_threadsafe(self._last.released.set)
+
+    def deliver(self) -> str | None:
+        """Pass on the request that was kept. Returns the server's error, or None when it granted it."""
+        return self._run(self._deliver())  # type: ignore[no-any-return]
+
+    async def _deliver(self) -> str | None:
+        assert self._last is not None
+        assert self._last.kept is not None
+        (reader, writer), request = self._last.kept
+        writer.write(request)
+        error = None
+        async for kind, message in _messages(reader):
+            if kind == b"E":
+                error = _error_of(message)
+            if kind == b"Z":
+                break
+        await self._cut(writer)
+        return error
+
+    def stop(self) -> None:
+        """Cut every line, and every new one, until `go_on`."""
+        self._down = True
+        self._run(self._cut_all())
+
+    def go_on(self) -> None:
+        """Serve again."""
+        self._down = False
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._down:
+            return
+        first = await self._startup(reader, writer)
+        there = await self._dial()
+        there[1].write(first)
+        if struct.unpack("!i", first[4:8])[0] == _CANCEL_REQUEST:
+            await there[0].read()
+            await self._cut(there[1])
+            return
+        line = _Line(self, (reader, writer), there)
+        down = asyncio.ensure_future(line.pass_replies())
+        try:
+            await line.pass_requests()
+        finally:
+            down.cancel()
+            await asyncio.gather(down, return_exceptions=True)
+            if not line.is_kept:
+                await self._cut(there[1])
+
+    def _done(self) -> None:
+        assert self._last is not None
+        self._down = self._last.stays_down
+        if self._down:
+            for writer in self._writers:
+                writer.transport.abort()
+        self._last.met.set()
+
+    def _rule_for(self, asked: str) -> _Rule | None:
+        self.requests.append(asked)
+        rule = self._rule
+        if rule is None or rule.text not in asked:
+            return None
+        rule.left -= 1
+        if rule.left:
+            return None
+        self._rule = None
+        return rule
+
+
+class _Line:
+    """One client's connection, and the one behind it."""
+
+    def __init__(self, proxy: Proxy, here: Lines, there: Lines) -> None:
+        self._proxy = proxy
+        self._here, self._there = here, there
+        self._names: dict[bytes, str] = {}
+        self._loses = False
+        self.is_kept = False
+
+    async def pass_replies(self) -> None:
+        async for kind, message in _messages(self._there[0]):
+            if not self._loses:
+                self._here[1].write(message)
+            elif kind == b"Z":
+                self._proxy._done()
+                break
+        await self._proxy._cut(self._here[1])
+
+    async def pass_requests(self) -> None:
+        request = b""
+        asked = ""
+        async for kind, message in _messages(self._here[0]):
+            request += message
+            body = message[5:]
+            if kind == b"P":
+                name, text = body.split(b"\0")[:2]
+                self._names[name] = text.decode()
+            elif kind == b"B":
+                asked = self._names[body.split(b"\0")[1]]
+            elif kind == b"Q":
+                asked = body[:-1].decode()
+            if kind not in b"SQHXp":
+                continue
+            rule = self._proxy._rule_for(asked) if asked and kind in b"SQ" else None
+            if rule is not None and not await self._do(rule, request):
+                return
+            self._there[1].write(request)
+            request, asked = b"", ""
+
+    async def _do(self, rule: _Rule, request: bytes) -> bool:
+        """Do what the rule says. Returns whether the request is passed on as usual."""
+        if rule.fault == "lose":
+            self._loses = True
+            return True
+        if rule.fault == "keep":
+            self.is_kept = True
+            rule.kept = (self._there, request)
+        self._proxy._done()
+        if rule.fault == "delay":
+            await rule.released.wait()
+            return True
+        return False
+
+
+class Pooler(_Server):
+    """Shares two connections for each client, as poolers in transaction mode share all of theirs."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.transactions = 0
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = await self._startup(reader, writer)
+        lines = []
+        for _ in range(2):
+            lines.append(await self._dial())
+            lines[-1][1].write(first)
+            greeting = b""
+            while not greeting.endswith(b"Z\0\0\0\5I"):
+                greeting += (await _message(lines[-1][0]))[1]
+        writer.write(greeting)
+        is_over = asyncio.Event()
+
+        async def pass_replies() -> None:
+            while True:
+                kind, message = await _message(lines[0][0])
+                writer.write(message)
+                if kind == b"Z":
+                    if message.endswith(b"I"):
+                        self.transactions += 1
+                        await self._forget(lines[0])
+                        lines.reverse()
+                    is_over.set()
+
+        replies = asyncio.ensure_future(pass_replies())
+        try:
+            async for kind, message in _messages(reader):
+                if kind == b"X":
+                    break
+                lines[0][1].write(message)
+                if kind in b"SQ":
+                    await is_over.wait()
+                    is_over.clear()
+        finally:
+            replies.cancel()
+            await asyncio.gather(replies, return_exceptions=True)
+            for _, server_writer in lines:
+                await self._cut(server_writer)
+
+    async def _forget(self, line: Lines) -> None:
+        text = b"DISCARD ALL\0"
+        line[1].write(b"Q" + struct.pack("!i", len(text) + 4) + text)
+        while (await _message(line[0]))[0] != b"Z":
+            pass

@@ -1,0 +1,356 @@
+"""A line that fails at every possible moment: each write happens once, and its caller is told the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+import limpet
+from limpet.errors import Ambiguous, Unavailable
+from limpet.model import Commit, Entry, Window
+from tests.postgres.proxy import Fault, Proxy
+from tests.postgres.support import Holder, connected, log_of, new_schema, quoted, server, until, url_of
+
+Act = Callable[[limpet.Store, limpet.Lock], Awaitable[Any]]
+
+# What the server's function decides, in one round trip.
+ORDINARY: dict[str, Act] = {
+    "put": lambda store, _: store.put("plain", "new", ttl=60, meta={"by": "me"}),
+    "put over an older version": lambda store, _: store.put("plain", "new", expect=limpet.Version(1)),
+    "create": lambda store, _: store.create("fresh", "new"),
+    "delete": lambda store, _: store.delete("plain"),
+    "take": lambda store, _: store.take("plain"),
+    "touch": lambda store, _: store.touch("plain", 60),
+    "fenced put": lambda store, lock: store.put("plain", "new", fence=lock),
+    "batch": lambda store, _: store.batch().put("plain", 2).delete("other").put("fresh", 3).commit(),
+    "acquire": lambda store, _: store.lock("gate", ttl=60).acquire(),
+    "refresh": lambda _, lock: lock.refresh(),
+    "release": lambda _, lock: lock.release(),
+}
+
+# What is decided here, in a transaction.
+PLANNED: dict[str, Act] = {
+    "add": lambda store, _: store.add("count", 3),
+    "put over an equal value": lambda store, _: store.put("plain", "new", expect=limpet.equals("old")),
+    "update": lambda store, _: store.update("count", lambda number: number + 3),
+    "set": lambda store, _: store.record("job").set(state="done", worker=b"\xff"),
+    "swap": lambda store, _: store.record("job").swap("state", "pending", "claimed", set={"worker": "w1"}),
+    "batch with an add": lambda store, _: store.batch().put("plain", 2).add("count", 1).delete("other").commit(),
+    "put with a request id": lambda store, _: store.put("plain", "new", request_id="mine"),
+    "add with a request id": lambda store, _: store.add("count", 3, request_id="mine"),
+    "take with a request id": lambda store, _: store.take("plain", request_id="mine"),
+    "batch with a request id": lambda store, _: store.batch(request_id="mine").put("plain", 2).add("count", 1).commit(),
+}
+
+VERBS = ORDINARY | PLANNED
+
+
+async def prepared(store: limpet.Store) -> limpet.Lock:
+    """Something for every verb to work on."""
+    await store.put("plain", "old")
+    await store.put("other", "old")
+    await store.add("count", 5)
+    await store.record("job").put({"state": "pending"})
+    return await store.lock("door", ttl=60).acquire()
+
+
+def plainly(result: Any) -> Any:
+    """A result without its times."""
+    match result:
+        case Entry():
+            return result.key, result.version, result.revision, result.created_revision, result.value, result.meta
+        case Commit():
+            return result.revision, [*map(plainly, result.entries)], [*map(plainly, result.ended)]
+        case limpet.Lock():
+            return result.token
+        case _:
+            return result
+
+
+async def seen(store: limpet.Store, result: Any) -> Any:
+    """Everything that a caller or an onlooker can tell afterwards, but for the times."""
+    log = [(change.op, change.family, change.commit, plainly(change.entry)) for change in await log_of(store)]
+    entries = [plainly(entry) async for entry in store.scan()]
+    status = await store.status()
+    totals = (status.revision, status.keys, status.size_bytes, status.log_changes, status.log_bytes)
+    return plainly(result), log, entries, totals, [(lock.name, lock.token) for lock in await store.locks()]
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_line_that_breaks_at_any_request_of_a_write_leaves_it_done_once(
+    schema: str, proxy: Proxy, verb: str, fault: Fault
+) -> None:
+    """A reply that is lost, and a request that never arrives, look alike to a client.
+
+    The write is done on a line that works, to see what it asks the server and what it leaves. Then it is done
+    again for each of these requests, and the line breaks there.
+    """
+    async with limpet.open(url_of(schema, proxy.url), namespace="sound", sweep=False) as store:
+        lock = await prepared(store)
+        proxy.requests.clear()
+        result = await VERBS[verb](store, lock)
+        requests = [*proxy.requests]
+        expected = await seen(store, result)
+        assert ("limpet_commit" in requests[0] and len(requests) == 1) == (verb in ORDINARY)
+
+        for nth in range(1, len(requests) + 1):
+            broken = store.namespace(f"broken-{nth}")
+            lock = await prepared(broken)
+            proxy.fault(fault, nth=nth)
+
+            result = await VERBS[verb](broken, lock)
+
+            assert proxy.is_done
+            assert await seen(broken, result) == expected, f"the line broke at {requests[nth - 1]}"
+
+
+@pytest.mark.parametrize("verb", ORDINARY)
+async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
+    schema: str, proxy: Proxy, verb: str
+) -> None:
+    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    async with limpet.open(url_of(schema, proxy.url), namespace="sound", sweep=False) as store:
+        lock = await prepared(store)
+        expected = await seen(store, await VERBS[verb](store, lock))
+        late = store.namespace("late")
+        lock = await prepared(late)
+        proxy.fault("keep", "limpet_commit")
+
+        result = await VERBS[verb](late, lock)
+        answer = await asyncio.to_thread(proxy.deliver)
+
+        assert answer == "limpet: this request was overtaken by its own retry"
+        assert await seen(late, result) == expected
+
+
+async def test_a_late_group_is_refused_whole(schema: str, proxy: Proxy) -> None:
+    """Its members were all asked for again, each by itself."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("first", 0)
+        proxy.fault("keep", "limpet_commit")
+
+        entries = await asyncio.gather(*(store.put(f"key/{number}", number) for number in range(20)))
+        answer = await asyncio.to_thread(proxy.deliver)
+
+        assert answer is not None
+        assert "overtaken" in answer
+        assert sorted(entry.revision for entry in entries) == [*range(2, 22)]
+        assert [change.revision for change in await log_of(store)] == [*range(1, 22)]
+
+
+async def test_a_commit_that_arrives_while_its_retry_waits_is_found_by_it(schema: str, proxy: Proxy) -> None:
+    """The retry waits for the namespace, which the first attempt still holds, and then finds it done."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store, connected() as connection:
+        await store.add("count", 5)
+        proxy.fault("keep", "COMMIT;")
+        adding = asyncio.create_task(store.add("count", 3))
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
+        await until(lambda: connection.fetchval(waits, f"%{quoted(schema)}.limpet_hold%"))
+
+        assert await asyncio.to_thread(proxy.deliver) is None
+
+        assert await adding == 8
+        assert [change.revision for change in await log_of(store)] == [1, 2]
+
+
+async def test_a_commit_that_never_arrives_is_given_up_by_the_server(schema: str, proxy: Proxy) -> None:
+    """Its transaction is ended when it has been idle for five seconds; then the retry gets its turn."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.add("count", 5)
+        proxy.fault("keep", "COMMIT;")
+
+        assert await store.add("count", 3) == 8
+        answer = await asyncio.to_thread(proxy.deliver)
+
+        assert answer == "terminating connection due to idle-in-transaction timeout"
+        assert [change.revision for change in await log_of(store)] == [1, 2]
+
+
+async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_server(
+    schema: str, proxy: Proxy
+) -> None:
+    """It holds the namespace, and has not yet said what it wants to write.
+
+    On a connection that has done this before: a driver that has not prepared a statement yet waits in the middle of
+    it, which does not count as an idle transaction.
+    """
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("key", 1)
+        assert await store.add("count", 0) == 0
+        proxy.fault("keep", "limpet_apply")
+
+        adding = asyncio.create_task(store.add("count", 3))
+        await asyncio.wait([adding], timeout=20)
+        is_given_up = adding.done()
+        # It lets go in any case, so that a test that fails comes to its end.
+        answer = await asyncio.to_thread(proxy.deliver)
+
+        assert await adding == 3
+        assert is_given_up, "the namespace was held until the client came back"
+        assert answer is not None
+        assert [change.revision for change in await log_of(store)] == [1, 2, 3]
+
+
+async def test_a_client_that_vanishes_while_it_trims_is_given_up_by_the_server(schema: str, proxy: Proxy) -> None:
+    """It holds the namespace as a writer does."""
+    window = Window(changes=1, age_ms_min=0)
+    async with (
+        limpet.open(url_of(schema), sweep=False) as store,
+        limpet.open(url_of(schema, proxy.url), window=window, sweep=False) as trimmer,
+    ):
+        for number in range(5):
+            await store.put("key", number)
+        assert await trimmer.trim() == 4
+        await store.put("key", 5)
+        proxy.fault("keep", "COMMIT;")
+        trimming = asyncio.create_task(trimmer.trim())
+        await asyncio.to_thread(proxy.await_fault)
+
+        writing = asyncio.create_task(store.put("key", 6))
+        await asyncio.wait([writing], timeout=20)
+        is_given_up = writing.done()
+        await asyncio.to_thread(proxy.deliver)
+
+        assert (await writing).revision == 7
+        assert is_given_up, "the namespace was held until the client came back"
+        with contextlib.suppress(Unavailable):
+            await trimming
+        assert (await store.status()).log_changes <= 3
+
+
+async def test_a_slow_line_holds_up_its_own_namespace_alone(schema: str, proxy: Proxy) -> None:
+    """Reads and other namespaces have connections of their own."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("key", 1)
+        proxy.fault("delay", "limpet_commit")
+        slow = asyncio.create_task(store.put("key", 2))
+        await asyncio.to_thread(proxy.await_fault)
+
+        assert await store.get("key") == 1
+        await store.namespace("another").put("key", 3)
+        assert not slow.done()
+
+        proxy.release()
+        assert (await slow).version == 2
+
+
+@pytest.mark.parametrize(
+    ("request_text", "applied"),
+    [("limpet_commit", True), ("limpet_commit", False), ("COMMIT;", True), ("COMMIT;", False)],
+)
+async def test_ambiguous_is_raised_when_the_server_stays_away(
+    schema: str, proxy: Proxy, request_text: str, applied: bool
+) -> None:
+    """Whether it was applied is told by `outcome`, as soon as somebody can."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.add("count", 5)
+        proxy.fault("lose" if applied else "cut", request_text, stays_down=True)
+
+        with pytest.raises(Ambiguous) as unknown:
+            await (store.put("key", "value") if request_text == "limpet_commit" else store.add("key", 1))
+        proxy.go_on()
+        assert unknown.value.request_id is not None
+        commit = await store.outcome(unknown.value.request_id)
+
+        assert (commit is not None) == applied
+        assert (await store.get("key") is not None) == applied
+        if commit is not None:
+            assert (commit.revision, commit.replayed) == (2, True)
+
+
+async def test_the_same_call_under_its_request_id_settles_an_ambiguous_one(schema: str, proxy: Proxy) -> None:
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.add("count", 5)
+        proxy.fault("lose", "COMMIT;", stays_down=True)
+        with pytest.raises(Ambiguous):
+            await store.add("count", 3, request_id="mine")
+        proxy.go_on()
+
+        assert await store.add("count", 3, request_id="mine") == 8
+        assert await store.get("count") == 8
+
+
+async def test_a_server_that_is_away_is_unavailable_and_comes_back(schema: str, proxy: Proxy) -> None:
+    """Nothing could be sent, so nothing is unknown; and the store need not be opened again."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("key", 1)
+        await asyncio.to_thread(proxy.stop)
+
+        with pytest.raises(Unavailable):
+            await store.get("key")
+        with pytest.raises(Unavailable):
+            await store.put("key", 2)
+        with pytest.raises(Unavailable):
+            await store.add("count")
+        proxy.go_on()
+
+        assert await store.get("key") == 1
+        assert (await store.put("key", 3)).version == 2
+        assert (await store.status()).revision == 2
+
+
+READS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
+    "get": lambda store: store.get("key"),
+    "entry": lambda store: store.entry("key"),
+    "keys": lambda store: store.keys(),
+    "outcome": lambda store: store.outcome("mine"),
+    "locks": lambda store: store.locks(),
+}
+
+
+@pytest.mark.parametrize("verb", READS)
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+async def test_a_read_is_asked_again_when_its_line_breaks(schema: str, proxy: Proxy, verb: str, fault: Fault) -> None:
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("key", 1, request_id="mine")
+        expected = await READS[verb](store)
+        proxy.fault(fault)
+
+        assert await READS[verb](store) == expected
+        assert proxy.is_done
+
+
+async def test_the_error_of_a_broken_line_does_not_show_the_url_s_secrets(schema: str, proxy: Proxy) -> None:
+    url = url_of(schema, proxy.url).replace("postgres@", "postgres:hush-hush@")
+    async with limpet.open(url, sweep=False) as store:
+        await store.put("key", 1)
+        proxy.fault("lose", "limpet_commit", stays_down=True)
+        with pytest.raises(Ambiguous) as unknown:
+            await store.put("key", "private matter")
+        with pytest.raises(Unavailable) as away:
+            await store.get("key")
+        proxy.go_on()
+
+    for told in (unknown, away):
+        assert "hush" not in repr(told.value) + str(told.value) + repr(told.value.__cause__)
+        assert "private" not in repr(told.value) + str(told.value)
+        assert "127.0.0.1" in str(told.value)
+
+
+@pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout"])
+async def test_a_timeout_of_the_server_is_unavailable_and_changes_nothing(schema: str, setting: str) -> None:
+    """Such a statement was rolled back by the server, so nothing about it is unknown."""
+    role = new_schema()
+    async with connected() as connection, connected() as other:
+        await connection.execute(f"CREATE ROLE {role} SUPERUSER LOGIN; ALTER ROLE {role} SET {setting} = '30ms'")
+        holder = Holder(connection, schema)
+        try:
+            async with limpet.open(url_of(schema), sweep=False):
+                pass
+            async with limpet.open(url_of(schema, server().replace("postgres@", f"{role}@")), sweep=False) as store:
+                await holder.hold("default")
+                with pytest.raises(Unavailable):
+                    await store.put("key", 1)
+                with pytest.raises(Unavailable):
+                    await store.add("count", 1)
+                assert await store.get("key") is None
+                await holder.let_go()
+
+                assert (await store.put("key", 2)).revision == 1
+        finally:
+            await other.execute(f"DROP ROLE {role}")

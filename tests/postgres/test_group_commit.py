@@ -1,0 +1,225 @@
+"""Commits share statements. Nobody may notice, except by the time it takes."""
+
+from __future__ import annotations
+
+import asyncio
+
+from limpet.engines import postgres
+from limpet.engines.postgres import PostgresEngine
+from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
+from tests.postgres.support import Holder, Spy, batch, connected, put, quoted, stored
+
+KEYS = ("a", "b", "c")
+
+
+async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy: Spy) -> None:
+    """All that was asked in one turn of the loop is one round trip, up to the size of a group."""
+    many = postgres.GROUP_MAX
+
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many)))
+    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 1)))
+    assert await spy.said() == [engine._sql(postgres._COMMIT)] * 3
+
+
+async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) -> None:
+    await engine.commit("default", batch(put("a", 1), Delete("b"), guards=(Guard("c", ABSENT),)))
+
+    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+
+
+async def test_adds_of_one_turn_share_a_transaction(engine: PostgresEngine, spy: Spy) -> None:
+    outcomes = await asyncio.gather(*(engine.commit("default", batch(Add("hits", 1))) for _ in range(50)))
+
+    assert [await spy.count(word) for word in ("BEGIN", "limpet_hold", "limpet_apply", "COMMIT;")] == [1, 1, 1, 1]
+    assert len(await spy.said()) == 4
+    assert [one.revision for one in outcomes if isinstance(one, Commit)] == [*range(1, 51)]
+    assert await stored(engine, ["hits"]) == {"hits": b"50"}
+
+
+async def test_writes_of_one_key_in_one_turn_are_planned_one_after_the_other(engine: PostgresEngine, spy: Spy) -> None:
+    """The server's function looks at each entry once, so such a group goes the other way."""
+    outcomes = await asyncio.gather(*(engine.commit("default", batch(put("a", n))) for n in range(5)))
+
+    assert (await spy.count("limpet_commit"), await spy.count("limpet_apply")) == (0, 1)
+    assert [one.entries[0].version for one in outcomes if isinstance(one, Commit) and one.entries[0]] == [1, 2, 3, 4, 5]
+    assert await stored(engine, ["a"]) == {"a": b"4"}
+
+
+async def test_a_refused_member_leaves_the_others_untouched(engine: PostgresEngine, spy: Spy) -> None:
+    """A guard fails: nothing changes, no revision is used, and the others get theirs in a row."""
+    first, refused, last = await asyncio.gather(
+        engine.commit("default", batch(put("a", 1), put("b", 1))),
+        engine.commit("default", batch(put("c", 2), put("d", 2), guards=(Guard("e", PRESENT),))),
+        engine.commit("default", batch(put("f", 3))),
+    )
+
+    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+    assert isinstance(refused, Refusal)
+    assert (refused.key, refused.found) == ("e", None)
+    assert isinstance(first, Commit)
+    assert isinstance(last, Commit)
+    assert (first.revision, last.revision) == (2, 3)
+    assert await stored(engine, ["a", "b", "c", "d", "f"]) == {"a": b"1", "b": b"1", "f": b"3"}
+    assert [change.revision for change in (await engine.changes("default", 0)).changes] == [1, 2, 3]
+
+
+async def test_a_refused_member_of_a_planned_group_leaves_the_others_untouched(
+    engine: PostgresEngine, spy: Spy
+) -> None:
+    first, refused, last = await asyncio.gather(
+        engine.commit("default", batch(put("a", 1), put("b", 1))),
+        engine.commit("default", batch(put("a", 2), put("b", 2), guards=(Guard("a", ABSENT),))),
+        engine.commit("default", batch(Add("a", 10), guards=(Guard("a", Version(1)),))),
+    )
+
+    assert await spy.count("limpet_apply") == 1
+    assert isinstance(first, Commit)
+    assert isinstance(refused, Refusal)
+    # It was decided on what the member before it left, which no table held yet.
+    assert refused.found == first.entries[0]
+    assert isinstance(last, Commit)
+    assert (first.revision, last.revision) == (2, 3)
+    assert await stored(engine, KEYS) == {"a": b"11", "b": b"1"}
+
+
+async def test_a_group_that_is_refused_as_a_whole_leaves_no_trace(engine: PostgresEngine) -> None:
+    outcomes = await asyncio.gather(
+        *(engine.commit("default", batch(put(key, 1), guards=(Guard(key, PRESENT),))) for key in KEYS),
+        engine.commit("default", batch(Delete("a"))),
+    )
+
+    assert [type(one) for one in outcomes] == [Refusal, Refusal, Refusal, Commit]
+    status = await engine.status("default")
+    assert (status.revision, status.keys, status.log_changes) == (0, 0, 0)
+
+
+async def test_a_repeated_request_within_a_group_is_answered_once(engine: PostgresEngine, spy: Spy) -> None:
+    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    asked: Batch = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
+
+    outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
+
+    assert await spy.count("limpet_hold") == 1
+    assert [isinstance(one, Commit) and one.replayed for one in outcomes] == [False, True, True, True, True]
+    assert await stored(engine, ["hits"]) == {"hits": b"1"}
+
+
+async def test_a_member_that_the_server_cannot_store_is_refused_at_the_door(engine: PostgresEngine) -> None:
+    """One value that made the statement fail would fail everybody who shares it. There is none that can."""
+    nasty = [b'"\\u0000"', b'{"\\u0000":1}', b"1e308", b"5e-324", b'"' + "\U0010ffff".encode() + b'"', b"\0\0\xff"]
+    nasty += [b"[" * 128 + b"]" * 128, b'"' + b"x" * 999_998 + b'"']
+
+    outcomes = await asyncio.gather(
+        *(engine.commit("default", batch(Put(f"key/{n}", value))) for n, value in enumerate(nasty))
+    )
+
+    assert [type(one) for one in outcomes] == [Commit] * len(nasty)
+    assert list((await stored(engine, [f"key/{n}" for n in range(len(nasty))])).values()) == nasty
+
+
+# Cancelling -----------------------------------------------------------------------
+
+
+async def test_cancelled_before_its_group_starts_is_not_applied(engine: PostgresEngine, schema: str) -> None:
+    """Cancelling a caller leaves the batch done or not done, never half."""
+    async with connected() as connection:
+        holder = Holder(connection, schema)
+        await holder.hold("default")
+        # While the first group is held up, three more wait for the second.
+        running = asyncio.create_task(engine.commit("default", batch(put("running", 1))))
+        await holder.await_waiting()
+        waiting = [
+            asyncio.create_task(engine.commit("default", batch(put(key, 1), put(f"{key}/2", 1)))) for key in KEYS
+        ]
+        await asyncio.sleep(0)
+
+        waiting[1].cancel()
+        await asyncio.gather(waiting[1], return_exceptions=True)
+        await holder.let_go()
+        outcomes = await asyncio.gather(running, *waiting, return_exceptions=True)
+
+    assert [type(outcome) for outcome in outcomes] == [Commit, Commit, asyncio.CancelledError, Commit]
+    assert await stored(engine, ["running", *KEYS, "b/2"]) == {"running": b"1", "a": b"1", "c": b"1"}
+    assert (await engine.status("default")).revision == 5
+
+
+async def test_cancelled_after_its_group_started_is_finished(engine: PostgresEngine, schema: str) -> None:
+    async with connected() as connection:
+        holder = Holder(connection, schema)
+        await holder.hold("default")
+        tasks = [asyncio.create_task(engine.commit("default", batch(put(key, 1), put(f"{key}/2", 1)))) for key in KEYS]
+        await holder.await_waiting()
+
+        tasks[1].cancel()
+        await asyncio.gather(tasks[1], return_exceptions=True)
+        assert tasks[1].cancelled()
+        await holder.let_go()
+        outcomes = await asyncio.gather(tasks[0], tasks[2])
+
+    assert [type(outcome) for outcome in outcomes] == [Commit, Commit]
+    assert await stored(engine, [*KEYS, "b/2"]) == {"a": b"1", "b": b"1", "c": b"1", "b/2": b"1"}
+
+
+async def test_closing_finishes_what_has_begun(engine: PostgresEngine, schema: str) -> None:
+    """Commits that began are finished; later calls raise Closed."""
+    async with connected() as connection:
+        holder = Holder(connection, schema)
+        await holder.hold("default")
+        running = asyncio.create_task(engine.commit("default", batch(put("a", 1))))
+        await holder.await_waiting()
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+
+        await holder.let_go()
+        assert isinstance(await running, Commit)
+        await closing
+        table = f"{quoted(schema)}.limpet_entries"
+        assert await connection.fetchval(f"SELECT value FROM {table} WHERE key = 'a'") == "1"
+
+
+# Namespaces and reads --------------------------------------------------------------
+
+
+async def test_namespaces_commit_beside_one_that_is_held_up(engine: PostgresEngine, schema: str) -> None:
+    """Each has a row of its own to hold, and connections are not what they wait for."""
+    async with connected() as connection:
+        holder = Holder(connection, schema)
+        await holder.hold("third")
+        stuck = asyncio.create_task(engine.commit("third", batch(put("a", 1))))
+        await holder.await_waiting()
+
+        outcomes = await asyncio.gather(
+            *(engine.commit(name, batch(write)) for name in ("one", "two") for write in (put("a", 1), Add("hits", 1)))
+        )
+        assert [type(one) for one in outcomes] == [Commit] * 4
+        assert not stuck.done()
+        # Nor do its readers wait.
+        assert await engine.read("third", ["a"]) == [None]
+
+        await holder.let_go()
+        assert isinstance(await stuck, Commit)
+
+
+async def test_reads_of_one_turn_are_one_statement(engine: PostgresEngine, spy: Spy) -> None:
+    await engine.commit("default", batch(*(put(f"key/{n}", n) for n in range(100))))
+    await spy.forget()
+
+    answers = await asyncio.gather(*(engine.read("default", [f"key/{n}", "missing"]) for n in range(100)))
+
+    assert await spy.said() == [engine._sql(postgres._READ)]
+    assert [entry and entry.stored for entry, _ in answers] == [b"%d" % n for n in range(100)]
+    assert {missing for _, missing in answers} == {None}
+
+
+async def test_a_cancelled_reader_leaves_the_others_theirs(engine: PostgresEngine) -> None:
+    await engine.commit("default", batch(put("a", 1)))
+    readers = [asyncio.create_task(engine.read("default", ["a"])) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    readers[1].cancel()
+    answers = await asyncio.gather(*readers, return_exceptions=True)
+
+    assert isinstance(answers[1], asyncio.CancelledError)
+    assert answers[0] == answers[2] != [None]

@@ -1,0 +1,70 @@
+"""The page about this engine: what it shows is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+import limpet
+from limpet.engines import postgres
+from tests.docs_support import SITE, blocks
+from tests.postgres.support import connected, quoted
+
+PAGE = SITE / "explanation" / "postgresql.md"
+TEXTS = [block.text for block in blocks(PAGE)]
+STORY = next(text for text in TEXTS if text.startswith("await "))
+STATEMENTS = [text for text in TEXTS if text.startswith(("SELECT", "UPDATE"))]
+
+
+@pytest.mark.parametrize("text", STATEMENTS, ids=lambda text: " ".join(text.split()[:6]))
+async def test_a_statement_of_the_page_gives_what_it_says(store: limpet.Store, schema: str, text: str) -> None:
+    story = compile(STORY, PAGE, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    await eval(story, {"store": store})  # noqa: S307 - our own page
+
+    async with connected() as connection:
+        await connection.execute(f"SET search_path = {quoted(schema)}")
+        for statement, expected in re.findall(r"([^;]+;)\n((?:-- .*\n)*)", text):
+            rows = [" | ".join(map(str, row)) for row in await connection.fetch(statement)]
+            told = [line.removeprefix("-- ") for line in expected.splitlines()]
+            if told:
+                assert rows == told
+
+
+def test_every_block_of_the_page_is_run() -> None:
+    assert len(TEXTS) == len(STATEMENTS) + 1 >= 8
+
+
+def test_the_page_names_the_limits_that_there_are() -> None:
+    text = " ".join(PAGE.read_text(encoding="utf-8").split())
+
+    for told in (
+        f"at most {postgres.CONNECTIONS_MAX}, when it needs them",
+        f"up to {postgres.GROUP_MAX} commits",
+        f"waits {postgres.CONNECT_S:.0f} s for a connection and {postgres.COMMAND_S:.0f} s for a statement",
+    ):
+        assert told in text
+    assert postgres.POLL_S == 0.5, "the page says: twice a second"
+
+
+@pytest.mark.parametrize(
+    ("fsync", "commit", "standbys", "word"),
+    [
+        ("on", "on", "", "disk"),
+        ("on", "remote_write", "", "disk"),
+        ("on", "remote_apply", "", "disk"),
+        ("on", "on", "one", "quorum"),
+        ("on", "remote_write", "one", "quorum"),
+        ("on", "remote_apply", "one", "quorum"),
+        ("on", "local", "one", "disk"),
+        ("on", "local", "", "disk"),
+        ("off", "on", "", "process"),
+        ("off", "local", "", "process"),
+        ("off", "on", "one", "process"),
+        ("on", "off", "one", "none"),
+        ("off", "off", "", "none"),
+    ],
+)
+def test_the_table_of_durability_is_that_of_the_engine(fsync: str, commit: str, standbys: str, word: str) -> None:
+    assert postgres._durability(fsync, commit, standbys) == word

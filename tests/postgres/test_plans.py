@@ -1,0 +1,122 @@
+"""How the server goes about it: by an index, however many entries there are and whatever it knows of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from limpet.engines.postgres import PostgresEngine
+from limpet.keys import key_span, prefix_span
+from limpet.model import Add, Delete, Touch
+from tests.postgres.support import Spy, batch, connected, put
+
+MANY = 20_000
+
+FILL = f"""
+INSERT INTO {{schema}}.limpet_entries
+    (namespace, family, key, kind, value, size_bytes, version, revision, created_revision, created_ms, updated_ms,
+     expires_ms)
+SELECT 'default', 'data', 'group/' || n % 40 || '/' || n, 'json', to_jsonb(n), 20, 1, n, n, 0, 0,
+    CASE WHEN n % 100 = 0 THEN 1 END
+FROM generate_series(1, {MANY}) AS n;
+INSERT INTO {{schema}}.limpet_changes
+    (namespace, revision, last_revision, at_ms, op, family, size_bytes, key, kind, value, version, entry_revision,
+     created_revision, created_ms, updated_ms)
+SELECT 'default', n, n, 0, 'put', 'data', 20, 'group/' || n % 40 || '/' || n, 'json', n::text::bytea, 1, n, n, 0, 0
+FROM generate_series(1, {MANY}) AS n;
+INSERT INTO {{schema}}.limpet_namespaces
+    (namespace, revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes)
+VALUES ('default', {MANY}, 0, 0, {MANY}, {MANY} * 20, {MANY}, {MANY} * 20);
+"""
+
+
+@pytest.fixture(params=["analysed", "not analysed"])
+async def filled(engine: PostgresEngine, request: pytest.FixtureRequest) -> PostgresEngine:
+    """Many entries and as many changes. The server has looked at them, or not yet."""
+    async with connected() as connection:
+        await connection.execute(engine._sql(FILL))
+        if request.param == "analysed":
+            await connection.execute(engine._sql("ANALYZE {schema}.limpet_entries, {schema}.limpet_changes"))
+    return engine
+
+
+def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    """A plan and all that is below it."""
+    return [plan, *(node for below in plan.get("Plans", ()) for node in nodes(below))]
+
+
+async def assert_by_index(spy: Spy, table: str, index: str, condition: str) -> None:
+    """Hold the last statement of the engine to an index: with its parameters, and in the plan made for any."""
+    statement, parameters = (await spy.asked())[-1]
+    async with connected() as connection:
+        await connection.execute("SET plan_cache_mode = force_generic_plan")
+        await connection.execute(f"PREPARE asked AS {statement}")
+        any_parameters = ", ".join(["NULL"] * len(parameters))
+        for told in (
+            await connection.fetchval(f"EXPLAIN (FORMAT JSON) {statement}", *parameters),
+            await connection.fetchval(f"EXPLAIN (FORMAT JSON) EXECUTE asked ({any_parameters})"),
+        ):
+            found = nodes(json.loads(told)[0]["Plan"])
+            assert [node for node in found if node["Node Type"] == "Seq Scan" and node["Relation Name"] == table] == []
+            (used,) = [node for node in found if node.get("Index Name") in (f"{table}_pkey", index)]
+            assert used["Index Name"] == index
+            assert condition in used["Index Cond"]
+
+
+async def test_a_thousand_of_many_keys_by_prefix_are_a_range_of_the_index(filled: PostgresEngine, spy: Spy) -> None:
+    page = await filled.scan("default", prefix_span("group/7/"), limit=1000)
+
+    assert len(page.entries) == MANY // 40
+    await assert_by_index(spy, "limpet_entries", "limpet_entries_pkey", "key >=")
+    await assert_by_index(spy, "limpet_entries", "limpet_entries_pkey", "key <")
+
+
+async def test_keys_alone_are_a_range_of_the_index(filled: PostgresEngine, spy: Spy) -> None:
+    page = await filled.scan("default", prefix_span("group/"), values=False, limit=1000)
+
+    assert (len(page.entries), page.cursor is None) == (1000, False)
+    await assert_by_index(spy, "limpet_entries", "limpet_entries_pkey", "key >=")
+
+
+async def test_reading_by_key_looks_each_one_up(filled: PostgresEngine, spy: Spy) -> None:
+    found = await filled.read("default", [f"group/{n % 40}/{n}" for n in range(1, 60)])
+
+    assert sum(entry is not None for entry in found) == 59
+    await assert_by_index(spy, "limpet_entries", "limpet_entries_pkey", "key = ANY")
+
+
+async def test_what_is_due_is_found_by_its_time(filled: PostgresEngine, spy: Spy) -> None:
+    assert len(await filled.due("default", limit=500)) == MANY // 100
+
+    await assert_by_index(spy, "limpet_entries", "limpet_due", "expires_ms <=")
+
+
+async def test_the_log_is_read_from_where_a_watcher_stands(filled: PostgresEngine, spy: Spy) -> None:
+    feed = await filled.changes("default", MANY - 10)
+
+    assert len(feed.changes) == 10
+    await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision >")
+
+
+async def test_commits_and_retries_never_look_through_a_whole_table(filled: PostgresEngine, spy: Spy) -> None:
+    """Within the functions on the server no plan can be seen, so the server's own counts are asked."""
+    count = "SELECT sum(seq_scan)::int FROM pg_stat_user_tables WHERE schemaname = $1 AND relname <> 'limpet_store'"
+    flush = "SELECT pg_stat_force_next_flush()"
+
+    async with connected() as connection:
+        await filled._fetch(flush)
+        before = await connection.fetchval(count, filled._schema)
+        for number in range(1, 20):
+            key = f"group/{number}/{number}"
+            await filled.commit("default", batch(put(key, 1), Touch("group/1/41", None), Delete("group/1/81")))
+            await filled.commit("default", batch(Add("count", 1), put(key, 2), digest=b"d", receipt_ms=1))
+            await filled.commit("default", batch(put(key, 3), retry_since=MANY))
+            await filled.read("default", [key])
+            await filled.changes("default", MANY, span=key_span(key))
+        # Once for each connection that may have something to tell.
+        await filled._fetch(flush)
+        assert await connection.fetchval(count, filled._schema) == before
+        scans = "SELECT idx_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"
+        assert await connection.fetchval(scans, filled._schema) > 60

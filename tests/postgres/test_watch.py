@@ -1,0 +1,184 @@
+"""Watching: a doorbell between processes, a look from time to time behind it, and a pooler that carries no bells."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+import limpet
+from limpet.engines import postgres
+from limpet.errors import LimpetError
+from tests.postgres.proxy import Pooler
+from tests.postgres.support import PATIENCE_S, Process, Spy, connected, engine_of, log_of, server, until, url_of
+
+LISTENERS = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN %' AND query LIKE '%' || $1 || '%'"
+
+
+async def next_event(events: limpet.Watch) -> Any:
+    return await asyncio.wait_for(anext(events), PATIENCE_S)
+
+
+async def listener(connection: Any, store: limpet.Store) -> int:
+    """The backend that listens for a store, as soon as there is one."""
+    store_id = (await store.status()).store_id
+    return int(await until(lambda: connection.fetchval(LISTENERS, store_id)))
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let watchers look by themselves so seldom that only a bell can wake them."""
+    monkeypatch.setattr(postgres, "POLL_S", 600.0)
+
+
+@pytest.fixture
+async def far(url: str) -> AsyncIterator[Process]:
+    """A process that puts what it is told."""
+    with Process("puts", url) as process:
+        assert await process.heard() == "ready"
+        yield process
+
+
+async def test_a_change_of_another_process_rings(nobody_looks: None, store: limpet.Store, far: Process) -> None:
+    async with store.watch() as events:
+        for value in range(5):
+            far.tell(value)
+            event = await next_event(events)
+            assert (event.key, event.value, event.revision) == ("key", value, await far.heard())
+
+
+async def test_a_planned_commit_rings_as_well(nobody_looks: None, store: limpet.Store, url: str) -> None:
+    async with limpet.open(url, sweep=False) as other, store.watch() as events:
+        await other.add("count", 3)
+
+        assert (await next_event(events)).value == 3
+
+
+async def test_a_refused_commit_rings_for_nobody(store: limpet.Store, url: str) -> None:
+    async with connected() as connection:
+        heard: list[str] = []
+        await connection.add_listener(engine_of(store)._channel, lambda *told: heard.append(told[3]))
+        with pytest.raises(limpet.errors.Conflict):
+            await store.put("key", 1, expect=limpet.PRESENT)
+        await store.delete("key")
+        await store.namespace("other").put("key", 1)
+        await until(lambda: connection.fetchval("SELECT 1") if heard else connection.fetchval("SELECT NULL"))
+
+        # The one that changed something, and nothing before it.
+        assert heard == ["other"]
+
+
+async def test_a_watch_goes_on_when_its_bell_is_cut(
+    store: limpet.Store, far: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks by itself meanwhile, and the bell is laid again."""
+    async with store.watch() as events, connected() as connection:
+        far.tell("before")
+        assert (await next_event(events)).value == "before"
+        pid = await listener(connection, store)
+
+        assert await connection.fetchval("SELECT pg_terminate_backend($1)", pid)
+        far.tell("while it is cut")
+        assert (await next_event(events)).value == "while it is cut"
+
+        store_id = (await store.status()).store_id
+        again = await until(lambda: connection.fetchval(f"{LISTENERS} AND pid <> {pid}", store_id))
+        assert again != pid
+        # Only now: whoever lays the line again waits that long as well.
+        monkeypatch.setattr(postgres, "POLL_S", 600.0)
+        far.tell("once more, to be heard by whoever looks")
+        assert (await next_event(events)).value.startswith("once more")
+        far.tell("after")
+        assert (await next_event(events)).value == "after"
+
+
+async def test_every_connection_of_a_store_may_be_ended_by_an_operator(store: limpet.Store, url: str) -> None:
+    """Reads, writes and watches go on, each change is seen once."""
+    named = f"{url}&application_name={engine_of(store)._schema}"
+    async with limpet.open(named, sweep=False) as other, other.watch() as events, connected() as connection:
+        for value in range(6):
+            await other.put("key", value)
+            await other.add("count", 1)
+            assert [(await next_event(events)).key for _ in range(2)] == ["key", "count"]
+            end = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = $1"
+            assert await connection.fetchval(end, engine_of(store)._schema) >= 1
+            assert await other.get("key") == value
+        assert await other.get("count") == 6
+        assert [change.revision for change in await log_of(store)] == [*range(1, 13)]
+
+
+async def test_nobody_listens_before_somebody_watches(store: limpet.Store) -> None:
+    await store.put("key", 1)
+
+    async with connected() as connection:
+        assert await connection.fetchval(LISTENERS, (await store.status()).store_id) is None
+
+
+# Behind a pooler ------------------------------------------------------------------
+
+
+@pytest.fixture
+def pooler() -> Iterator[Pooler]:
+    """A pooler in transaction mode before the shared server."""
+    with Pooler(server()) as running:
+        yield running
+
+
+async def test_behind_a_pooler_nothing_listens_and_nothing_is_prepared(schema: str, spy: Spy) -> None:
+    async with limpet.open(url_of(schema, pooler="yes"), sweep=False) as store, store.watch() as events:
+        await store.put("key", 1)
+        assert (await next_event(events)).value == 1
+        engine = engine_of(store)
+
+        assert not [statement for statement in await spy.said() if "LISTEN" in statement]
+        assert engine._listener is None
+        assert [tuple(row) for row in await engine._fetch("SELECT name FROM pg_prepared_statements")] == []
+
+
+async def test_without_the_option_statements_are_prepared(schema: str) -> None:
+    """Or the test above would prove nothing."""
+    async with limpet.open(url_of(schema), sweep=False) as store:
+        await store.put("key", 1)
+        assert await engine_of(store)._fetch("SELECT name FROM pg_prepared_statements") != []
+
+
+async def test_a_store_works_through_a_pooler_in_transaction_mode(schema: str, pooler: Pooler) -> None:
+    """Each transaction runs on another connection, which has forgotten everything."""
+    url = url_of(schema, pooler.url, pooler="yes")
+    async with limpet.open(url) as store, limpet.open(url) as other, store.watch() as events:
+        before = pooler.transactions
+        entry = await store.put("key", {"a": 1e22}, ttl=60)
+        assert await other.entry("key") == entry
+        assert await other.add("count", 3, request_id="mine") == 3
+        assert await store.add("count", 3, request_id="mine") == 3
+        with pytest.raises(limpet.errors.Conflict):
+            await other.create("key", 1)
+        await asyncio.gather(*(one.add("sum", 1) for one in (store, other) for _ in range(20)))
+        await asyncio.gather(*(one.put(f"many/{n}", n) for n, one in enumerate([store, other] * 10)))
+        await store.record("job").put({"state": "pending"})
+        assert await other.record("job").swap("state", "pending", "claimed")
+        async with other.lock("door", ttl=30) as lock:
+            await other.put("fenced", 1, fence=lock)
+        assert await store.take("fenced") == 1
+        assert await store.get("sum") == 40
+        assert len((await other.keys("many/")).keys) == 20
+        assert pooler.transactions > before + 20
+
+        log = [change for change in await log_of(store) if change.family == "data"]
+        assert [(await next_event(events)).revision for _ in log] == [change.revision for change in log]
+
+
+async def test_a_pooler_that_nobody_told_of_does_not_work(schema: str, pooler: Pooler) -> None:
+    """The emulation is not kinder than the real thing."""
+    async with limpet.open(url_of(schema, pooler="yes"), sweep=False):
+        pass
+
+    async def write() -> None:
+        async with limpet.open(url_of(schema, pooler.url), sweep=False) as store:
+            for number in range(3):
+                await store.put("key", number)
+
+    with pytest.raises(LimpetError):
+        await write()

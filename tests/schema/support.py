@@ -1,0 +1,146 @@
+"""Stores in places of their own, looked at with plain SQL, and what a database says of its own objects."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+
+import limpet.sync
+from limpet.engine import Address
+from limpet.engines import postgres
+from limpet.schema import ddl
+from limpet.schema.migrate import Place, PostgresPlace, SqlitePlace
+
+FIRST = "0001"
+
+
+def place_of(url: str) -> Place:
+    """Where the tables of a URL are."""
+    address = Address.parse(url)
+    found: Place = importlib.import_module(
+        f"limpet.engines.{'sqlite' if address.scheme == 'sqlite' else 'postgres'}"
+    ).place(address)
+    return found
+
+
+def engine_of(url: str) -> str:
+    return "sqlite" if url.startswith("sqlite") else "postgres"
+
+
+def make(url: str) -> None:
+    """Make a store, as the first who opens it does."""
+    limpet.sync.open(url, sweep=False).close()
+
+
+def ask(url: str, statement: str) -> list[tuple[Any, ...]]:
+    """Run a statement in the place of a store, as an operator would, and keep what it did."""
+    place = place_of(url)
+    if isinstance(place, SqlitePlace):
+        with contextlib.closing(sqlite3.connect(place.path)) as connection, connection:
+            return connection.execute(statement).fetchall()
+    return asyncio.run(_ask(place, statement))
+
+
+def run_script(url: str, script: str) -> None:
+    """Run a script of statements in the place of a store."""
+    place = place_of(url)
+    if isinstance(place, SqlitePlace):
+        with contextlib.closing(sqlite3.connect(place.path)) as connection:
+            connection.executescript(script)
+    else:
+        asyncio.run(_run_script(place, script))
+
+
+def make_by_hand(url: str) -> None:
+    """Make the tables from the static file, as a deployment might that makes them itself."""
+    place = place_of(url)
+    if isinstance(place, SqlitePlace):
+        run_script(url, ddl("sqlite"))
+    else:
+        schema = postgres._quoted(place.schema)
+        run_script(url, f"CREATE SCHEMA {schema};\n" + ddl("postgres").replace("{schema}", schema))
+
+
+async def _connect(place: PostgresPlace) -> Any:
+    path = postgres._quoted(place.schema)
+    return await asyncpg.connect(place.source, server_settings={"search_path": path})
+
+
+async def _ask(place: PostgresPlace, statement: str) -> list[tuple[Any, ...]]:
+    connection = await _connect(place)
+    try:
+        return [tuple(row) for row in await connection.fetch(statement)]
+    finally:
+        await connection.close()
+
+
+async def _run_script(place: PostgresPlace, script: str) -> None:
+    connection = await _connect(place)
+    try:
+        await connection.execute(script)
+    finally:
+        await connection.close()
+
+
+# Catalogs ---------------------------------------------------------------------
+
+_OBJECTS = {
+    "tables": """
+        SELECT c.relname, c.relkind, c.reloptions, obj_description(c.oid, 'pg_class')
+        FROM pg_class c WHERE c.relnamespace = $1 AND c.relkind <> 'i'""",
+    "columns": """
+        SELECT c.relname, a.attnum, a.attname, format_type(a.atttypid, a.atttypmod), a.attnotnull, l.collname,
+            pg_get_expr(d.adbin, d.adrelid)
+        FROM pg_attribute a JOIN pg_class c ON c.oid = a.attrelid
+        LEFT JOIN pg_collation l ON l.oid = a.attcollation
+        LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+        WHERE c.relnamespace = $1 AND c.relkind <> 'i' AND a.attnum > 0 AND NOT a.attisdropped""",
+    "constraints": """
+        SELECT t.relname, k.conname, pg_get_constraintdef(k.oid)
+        FROM pg_constraint k JOIN pg_class t ON t.oid = k.conrelid WHERE t.relnamespace = $1""",
+    "indexes": """
+        SELECT c.relname, pg_get_indexdef(c.oid)
+        FROM pg_class c WHERE c.relnamespace = $1 AND c.relkind = 'i'""",
+    "functions": "SELECT p.proname, pg_get_functiondef(p.oid) FROM pg_proc p WHERE p.pronamespace = $1",
+    "views": "SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_class c WHERE c.relnamespace = $1 AND c.relkind = 'v'",
+    "triggers": """
+        SELECT c.relname, pg_get_triggerdef(t.oid)
+        FROM pg_trigger t JOIN pg_class c ON c.oid = t.tgrelid WHERE c.relnamespace = $1""",
+}
+
+
+def catalog(url: str) -> dict[str, set[str]]:
+    """All that a database says of the objects in the place of a store, without the name of the place."""
+    place = place_of(url)
+    if isinstance(place, SqlitePlace):
+        found = ask(url, "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        kinds = {kind for kind, _, _ in found}
+        return {kind: {f"{name}: {' '.join(sql.split())}" for its, name, sql in found if its == kind} for kind in kinds}
+    return asyncio.run(_catalog(place))
+
+
+async def _catalog(place: PostgresPlace) -> dict[str, set[str]]:
+    connection = await _connect(place)
+    try:
+        oid = await connection.fetchval("SELECT oid FROM pg_namespace WHERE nspname = $1", place.schema)
+        found = {kind: await connection.fetch(statement, oid) for kind, statement in _OBJECTS.items()}
+    finally:
+        await connection.close()
+    here = re.compile(rf'"?{re.escape(place.schema)}"?')
+    return {
+        kind: {repr(tuple(here.sub("HERE", str(cell)) for cell in row)) for row in rows} for kind, rows in found.items()
+    }
+
+
+def folder_of(url: str) -> Path:
+    """The folder of a SQLite store."""
+    place = place_of(url)
+    assert isinstance(place, SqlitePlace)
+    return Path(place.path).parent
