@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import zlib
 from typing import Any
 
 import pytest
@@ -31,23 +32,28 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a promise with many cases, the blocking face is asked for one on each engine; LIMPET_WHOLE=1 asks for all.
+    """Of a promise of both faces, the blocking one is asked for one case on one engine; LIMPET_WHOLE=1 asks for all.
 
-    It runs the very coroutines that the other face awaits, so another case of a test tells little of it.
+    It runs the very coroutines that the other face awaits, so the same test on another engine tells little of it. The
+    engines take turns, test by test. What the blocking face alone promises is asked on each of them.
     """
     if os.environ.get("LIMPET_WHOLE"):
         return
-    seen: set[tuple[str, str]] = set()
-    left_out = []
+    engines: list[str] = config.option.limpet_engine
+    seen: set[str] = set()
+    left_out: list[pytest.Item] = []
     for item in items:
         target: Any = (
             item.callspec.params.get("target") if isinstance(item, pytest.Function) and _has_cases(item) else None
         )
-        if isinstance(target, tuple) and target[1] == "sync":
-            place = (item.nodeid.partition("[")[0], target[0])
-            if place in seen:
-                left_out.append(item)
-            seen.add(place)
+        if not isinstance(target, tuple) or target[1] != "sync" or item.get_closest_marker("face") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        turn = zlib.crc32(test.encode()) % len(engines)
+        if target[0] != engines[turn] or test in seen:
+            left_out.append(item)
+        else:
+            seen.add(test)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from limpet.schema.migrate import Place
 
 GROUP_MAX: Final = 256
+GROUP_BYTES_MAX: Final = 16_000_000
 CONNECTIONS_MAX: Final = 8
 SLICE_BYTES_MAX: Final = 4_000_000
 EXAMINED_MAX: Final = 5_000
@@ -89,6 +90,7 @@ COMMAND_S: Final = 60.0
 _NO_BOUND: Final = 2**62
 _KEEP_MS: Final = -1
 _STOPPED_MS: Final = 5_000
+_TRANSACTION_MS: Final = 30_000
 _SETTINGS: Final = {
     # A database may have another default, by which a commit that waited would be refused.
     "default_transaction_isolation": "read committed",
@@ -185,7 +187,7 @@ async def open(address: Address, clock: Clock) -> PostgresEngine:
     migrates = address.take("migrate", "no", ("no", "auto")) == "auto"
 
     async def connect() -> Any:
-        return await asyncpg.connect(
+        connection = await asyncpg.connect(
             _data_source(address),
             timeout=CONNECT_S,
             command_timeout=COMMAND_S,
@@ -193,6 +195,10 @@ async def open(address: Address, clock: Clock) -> PostgresEngine:
             statement_cache_size=0 if pooler else 100,
             server_settings={} if pooler else _SETTINGS,
         )
+        if not pooler and connection.get_server_version().major >= 17:
+            # Also for one that is stopped in the middle of a statement, which does not count as idle.
+            await connection.execute(f"SET transaction_timeout = {_TRANSACTION_MS}")
+        return connection
 
     engine = PostgresEngine(connect, schema, str(address), has_sessions=not pooler)
     try:
@@ -434,7 +440,8 @@ class PostgresEngine:
         """Commit group after group until nobody is left."""
         try:
             while queue:
-                group, queue[:] = queue[:GROUP_MAX], queue[GROUP_MAX:]
+                size = _group_size(queue)
+                group, queue[:] = queue[:size], queue[size:]
                 try:
                     outcomes = await self._commit_group(namespace, group)
                 except Exception as error:
@@ -710,6 +717,16 @@ class _Ticket:
     def asked(self) -> Iterable[Write | Guard]:
         """Everything that names an entry."""
         return (*self.batch.writes, *self.batch.guards)
+
+
+def _group_size(queue: list[_Ticket]) -> int:
+    """How many of those who wait go together: as many as one message to the server can well carry."""
+    size_bytes = 0
+    for number, ticket in enumerate(queue[:GROUP_MAX]):
+        size_bytes += sum(codec.size_bytes(write.stored) for write in ticket.batch.writes if isinstance(write, Put))
+        if size_bytes > GROUP_BYTES_MAX:
+            return max(1, number)
+    return min(len(queue), GROUP_MAX)
 
 
 # Ordinary groups ----------------------------------------------------------------
