@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import sys
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import asyncpg
 import pytest
 
 import limpet
+from limpet.engine import open_engine
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.postgres.support import connected, engine_of, log_of, new_schema, quoted, url_of
 from tests.servers import Postgres, free_port, postgres
@@ -410,3 +414,23 @@ async def test_postgresql_16_runs_the_main_verbs() -> None:
             told = [(await anext(events)).key for _ in range(10)]
             assert told == ["key", "key", "count", "job", "job", "key", "other", "fenced", "other", "brief"]
             assert await engine_of(store).due("default") == []
+
+
+async def test_whoever_is_cancelled_while_opening_leaves_no_connection(schema: str) -> None:
+    """One that nobody closes would be told of by the driver, when it is collected."""
+    async with limpet.open(url_of(schema), sweep=False):
+        pass
+    told: list[Any] = []
+    before, sys.unraisablehook = sys.unraisablehook, told.append
+    try:
+        for wait_ms in range(60):
+            opening = asyncio.ensure_future(open_engine(url_of(schema), limpet.SystemClock()))
+            await asyncio.sleep(wait_ms / 3000)
+            opening.cancel()
+            (engine,) = await asyncio.gather(opening, return_exceptions=True)
+            if not isinstance(engine, BaseException):
+                await engine.close()
+            gc.collect()
+    finally:
+        sys.unraisablehook = before
+    assert told == []

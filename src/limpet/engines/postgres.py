@@ -195,9 +195,14 @@ async def open(address: Address, clock: Clock) -> PostgresEngine:
             statement_cache_size=0 if pooler else 100,
             server_settings={} if pooler else _SETTINGS,
         )
-        if not pooler and connection.get_server_version().major >= 17:
-            # Also for one that is stopped in the middle of a statement, which does not count as idle.
-            await connection.execute(f"SET transaction_timeout = {_TRANSACTION_MS}")
+        try:
+            if not pooler and connection.get_server_version().major >= 17:
+                # Also for one that is stopped in the middle of a statement, which does not count as idle.
+                await connection.execute(f"SET transaction_timeout = {_TRANSACTION_MS}")
+        except BaseException:
+            # Whoever is cancelled here has nobody else to close it.
+            connection.terminate()
+            raise
         return connection
 
     engine = PostgresEngine(connect, schema, str(address), has_sessions=not pooler)
@@ -621,17 +626,17 @@ class PostgresEngine:
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         """Let others have a connection; one that was lost is nobody's any more."""
-        # What goes wrong with a connection after its work is done is nobody's trouble.
-        with contextlib.suppress(Exception):
-            if lost:
-                connection.terminate()
-            if self._give_back is not None:
-                await self._give_back(connection)
-            elif self._closed:
-                await connection.close(timeout=CONNECT_S)
-            elif not connection.is_closed():
-                self._idle.append(connection)
-        self._room.release()
+        try:
+            # What goes wrong with a connection after its work is done is nobody's trouble.
+            with contextlib.suppress(Exception):
+                if lost or (self._closed and self._give_back is None):
+                    connection.terminate()
+                if self._give_back is not None:
+                    await self._give_back(connection)
+                elif not connection.is_closed():
+                    self._idle.append(connection)
+        finally:
+            self._room.release()
 
     async def _fetch(self, statement: str, *parameters: object) -> Sequence[Any]:
         """Run one of our statements that may be run again."""
