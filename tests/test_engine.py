@@ -19,7 +19,8 @@ import limpet.sync
 from limpet.engine import Address, Bell, Budget, open_engine
 from limpet.engines.memory import MemoryEngine
 from limpet.errors import InvalidValue
-from tests.sqlite.support import PATIENCE_S, VanishingLoop
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import VanishingLoop
 
 # Addresses ------------------------------------------------------------------------
 

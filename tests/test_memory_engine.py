@@ -20,7 +20,8 @@ from limpet.engines.memory import MemoryEngine
 from limpet.errors import Closed, InvalidValue
 from limpet.keys import Span, prefix_span
 from limpet.model import Batch, Commit, Delete, Expire, Put, Touch, Window, Write
-from tests.sqlite.support import PATIENCE_S, Process, VanishingLoop, in_place
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import Process, VanishingLoop, in_place
 
 EVERYTHING = prefix_span("")
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import asyncpg
@@ -23,9 +20,10 @@ from limpet.engine import new_request_id, open_engine
 from limpet.engines import postgres
 from limpet.engines.postgres import PostgresEngine
 from limpet.model import Batch, Entry, Put, Write
+from tests import processes
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30.0
 LONG = bool(os.environ.get("LIMPET_POSTGRES_LONG"))
 """Whether the long forms of the tests are asked for."""
 
@@ -188,50 +186,7 @@ class Spy:
 # Other processes ----------------------------------------------------------------
 
 
-class Process:
-    """A function of ``tests.postgres.workers`` in a process of its own. It talks in lines of JSON."""
+class Process(processes.Process):
+    """A function of ``tests.postgres.workers`` in a process of its own."""
 
-    def __init__(self, name: str, *args: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.postgres.workers", name, *map(str, args)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, word: object) -> None:
-        self._in.write(json.dumps(word) + "\n")
-        self._in.flush()
-
-    def hear(self) -> Any:
-        line = self._out.readline()
-        assert line, f"the process ended with status {self._process.wait(PATIENCE_S)}"
-        return json.loads(line)
-
-    async def heard(self) -> Any:
-        """What it says next, while this loop goes on."""
-        return await asyncio.to_thread(self.hear)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is not None:
-                self._process.kill()
-            self._in.close()
-            status = self._process.wait(PATIENCE_S)
-            assert kind is not None or status == 0
-        finally:
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait(PATIENCE_S)
-            self._out.close()
+    module = "tests.postgres.workers"

@@ -13,7 +13,8 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from tests.postgres.support import LONG, PATIENCE_S, Process, connected, log_of, new_schema, url_of
+from tests.postgres.support import LONG, Process, connected, log_of, new_schema, url_of
+from tests.processes import PATIENCE_S
 from tests.servers import Postgres
 
 PROCESSES = 4

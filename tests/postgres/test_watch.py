@@ -12,7 +12,8 @@ import limpet
 from limpet.engines import postgres
 from limpet.errors import LimpetError
 from tests.postgres.proxy import Pooler
-from tests.postgres.support import PATIENCE_S, Process, Spy, connected, engine_of, log_of, server, until, url_of
+from tests.postgres.support import Process, Spy, connected, engine_of, log_of, server, until, url_of
+from tests.processes import PATIENCE_S
 
 LISTENERS = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN %' AND query LIKE '%' || $1 || '%'"
 

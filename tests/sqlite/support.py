@@ -6,16 +6,13 @@ A spy changes what the engine hears of its database, never the database: beneath
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -24,9 +21,10 @@ from limpet.engine import open_engine
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
 from limpet.model import Batch, Entry, Put, Write
+from tests import processes
+from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 20.0
 
 T = TypeVar("T")
 
@@ -200,54 +198,10 @@ async def stored(engine: SqliteEngine, keys: Sequence[str], namespace: str = "de
     return {entry.key: entry.stored for entry in found if entry is not None and isinstance(entry.stored, bytes)}
 
 
-class Process:
-    """A function of ``tests.sqlite.workers`` in a process of its own. It talks in lines of JSON."""
+class Process(processes.Process):
+    """A function of ``tests.sqlite.workers`` in a process of its own."""
 
-    def __init__(self, name: str, *args: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sqlite.workers", name, *map(str, args)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def tell(self, word: object) -> None:
-        self._in.write(json.dumps(word) + "\n")
-        self._in.flush()
-
-    def hear(self) -> Any:
-        line = self._out.readline()
-        assert line, f"the process ended with status {self._process.wait(PATIENCE_S)}"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        """SIGKILL: it gets no chance to clean up."""
-        self._process.kill()
-        self._process.wait(PATIENCE_S)
-
-    def end(self) -> None:
-        """Wait for its normal end."""
-        assert self._process.wait(PATIENCE_S) == 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._process.poll() is None:
-            self._in.close()
-            self.end()
-        elif self._process.poll() is None:
-            self.kill()
-        self._in.close()
-        self._out.close()
+    module = "tests.sqlite.workers"
 
 
 def together(processes: Sequence[Process]) -> None:

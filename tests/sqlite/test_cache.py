@@ -37,9 +37,8 @@ from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
 from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch, Unavailable
 from limpet.model import Commit, Entry
+from tests.processes import PATIENCE_S
 from tests.sqlite.support import (
-    PATIENCE_S,
-    ROOT,
     Gate,
     Process,
     Spy,
@@ -124,17 +123,7 @@ def set_key(number: int) -> str:
 class Peer(Process):
     """A scene of this file in a process of its own."""
 
-    def __init__(self, scene: str, *args: object) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sqlite.test_cache", scene, *map(str, args)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._in, self._out = self._process.stdin, self._process.stdout
+    module = "tests.sqlite.test_cache"
 
     def do(self, verb: str, *args: object) -> Any:
         self.tell([verb, *args])

@@ -15,7 +15,8 @@ import limpet.sync
 from limpet.engines.sqlite import SqliteEngine
 from limpet.errors import Closed
 from limpet.model import Commit
-from tests.sqlite.support import PATIENCE_S, Gate, Queue, Spy, VanishingLoop, batch, in_place, open_sqlite, put, stored
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import Gate, Queue, Spy, VanishingLoop, batch, in_place, open_sqlite, put, stored
 
 
 def limpet_threads() -> set[threading.Thread]:

@@ -25,7 +25,8 @@ from limpet.clock import has_loop
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
 from limpet.errors import Ambiguous, Corrupt, InvalidValue, Unavailable
-from tests.sqlite.support import PATIENCE_S, Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error
 
 
 class QuickClock(limpet.ManualClock):

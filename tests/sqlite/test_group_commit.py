@@ -32,7 +32,8 @@ from limpet.model import (
     Write,
 )
 from limpet.transition import Plan, plan
-from tests.sqlite.support import PATIENCE_S, Gate, Queue, Spy, batch, open_sqlite, put, stored
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import Gate, Queue, Spy, batch, open_sqlite, put, stored
 
 KEYS = ("a", "b", "c")
 

@@ -12,7 +12,8 @@ import pytest
 
 import limpet
 import limpet.sync
-from tests.sqlite.support import PATIENCE_S, Process, together
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import Process, together
 
 
 @pytest.mark.parametrize("processes", [2, 4])

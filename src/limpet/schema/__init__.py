@@ -7,7 +7,6 @@ same migrations, rendered.
 
 from __future__ import annotations
 
-from importlib.resources import files
 from typing import Final
 
 from limpet.errors import Corrupt
@@ -23,6 +22,9 @@ VERSION_TABLE: Final = "limpet_schema"
 
 def ddl(engine: str) -> str:
     """The statements that make an empty database ready for this release."""
+    # Only an empty database needs what it takes to find a file of the package.
+    from importlib.resources import files
+
     return files(__name__).joinpath(f"{engine}.sql").read_text(encoding="utf-8")
 
 

@@ -1,0 +1,71 @@
+"""Other processes to talk to, in lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+ROOT: Final = Path(__file__).parents[1]
+PATIENCE_S: Final = 30.0
+
+
+class Process:
+    """A function of a module in a process of its own."""
+
+    module: ClassVar[str]
+
+    def __init__(self, name: str, *args: object) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", self.module, name, *map(str, args)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def tell(self, word: object) -> None:
+        self._in.write(json.dumps(word) + "\n")
+        self._in.flush()
+
+    def hear(self) -> Any:
+        line = self._out.readline()
+        assert line, f"the process ended with status {self._process.wait(PATIENCE_S)}"
+        return json.loads(line)
+
+    async def heard(self) -> Any:
+        """What it says next, while this loop goes on."""
+        return await asyncio.to_thread(self.hear)
+
+    def kill(self) -> None:
+        """SIGKILL: it gets no chance to clean up."""
+        self._process.kill()
+        self._process.wait(PATIENCE_S)
+
+    def end(self) -> None:
+        """Wait for its normal end."""
+        assert self._process.wait(PATIENCE_S) == 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and self._process.returncode is None:
+                self._in.close()
+                self.end()
+        finally:
+            if self._process.poll() is None:
+                self.kill()
+            self._in.close()
+            self._out.close()
