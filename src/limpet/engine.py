@@ -360,7 +360,7 @@ class _RequestIds:
 
 _request_ids = _RequestIds()
 os.register_at_fork(after_in_child=_request_ids.renew)
-_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+\Z")
+_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+(?:\.[0-9]+)?\Z")
 
 
 def new_request_id() -> str:

@@ -27,13 +27,20 @@ _WRITES: Final = {
     "limpet_schema": "SELECT",
     "limpet_store": "SELECT",
     "limpet_namespaces": "SELECT, INSERT, UPDATE",
-    "limpet_overtaken": "SELECT, INSERT, DELETE",
     "limpet_entries": "SELECT, INSERT, UPDATE, DELETE",
     "limpet_changes": "SELECT, INSERT, DELETE",
 }
-_NAMESPACED: Final = ("limpet_namespaces", "limpet_overtaken", "limpet_entries", "limpet_changes")
+_NAMESPACED: Final = ("limpet_namespaces", "limpet_entries", "limpet_changes")
 _READING: Final = ("limpet_now_ms",)
-_WRITING: Final = ("limpet_now_ms", "limpet_take", "limpet_hold", "limpet_apply", "limpet_commit")
+_WRITING: Final = (
+    "limpet_now_ms",
+    "limpet_exact",
+    "limpet_take",
+    "limpet_hold",
+    "limpet_apply",
+    "limpet_put",
+    "limpet_commit",
+)
 _FUNCTIONS: Final = (*_WRITING, "limpet_refuse")
 
 

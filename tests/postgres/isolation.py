@@ -22,7 +22,8 @@ MINE, THEIRS = "alpha", "state"
 """Of THEIRS there is a view of its own."""
 
 # What a server says to somebody who may not, or who is not even shown that there is something.
-REFUSALS = {"42501", "42P01", "42883"}
+# Not allowed, no such table, no such function; and what limpet_put says of a namespace it finds no row of.
+REFUSALS = {"42501", "42P01", "42883", "LP001"}
 NOTHING = ("SELECT 0", "INSERT 0 0", "UPDATE 0", "DELETE 0", "MERGE 0", "FETCH 0")
 
 
@@ -152,7 +153,8 @@ def _furnish(role: str, schema: str, namespace: str, secret: str) -> None:
         store.record("job").put({"state": secret})
         store.take("paid")
         store.lock(f"lock of {secret}", ttl=3600, holder=secret).acquire()
-    execute(f"INSERT INTO {quoted(schema)}.limpet_overtaken VALUES ('{namespace}', '{secret}', 1)")
+    overtaken = f"jsonb_build_object('{secret}', 1)"
+    execute(f"UPDATE {quoted(schema)}.limpet_namespaces SET overtaken = {overtaken} WHERE namespace = '{namespace}'")
 
 
 # An attack and its outcome ----------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import struct
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -129,9 +130,9 @@ def _error_of(message: bytes) -> str:
 
 @dataclass
 class _Rule:
-    """What to do to the n-th request from now that contains this text."""
+    """What to do to the n-th request from now that has this pattern in it."""
 
-    text: str
+    pattern: str
     fault: Fault
     left: int
     stays_down: bool
@@ -150,19 +151,19 @@ class Proxy(_Server):
         self._down = False
         self.requests: list[str] = []
 
-    def fault(self, fault: Fault, text: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
-        """Do this to the n-th request from now on that contains the text, and to no other.
+    def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
+        """Do this to the n-th request from now on that has the pattern in it, and to no other.
 
         ``lose`` lets the server answer, then cuts without passing the answer on. ``cut`` cuts without passing
         the request on. ``delay`` holds it until `release`. ``keep`` cuts the client off and holds the request
         until `deliver`. With ``stays_down``, every other line is cut as well, until `go_on`.
         """
-        self._rule = self._last = _Rule(text, fault, nth, stays_down)
+        self._rule = self._last = _Rule(pattern, fault, nth, stays_down)
 
     def await_fault(self) -> None:
         """Wait until it has been done."""
         assert self._last is not None
-        assert self._last.met.wait(PATIENCE_S), f"no request contained {self._last.text!r}"
+        assert self._last.met.wait(PATIENCE_S), f"no request had {self._last.pattern!r}"
 
     @property
     def is_done(self) -> bool:
@@ -232,7 +233,7 @@ class Proxy(_Server):
     def _rule_for(self, asked: str) -> _Rule | None:
         self.requests.append(asked)
         rule = self._rule
-        if rule is None or rule.text not in asked:
+        if rule is None or re.search(rule.pattern, asked) is None:
             return None
         rule.left -= 1
         if rule.left:

@@ -20,13 +20,34 @@ async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy:
     assert await spy.said() == [engine._sql(postgres._COMMIT)]
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 1)))
-    assert await spy.said() == [engine._sql(postgres._COMMIT)] * 3
+    assert await spy.said() == [engine._sql(postgres._COMMIT), *[engine._sql(postgres._PUT)] * 2]
 
 
 async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) -> None:
     await engine.commit("default", batch(put("a", 1), Delete("b"), guards=(Guard("c", ABSENT),)))
+    await engine.commit("default", batch(put("a", 2)))
 
-    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+    assert await spy.said() == [engine._sql(postgres._COMMIT), engine._sql(postgres._PUT)]
+
+
+async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engine: PostgresEngine, spy: Spy) -> None:
+    """It makes two changes: the end of the old one, and the new one."""
+    await engine.commit("default", batch(Put("a", b"1", ttl_ms=1)))
+    await engine._fetch("SELECT pg_sleep(0.003)")
+
+    outcome = await engine.commit("default", batch(put("a", 2), put("b", 2)))
+
+    assert await spy.count("limpet_put") == 1
+    assert await spy.count("limpet_commit") == 2
+    assert isinstance(outcome, Commit)
+    assert [entry.version for entry in outcome.entries if entry is not None] == [1, 1]
+    log = await engine.changes("default", 0)
+    assert [(change.op, change.key, change.revision, change.commit) for change in log.changes] == [
+        ("put", "a", 1, 1),
+        ("expire", "a", 2, 4),
+        ("put", "a", 3, 4),
+        ("put", "b", 4, 4),
+    ]
 
 
 async def test_adds_of_one_turn_share_a_transaction(engine: PostgresEngine, spy: Spy) -> None:

@@ -72,8 +72,7 @@ Statements = str | tuple[str, ...]
 ROWS = {
     "limpet_schema": "VALUES ('planted')",
     "limpet_store": "VALUES ('x', 1)",
-    "limpet_namespaces": "VALUES ('planted', 0, 0, 0, 0, 0, 0, 0)",
-    "limpet_overtaken": "VALUES ('{theirs}', 'planted', 1)",
+    "limpet_namespaces": "VALUES ('planted', 0, 0, 0, 0, 0, 0, 0, NULL)",
     "limpet_entries": "(namespace, family, key, kind, size_bytes, version, revision, created_revision, created_ms,"
     " updated_ms) VALUES ('{theirs}', 'data', 'planted', 'json', 1, 1, 1, 1, 1, 1)",
     "limpet_changes": "(namespace, revision, last_revision, at_ms, op, family, size_bytes, key, version,"
@@ -85,27 +84,29 @@ NAMESPACED = TABLES[2:]
 PUT = {
     "ns": "'{theirs}'",
     "channel": "'x'",
-    "batches": "ARRAY[0]",
+    "cause": "'x'",
+    "batches": "ARRAY[1]",
     "ops": "ARRAY['put']",
     "families": "ARRAY['data']",
     "keys": "ARRAY['diary']",
     "kinds": "ARRAY['json']",
-    "vals": "ARRAY['1'::bytea]",
+    "vals": "ARRAY['1']",
     "nearests": "ARRAY[NULL]",
     "weights": "ARRAY[6]",
     "ttls": "ARRAY[NULL]",
     "metas": "ARRAY['']",
     "causes": "ARRAY['x']",
 }
+UNGUARDED = {**{name: value for name, value in PUT.items() if name not in ("batches", "ops")}, "weight": "6"}
 IS_ABSENT = {
-    "guard_batches": "ARRAY[0]",
+    "guard_batches": "ARRAY[1]",
     "guard_families": "ARRAY['data']",
     "guard_keys": "ARRAY['diary']",
     "guard_tests": "ARRAY['absent']",
     "guard_numbers": "ARRAY[NULL]",
 }
 APPLY = {
-    **{name: value for name, value in PUT.items() if name not in ("batches", "ttls")},
+    **{name: value for name, value in PUT.items() if name not in ("cause", "batches", "ttls")},
     **dict.fromkeys(("now_ms", "new_keys", "new_size", "new_changes", "new_log"), "1"),
     **dict.fromkeys(("revisions", "last_revisions", "entry_revisions"), "ARRAY[999]"),
     **dict.fromkeys(("sizes", "versions", "created_revisions", "createds", "updateds"), "ARRAY[1]"),
@@ -164,7 +165,7 @@ ANYWHERE: dict[str, Statements] = {
     "alter a table": "ALTER TABLE {b}.limpet_entries ADD COLUMN planted text",
     "rename a table": "ALTER TABLE {b}.limpet_entries RENAME TO planted",
     "own a table": "ALTER TABLE {b}.limpet_entries OWNER TO {attacker}",
-    "drop a table": "DROP TABLE {b}.limpet_overtaken",
+    "drop a table": "DROP TABLE {b}.limpet_changes",
     "drop the schema": "DROP SCHEMA {b} CASCADE",
     "rename the schema": "ALTER SCHEMA {b} RENAME TO planted",
     "own the schema": "ALTER SCHEMA {b} OWNER TO {attacker}",
@@ -204,7 +205,7 @@ ANYWHERE: dict[str, Statements] = {
     "call limpet_take": "SELECT * FROM {b}.limpet_take('{theirs}')",
     "call limpet_apply": call("limpet_apply", APPLY),
     "call limpet_commit": COMMIT,
-    "call limpet_commit for puts alone": call("limpet_commit", {**PUT, "lasts": "ARRAY[1]"}),
+    "call limpet_put": call("limpet_put", UNGUARDED),
     "delete by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['delete']"}),
     "take by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['take']"}),
     "be shown what a guard found": call("limpet_commit", {**PUT, **IS_ABSENT}),
@@ -475,6 +476,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
     """They may be called with anything. It is a name in the caller's own schema, and no more."""
     own, crafted = quoted(walled.attackers_schema), argument.format_map(walled.words)
     anything = {**PUT, **IS_ABSENT, "ns": "$1", "keys": "ARRAY[$2]"}
+    unguarded = {**UNGUARDED, "ns": "$1", "keys": "ARRAY[$2]"}
     before = await fingerprint(walled)
 
     async with connected(walled.attackers_url) as connection:
@@ -482,6 +484,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
             await connection.fetch(f"SELECT * FROM {own}.limpet_take($1)", crafted),
             await connection.fetch(f"SELECT * FROM {own}.limpet_hold($1, $2, $2)", crafted, ["data", crafted]),
             await connection.fetch(call("limpet_commit", anything, own), crafted, crafted or "k"),
+            await connection.fetch(call("limpet_put", unguarded, own), crafted, crafted or "k"),
         ]
 
     assert SECRET not in repr(told)
@@ -508,7 +511,7 @@ async def test_the_rows_of_another_cannot_be_copied_out_or_in(walled: Tenants, s
         # The server takes no COPY into a table with policies.
         with pytest.raises(asyncpg.FeatureNotSupportedError):
             await connection.copy_records_to_table(
-                "limpet_overtaken", schema_name=shared.victims_schema, records=[(THEIRS, "planted", 1)]
+                "limpet_namespaces", schema_name=shared.victims_schema, records=[("planted", *[0] * 7, None)]
             )
 
 
@@ -733,7 +736,7 @@ def test_a_role_that_may_only_read_reads_and_watches(schema: str, role: str) -> 
                 assert name
         async with connected(url_of(role)) as connection:
             assert await connection.fetchval(f"SELECT value FROM {quoted(schema)}.state") == '{"n": 1}'
-            for table in ("limpet_entries", "limpet_changes", "limpet_namespaces", "limpet_overtaken"):
+            for table in ("limpet_entries", "limpet_changes", "limpet_namespaces"):
                 with pytest.raises(asyncpg.InsufficientPrivilegeError):
                     await connection.execute(f"DELETE FROM {quoted(schema)}.{table}")
 

@@ -183,11 +183,11 @@ def stops_inside(url: str) -> None:
     """Adds, and stops itself in the middle of the transaction, when it has decided and not yet written."""
     settle = postgres._Work.settle
 
-    def settle_and_stop(self: Any, ticket: Any) -> Any:
+    def settle_and_stop(self: Any, batch: Any, request_id: str) -> Any:
         postgres._Work.settle = settle  # type: ignore[method-assign]
         # To this thread, so that it is here that it stops. The others stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        return settle(self, ticket)
+        return settle(self, batch, request_id)
 
     with limpet.sync.open(url, sweep=False) as store:
         postgres._Work.settle = settle_and_stop  # type: ignore[method-assign]

@@ -5,9 +5,10 @@ become visible in their order and a watcher misses nothing. Writes are grouped: 
 transaction of a namespace is under way here, the next group gathers.
 
 There are two ways to commit a group. An ordinary one (puts, touches and deletes of distinct
-keys) is decided and written by one function on the server, in one round trip. Any other is
-decided here by `limpet.transition.plan`, in a transaction that holds the namespace: read,
-plan, write, commit. Both are held to the same suite, and the function to `plan` itself.
+keys) is decided and written by a function on the server, in one round trip; puts that nothing
+guards have a quicker function of their own. Any other group is decided here by
+`limpet.transition.plan`, in a transaction that holds the namespace: read, plan, write, commit.
+All are held to the same suite, and the functions to `plan` itself.
 
 The table of changes is the truth for watchers. A notification is only a doorbell, and behind
 it they look by themselves from time to time.
@@ -21,7 +22,7 @@ import functools
 import os
 import re
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -122,6 +123,11 @@ _SCAN: Final = (
     " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms())){sought}"
     " ORDER BY key LIMIT $5) AS page) AS counted WHERE before <= {most} ORDER BY key"
 )
+# Arrays go as text, which the driver knows. For any other it has to ask the server first, on each connection.
+_PUT: Final = (
+    "SELECT revision, version, created_revision, created_ms, at_ms"
+    " FROM {schema}.limpet_put($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
+)
 _COMMIT: Final = (
     "SELECT batch, write, guard, last_revision, at_ms, kind, value, exact, version, revision, created_revision,"
     " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
@@ -138,7 +144,9 @@ _LOG: Final = (
 )
 _CAUSED: Final = f"SELECT {_LOG} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision > $2 AND cause = $3"
 _OVERTAKE: Final = (
-    "INSERT INTO {schema}.limpet_overtaken SELECT $1, $2, {schema}.limpet_now_ms() ON CONFLICT DO NOTHING"
+    "UPDATE {schema}.limpet_namespaces"
+    " SET overtaken = coalesce(overtaken, '{}') || jsonb_build_object($2::text, {schema}.limpet_now_ms())"
+    " WHERE namespace = $1"
 )
 _FEED: Final = (
     f"SELECT n.revision, n.floor, c.* FROM {{schema}}.limpet_namespaces n LEFT JOIN LATERAL ("
@@ -169,8 +177,10 @@ _DROP_RECEIPTS: Final = (
     "DELETE FROM {schema}.limpet_entries WHERE namespace = $1 AND family = 'receipt'"
     " AND expires_ms <= (SELECT {schema}.limpet_now_ms())"
 )
-_DROP_OVERTAKEN: Final = (
-    "DELETE FROM {schema}.limpet_overtaken WHERE namespace = $1 AND at_ms < {schema}.limpet_now_ms() - 3600000"
+_FORGET_OVERTAKEN: Final = (
+    "UPDATE {schema}.limpet_namespaces SET overtaken = ("
+    "SELECT jsonb_object_agg(name, at_ms) FROM jsonb_each(overtaken) AS one (name, at_ms)"
+    " WHERE at_ms::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND overtaken IS NOT NULL"
 )
 _IS_MADE: Final = (
     "SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
@@ -390,7 +400,7 @@ class PostgresEngine:
         """See `Engine.trim`."""
         self._check_open()
         await self._fetch(_DROP_RECEIPTS, namespace)
-        await self._fetch(_DROP_OVERTAKEN, namespace)
+        await self._fetch(_FORGET_OVERTAKEN, namespace)
         # Whether there is anything to drop is asked without taking the writer's place.
         status, oldest = await self.status(namespace), await self._fetch(_OLDEST, namespace, 1)
         count, size_bytes = status.log_changes, status.log_bytes
@@ -467,23 +477,45 @@ class PostgresEngine:
 
     async def _commit_ordinary(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
         """Let the server decide and write a group, in one round trip."""
-        columns = _asked_columns(group)
+        name = new_request_id()
+        place = (namespace, self._channel, name)
+        outcomes: Sequence[Commit | Refusal] | None
         try:
             async with self._connection() as connection:
-                rows = await connection.fetch(self._sql(_COMMIT), namespace, self._channel, *columns)
+                outcomes = await self._put_all(connection, place, group)
+                if outcomes is None:
+                    rows = await connection.fetch(self._sql(_COMMIT), *place, *_asked_columns(group))
+                    outcomes = _outcomes(group, rows)
         except Exception as error:
             if _is_lost(error):
                 # The statement was sent, and what became of it is not known.
-                return [self._unknown(namespace, ticket, error) for ticket in group]
+                names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in _marked(group))
+                return [self._unknown(namespace, request_id, error) for request_id in names]
             raise self._translated(error) from error
-        outcomes = _outcomes(group, rows)
-        self._changed(namespace, max((row[3] for row in rows if row[3] is not None), default=0))
+        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
+
+    async def _put_all(
+        self, connection: Any, place: tuple[str, str, str], group: list[_Ticket]
+    ) -> Sequence[Commit] | None:
+        """The same for a group of nothing but puts that nothing guards; None when it is not for this."""
+        puts = _unguarded_puts(group)
+        # The first that is written of a namespace is not for this, and neither is the first from here.
+        if puts is None or place[0] not in self._latest:
+            return None
+        try:
+            rows = await connection.fetch(self._sql(_PUT), *place, *_put_columns(group, puts))
+        except asyncpg.PostgresError as error:
+            if error.sqlstate == _NOT_FOR_PUT:
+                return None
+            raise
+        return _put_outcomes(group, puts, rows)
 
     async def _commit_planned(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
         """Decide a group here, while its transaction holds the namespace."""
         asked = sorted({(one.family, one.key) for ticket in group for one in ticket.asked})
-        asked += [("receipt", ticket.request_id) for ticket in group if ticket.batch.receipt_ms is not None]
+        named = [(ticket, ticket.batch.request_id or new_request_id()) for ticket in group]
+        asked += [("receipt", request_id) for ticket, request_id in named if ticket.batch.receipt_ms is not None]
         # The row of the namespace comes beside each of these, so there must be one.
         asked = asked or [("data", "")]
         families, keys = [family for family, _ in asked], [key for _, key in asked]
@@ -493,9 +525,9 @@ class PostgresEngine:
                 held = await connection.fetch(self._sql(_HOLD), namespace, families, keys)
                 work = _Work(namespace, held)
                 outcomes = []
-                for ticket in group:
-                    earlier = await self._earlier(connection, namespace, ticket, work)
-                    outcomes.append(earlier or work.settle(ticket))
+                for ticket, request_id in named:
+                    earlier = await self._earlier(connection, namespace, ticket.batch, work)
+                    outcomes.append(earlier or work.settle(ticket.batch, request_id))
                 if work.rows:
                     await connection.execute(
                         self._sql(_APPLY), namespace, self._channel, *work.totals(), *work.columns()
@@ -503,20 +535,20 @@ class PostgresEngine:
                 commits = True
         except Exception as error:
             if commits and _is_lost(error):
-                return [self._unknown(namespace, ticket, error) for ticket in group]
+                return [self._unknown(namespace, request_id, error) for _, request_id in named]
             raise self._translated(error) from error
         self._changed(namespace, work.revision)
         return outcomes
 
-    async def _earlier(self, connection: Any, namespace: str, ticket: _Ticket, work: _Work) -> Commit | None:
+    async def _earlier(self, connection: Any, namespace: str, batch: Batch, work: _Work) -> Commit | None:
         """What a request that is asked for again has done already. If nothing, it shall not happen any more."""
-        batch = ticket.batch
-        if batch.retry_since is None:
+        if batch.retry_since is None or batch.request_id is None:
             return None
-        rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, ticket.request_id)
+        rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, batch.request_id)
         earlier = recall(batch, map(_change, rows), work.find)
         if earlier is None:
-            await connection.execute(self._sql(_OVERTAKE), namespace, ticket.request_id)
+            numbered = _NUMBERED.match(batch.request_id)
+            await connection.execute(self._sql(_OVERTAKE), namespace, numbered[1] if numbered else batch.request_id)
         return earlier
 
     def _changed(self, namespace: str, revision: int) -> None:
@@ -524,9 +556,9 @@ class PostgresEngine:
             self._latest[namespace] = revision
             self._bell.ring(namespace)
 
-    def _unknown(self, namespace: str, ticket: _Ticket, problem: object) -> Ambiguous:
+    def _unknown(self, namespace: str, request_id: str, problem: object) -> Ambiguous:
         text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
-        return Ambiguous(text, request_id=ticket.request_id, since=self._latest.get(namespace, 0))
+        return Ambiguous(text, request_id=request_id, since=self._latest.get(namespace, 0))
 
     # Reading ------------------------------------------------------------------
 
@@ -710,13 +742,12 @@ class PostgresEngine:
 class _Ticket:
     """One caller's place in the queue of commits."""
 
-    __slots__ = ("answer", "batch", "request_id")
+    __slots__ = ("answer", "batch", "weight_bytes")
 
     def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
         self.batch = batch
         self.answer = answer
-        # A commit whose answer is lost is asked for again by its name, so none goes without.
-        self.request_id = batch.request_id or new_request_id()
+        self.weight_bytes = sum(_weight_bytes(write) for write in batch.writes if isinstance(write, Put))
 
     @property
     def asked(self) -> Iterable[Write | Guard]:
@@ -724,23 +755,42 @@ class _Ticket:
         return (*self.batch.writes, *self.batch.guards)
 
 
+def _weight_bytes(put: Put) -> int:
+    """What it counts in totals: its key and its value."""
+    key = put.key
+    return codec.size_bytes(put.stored) + (len(key) if key.isascii() else len(key.encode()))
+
+
 def _group_size(queue: list[_Ticket]) -> int:
     """How many of those who wait go together: as many as one message to the server can well carry."""
-    size_bytes = 0
+    total_bytes = 0
     for number, ticket in enumerate(queue[:GROUP_MAX]):
-        size_bytes += sum(codec.size_bytes(write.stored) for write in ticket.batch.writes if isinstance(write, Put))
-        if size_bytes > GROUP_BYTES_MAX:
+        total_bytes += ticket.weight_bytes
+        if total_bytes > GROUP_BYTES_MAX:
             return max(1, number)
     return min(len(queue), GROUP_MAX)
 
 
 # Ordinary groups ----------------------------------------------------------------
+#
+# A batch is known by the place of its last write in the group. By that, and the name of the group,
+# it is also named in the log, unless its caller gave it a name.
 
 _TESTS: Final = {Version: "version", Revision: "revision", HeldBy: "held"}
+_NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
+_NOT_FOR_PUT: Final = "LP001"
+
+
+def _marked(group: list[_Ticket]) -> Iterator[tuple[int, _Ticket]]:
+    """Each with the place of its last write."""
+    mark = 0
+    for ticket in group:
+        mark += len(ticket.batch.writes)
+        yield mark, ticket
 
 
 def _is_ordinary(group: list[_Ticket]) -> bool:
-    """Whether the server's function can decide a group: nothing in it looks at a value or at another batch."""
+    """Whether the server's functions can decide a group: nothing in it looks at a value or at another batch."""
     written: set[tuple[Family, str]] = set()
     for ticket in group:
         batch = ticket.batch
@@ -758,62 +808,98 @@ def _is_ordinary(group: list[_Ticket]) -> bool:
     return True
 
 
-def _asked_columns(group: list[_Ticket]) -> list[list[Any] | None]:
-    """A group as the columns that the server's function takes: eleven of its writes, five of its guards, and lasts."""
-    writes: list[tuple[Any, ...]] = []
-    guards: list[tuple[Any, ...]] = []
-    for number, ticket in enumerate(group):
-        writes += [_write_row(number, write, ticket.request_id) for write in ticket.batch.writes]
-        guards += [(number, guard.family, guard.key, *_test(guard)) for guard in ticket.batch.guards]
-    columns = _turned(writes, 11)
-    return _plain(columns) if not guards else [*columns, *_turned(guards, 5), None]
+def _unguarded_puts(group: list[_Ticket]) -> list[Put] | None:
+    """The puts of a group that has nothing else, and none that keeps something of what it replaces."""
+    puts: list[Put] = []
+    for ticket in group:
+        if ticket.batch.guards:
+            return None
+        for write in ticket.batch.writes:
+            if not isinstance(write, Put) or write.ttl_ms is KEEP or write.meta_json is KEEP:
+                return None
+            puts.append(write)
+    return puts
 
 
-def _write_row(number: int, write: Write, cause: str) -> tuple[Any, ...]:
-    if isinstance(write, Put):
-        kind, stored, nearest = _value_columns(write.stored)
-        weight = codec.size_bytes(write.stored) + len(write.key.encode())
-        ttl = _KEEP_MS if write.ttl_ms is KEEP else write.ttl_ms
-        meta = "" if write.meta_json is KEEP else _text(write.meta_json)
-        return number, "put", write.family, write.key, kind, stored, nearest, weight, ttl, meta, cause
-    if isinstance(write, Touch):
-        return number, "touch", write.family, write.key, None, None, None, None, write.ttl_ms, None, cause
-    assert isinstance(write, Delete)
-    op = "take" if write.take else "delete"
-    return number, op, write.family, write.key, None, None, None, None, None, None, cause
+def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:
+    """Puts as the server's function takes them. What is the same for all is left out.
 
-
-def _plain(columns: list[list[Any]]) -> list[list[Any] | None]:
-    """Columns without guards. Where all are puts that keep nothing, what is the same for all is left out.
-
-    The driver takes a microsecond for each item of a column.
+    The driver takes most of a microsecond for each item of a column.
     """
-    batches, ops, families, keys, kinds, values, nearests, weights, ttls, metas, causes = columns
-    count = len(keys)
-    if ops.count("put") < count or _KEEP_MS in ttls or "" in metas:
-        return [*columns, *_turned([], 5), None]
-    last = dict(zip(batches, range(1, count + 1), strict=True))
-    is_each_alone = len(last) == count
+    count = len(puts)
+    kinds, values, nearests = zip(*[_value_columns(put.stored) for put in puts], strict=True)
+    lasts = causes = None
+    if count > len(group):
+        lasts = [str(mark) for mark, ticket in _marked(group) for _ in ticket.batch.writes]
+    if any(ticket.batch.request_id for ticket in group):
+        causes = [ticket.batch.request_id for ticket in group for _ in ticket.batch.writes]
 
-    def unless(column: list[Any], usual: object) -> list[Any] | None:
+    def unless(usual: object, column: Sequence[Any]) -> Sequence[Any] | None:
         return None if column.count(usual) == count else column
 
-    return [
-        None if is_each_alone else batches,
-        None,
-        unless(families, "data"),
-        keys,
-        unless(kinds, "json"),
+    return (
+        sum(ticket.weight_bytes for ticket in group),
+        [put.key for put in puts],
         values,
-        unless(nearests, None),
-        # Only a record weighs something else than its text.
-        weights if "record" in kinds else None,
-        unless(ttls, None),
-        unless(metas, None),
+        unless("data", [put.family for put in puts]),
+        unless("json", kinds),
+        unless(None, nearests),
+        # Only what is not sent as it is counted.
+        None if kinds.count("json") == count else [str(_weight_bytes(put)) for put in puts],
+        unless(None, [_digits(put.ttl_ms) for put in puts]),
+        unless(None, [_text(put.meta_json) for put in puts]),
+        lasts,
         causes,
-        *_turned([], 5),
-        [] if is_each_alone else [last[batch] for batch in batches],
-    ]
+    )
+
+
+def _put_outcomes(group: list[_Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit]:
+    """What the server made of puts, batch by batch. Their revisions follow each other."""
+    before = min(row[0] for row in rows) - 1
+    entries: list[Any] = [None] * len(puts)
+    for revision, version, created_revision, created_ms, at_ms in rows:
+        place = revision - before - 1
+        put: Any = puts[place]
+        expires_ms = None if put.ttl_ms is None else at_ms + put.ttl_ms
+        entries[place] = Entry(
+            put.key,
+            put.stored,
+            version,
+            revision,
+            created_revision,
+            created_ms,
+            at_ms,
+            expires_ms,
+            put.meta_json,
+        )
+    at_ms = rows[0][4]
+    commits = []
+    for mark, ticket in _marked(group):
+        count = len(ticket.batch.writes)
+        commits.append(Commit(before + mark, tuple(entries[mark - count : mark]), (None,) * count, at_ms))
+    return commits
+
+
+def _asked_columns(group: list[_Ticket]) -> list[list[Any]]:
+    """A group as the server's function takes it: eleven columns of its writes, five of its guards."""
+    writes: list[tuple[Any, ...]] = []
+    guards: list[tuple[Any, ...]] = []
+    for mark, ticket in _marked(group):
+        batch = ticket.batch
+        writes += [(str(mark), *_write_row(write), batch.request_id) for write in batch.writes]
+        guards += [(str(mark), guard.family, guard.key, *_test(guard)) for guard in batch.guards]
+    return [*_turned(writes, 11), *_turned(guards, 5)]
+
+
+def _write_row(write: Write) -> tuple[str | None, ...]:
+    if isinstance(write, Put):
+        ttl = str(_KEEP_MS) if write.ttl_ms is KEEP else _digits(write.ttl_ms)
+        meta = "" if write.meta_json is KEEP else _text(write.meta_json)
+        return "put", write.family, write.key, *_value_columns(write.stored), str(_weight_bytes(write)), ttl, meta
+    if isinstance(write, Touch):
+        return "touch", write.family, write.key, None, None, None, None, _digits(write.ttl_ms), None
+    assert isinstance(write, Delete)
+    return "take" if write.take else "delete", write.family, write.key, None, None, None, None, None, None
 
 
 def _turned(rows: list[tuple[Any, ...]], width: int) -> list[list[Any]]:
@@ -821,37 +907,37 @@ def _turned(rows: list[tuple[Any, ...]], width: int) -> list[list[Any]]:
     return [list(column) for column in zip(*rows, strict=True)] or [[] for _ in range(width)]
 
 
-def _test(guard: Guard) -> tuple[str, int | None]:
+def _test(guard: Guard) -> tuple[str, str | None]:
     match guard.condition:
         case Version(number) | Revision(number) | HeldBy(number):
             # A number that bigint cannot hold is that of no entry, and nothing equals NULL.
-            return _TESTS[type(guard.condition)], number if codec.INT_MIN <= number <= codec.INT_MAX else None
+            return _TESTS[type(guard.condition)], str(number) if codec.INT_MIN <= number <= codec.INT_MAX else None
         case condition:
             return ("absent" if condition is ABSENT else "present"), None
 
 
-def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusal | Exception]:
+def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusal]:
     """What the server's function decided, batch by batch."""
     writes = [write for ticket in group for write in ticket.batch.writes]
     guards = [guard for ticket in group for guard in ticket.batch.guards]
     refusals: dict[int, Refusal] = {}
     done: dict[int, list[tuple[int, Any]]] = {}
     for row in rows:
-        number, place, guarded = row[0], row[1], row[2]
+        mark, place, guarded = row[0], row[1], row[2]
         if place is None:
             guard = guards[guarded - 1]
             found = None if row[8] is None else _entry((guard.key, *row[5:]))
-            refusals[number] = Refusal("guard", guard.key, found, row[4], guard=guard)
+            refusals[mark] = Refusal("guard", guard.key, found, row[4], guard=guard)
         else:
-            done.setdefault(number, []).append((place, row))
-    outcomes: list[Commit | Refusal | Exception] = []
-    for number in range(len(group)):
-        if number in refusals:
-            outcomes.append(refusals[number])
+            done.setdefault(mark, []).append((place, row))
+    outcomes: list[Commit | Refusal] = []
+    for mark, _ in _marked(group):
+        if mark in refusals:
+            outcomes.append(refusals[mark])
             continue
         entries: list[Entry | None] = []
         ended: list[Entry | None] = []
-        placed = sorted(done.get(number, ()), key=lambda one: one[0])
+        placed = sorted(done[mark], key=lambda one: one[0])
         for place, row in placed:
             write = writes[place - 1]
             entry = None if row[8] is None else _entry((write.key, *row[5:]))
@@ -883,12 +969,10 @@ class _Work:
     def find(self, family: Family, key: str) -> Entry | None:
         return self._seen.get((family, key))
 
-    def settle(self, ticket: _Ticket) -> Commit | Refusal | Exception:
+    def settle(self, batch: Batch, request_id: str) -> Commit | Refusal | Exception:
         """Decide one batch and take in what it changes."""
         try:
-            outcome = plan(
-                ticket.batch, self.find, now_ms=self._now_ms, revision=self.revision, cause=ticket.request_id
-            )
+            outcome = plan(batch, self.find, now_ms=self._now_ms, revision=self.revision, cause=request_id)
         except Exception as error:
             # A batch that cannot be decided is its caller's trouble and nobody else's.
             return error
@@ -916,7 +1000,7 @@ class _Work:
                 self._keys += 1
                 self._size_bytes += size_bytes
         self._seen[change.family, entry.key] = after
-        head = (change.op, change.revision, change.commit, change.cause, change.family)
+        head = (change.op, str(change.revision), str(change.commit), change.cause, change.family)
         self.rows.append((*head, *_entry_columns(entry, size_bytes)))
 
     def totals(self) -> tuple[int | None, ...]:
@@ -929,21 +1013,18 @@ class _Work:
         return _turned(self.rows, 18)
 
 
-def _entry_columns(entry: Entry, size_bytes: int) -> tuple[Any, ...]:
-    kind, stored, nearest = _value_columns(entry.stored)
+def _entry_columns(entry: Entry, size_bytes: int) -> tuple[str | None, ...]:
     return (
         entry.key,
-        kind,
-        stored,
-        nearest,
-        entry.weight_bytes,
-        size_bytes,
-        entry.version,
-        entry.revision,
-        entry.created_revision,
-        entry.created_ms,
-        entry.updated_ms,
-        entry.expires_ms,
+        *_value_columns(entry.stored),
+        str(entry.weight_bytes),
+        str(size_bytes),
+        str(entry.version),
+        str(entry.revision),
+        str(entry.created_revision),
+        str(entry.created_ms),
+        str(entry.updated_ms),
+        _digits(entry.expires_ms),
         _text(entry.meta_json),
     )
 
@@ -978,11 +1059,11 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
         return None
     match test.comparison:
         case "eq" | "in":
-            texts = [_nearest(item) or item.decode() for item in test.operands]
+            texts = [_nearest(text) or text for text in map(bytes.decode, test.operands)]
             return f"value -> {name} = ANY ({operand}::text[]::jsonb[])", [texts]
         case "ne" | "not_in":
             # Only what jsonb holds exactly is certain to be equal.
-            texts = [item.decode() for item in test.operands if _nearest(item) is None]
+            texts = [text for text in map(bytes.decode, test.operands) if _nearest(text) is None]
             equal = f"(value -> {name})::text = ANY ({operand}::text[]::jsonb[]::text[])"
             return f"(exact IS NOT NULL OR NOT coalesce({equal}, false))", [texts]
         case comparison:
@@ -1000,35 +1081,41 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
 # Rows -------------------------------------------------------------------------
 
 
-def _value_columns(stored: Stored | None) -> tuple[str | None, bytes | None, str | None]:
-    """A value as its kind, its bytes, and, where jsonb cannot hold it exactly, its nearest form there."""
+def _value_columns(stored: Stored | None) -> tuple[str | None, str | None, str | None]:
+    """A value as its kind, its text, and, where jsonb cannot hold it exactly, its nearest form there.
+
+    The text of raw bytes is hexadecimal.
+    """
     kind, text = as_text(stored)
-    if text is None or isinstance(text, bytes):
-        return kind, text, None
-    exact = text.encode()
-    return kind, exact, _nearest(exact)
+    if text is None:
+        return None, None, None
+    return (kind, text.hex(), None) if isinstance(text, bytes) else (kind, text, _nearest(text))
 
 
 def _text(json: Any) -> str | None:
     return None if json is None else json.decode()
 
 
+def _digits(number: Any) -> str | None:
+    return None if number is None else str(number)
+
+
 # jsonb keeps numbers as decimals: 1e22 comes back as an integer, and -0.0 without its sign.
 # A string in it holds no U+0000.
-_SUSPECT: Final = re.compile(rb"[0-9]e[0-9]|-0\.0(?![0-9])|\\u0000")
-_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
-_NUMBER: Final = re.compile(rb"[0-9]e[0-9]|-0\.0(?![0-9])")
-_NUL: Final = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
+_EXPONENT: Final = re.compile(r"e[0-9]")
+_STRING: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
+_NUMBER: Final = re.compile(r"[0-9]e[0-9]|-0\.0(?![0-9])")
+_NUL: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
 
 
-def _nearest(text: bytes) -> str | None:
+def _nearest(text: str) -> str | None:
     """What jsonb can hold of a JSON text; None when that is all of it."""
-    if _SUSPECT.search(text) is None:
+    if "\\u0000" not in text and "-0.0" not in text and _EXPONENT.search(text) is None:
         return None
-    replaced = _NUL.sub(rb"\1\\ufffd", text)
-    if replaced == text and _NUMBER.search(_STRING.sub(b'""', text)) is None:
+    replaced = _NUL.sub(r"\1\\ufffd", text)
+    if replaced == text and _NUMBER.search(_STRING.sub('""', text)) is None:
         return None
-    return replaced.decode()
+    return replaced
 
 
 def _stored(kind: str | None, value: str | None, exact: bytes | None) -> Stored | None:

@@ -25,6 +25,7 @@ CREATE TABLE {schema}.limpet_namespaces (
     size_bytes BIGINT NOT NULL,
     log_changes BIGINT NOT NULL,
     log_bytes BIGINT NOT NULL,
+    overtaken JSONB,
     PRIMARY KEY (namespace)
 ) WITH (fillfactor = 20);
 
@@ -77,18 +78,13 @@ CREATE TABLE {schema}.limpet_changes (
 
 COMMENT ON TABLE {schema}.limpet_changes IS 'The log. A value is here as it is stored, to the byte.';
 
-CREATE TABLE {schema}.limpet_overtaken (
-    namespace TEXT COLLATE "C" NOT NULL,
-    cause TEXT COLLATE "C" NOT NULL,
-    at_ms BIGINT NOT NULL,
-    PRIMARY KEY (namespace, cause)
-);
-
-COMMENT ON TABLE {schema}.limpet_overtaken IS 'Requests that were asked for again, because nobody knew whether the first call had arrived. Should it arrive now, it is too late.';
-
 -- The time that decides. now() would be that of the start of a transaction, which may have waited.
 CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
 RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
+
+-- A value to the byte, of what a driver sends: JSON as it is, raw bytes in hexadecimal.
+CREATE FUNCTION {schema}.limpet_exact(kind text, sent text) RETURNS bytea LANGUAGE sql IMMUTABLE
+RETURN CASE kind WHEN 'bytes' THEN decode(sent, 'hex') ELSE convert_to(sent, 'UTF8') END;
 
 -- Take the place of the writer of a namespace, to the end of the transaction.
 CREATE FUNCTION {schema}.limpet_take(ns text) RETURNS {schema}.limpet_namespaces LANGUAGE plpgsql VOLATILE AS $$
@@ -97,7 +93,7 @@ DECLARE
 BEGIN
     SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     IF NOT FOUND THEN
-        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0) ON CONFLICT DO NOTHING;
+        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, NULL) ON CONFLICT DO NOTHING;
         SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     END IF;
     tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms());
@@ -133,18 +129,18 @@ END $$;
 -- left of its entry, in order; a row without a revision is a receipt, which is kept but not logged.
 CREATE FUNCTION {schema}.limpet_apply(
     ns text, channel text, now_ms bigint, new_revision bigint, new_keys bigint, new_size bigint, new_changes bigint,
-    new_log bigint, ops text[], revisions bigint[], last_revisions bigint[], causes text[], families text[],
-    keys text[], kinds text[], vals bytea[], nearests text[], weights bigint[], sizes bigint[], versions bigint[],
-    entry_revisions bigint[], created_revisions bigint[], createds bigint[], updateds bigint[], expires bigint[],
-    metas text[]
+    new_log bigint, ops text[], revisions text[], last_revisions text[], causes text[], families text[], keys text[],
+    kinds text[], vals text[], nearests text[], weights text[], sizes text[], versions text[], entry_revisions text[],
+    created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
 ) RETURNS void LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     WITH left_over AS (
         SELECT DISTINCT ON (r.family, r.key) r.*
         FROM unnest(
-            ops, families, keys, kinds, vals, nearests, weights, versions, entry_revisions, created_revisions,
-            createds, updateds, expires, metas
+            ops, families, keys, kinds, vals, nearests, weights::bigint[], versions::bigint[],
+            entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[], updateds::bigint[],
+            expires::bigint[], metas
         ) WITH ORDINALITY AS r (
             op, family, key, kind, stored, nearest, weight, version, revision, created_revision,
             created_ms, updated_ms, expires_ms, meta, n
@@ -163,8 +159,8 @@ BEGIN
     )
     INSERT INTO {schema}.limpet_entries AS e
     SELECT ns, r.family, r.key, r.kind,
-        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, convert_from(r.stored, 'UTF8'))::jsonb END,
-        CASE WHEN r.kind = 'bytes' OR r.nearest IS NOT NULL THEN r.stored END,
+        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, r.stored)::jsonb END,
+        CASE WHEN r.kind = 'bytes' OR r.nearest IS NOT NULL THEN {schema}.limpet_exact(r.kind, r.stored) END,
         r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
     ON CONFLICT (namespace, family, key) DO UPDATE SET
@@ -178,11 +174,13 @@ BEGIN
     END IF;
     INSERT INTO {schema}.limpet_changes
     SELECT ns, r.revision, r.last_revision, now_ms, r.op, r.family, r.cause, r.size, r.key,
-        CASE WHEN r.op <> 'touch' THEN r.kind END, CASE WHEN r.op <> 'touch' THEN r.stored END,
+        CASE WHEN r.op <> 'touch' THEN r.kind END,
+        CASE WHEN r.op <> 'touch' THEN {schema}.limpet_exact(r.kind, r.stored) END,
         r.version, r.entry_revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM unnest(
-        ops, revisions, last_revisions, causes, families, keys, kinds, vals, sizes, versions, entry_revisions,
-        created_revisions, createds, updateds, expires, metas
+        ops, revisions::bigint[], last_revisions::bigint[], causes, families, keys, kinds, vals, sizes::bigint[],
+        versions::bigint[], entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[],
+        updateds::bigint[], expires::bigint[], metas
     ) AS r (
         op, revision, last_revision, cause, family, key, kind, stored, size, version, entry_revision,
         created_revision, created_ms, updated_ms, expires_ms, meta
@@ -194,20 +192,93 @@ BEGIN
     PERFORM pg_notify(channel, ns);
 END $$;
 
+-- Write a group of puts that nothing guards, in one call. It does what limpet.transition.plan does, and a
+-- test holds it to that. Each makes one change, so its revision is known, and what it replaces need not
+-- be read first. Where that does not hold, because something expired is replaced, or the namespace has
+-- no row yet, it refuses the group, which is then for limpet_commit.
+-- weight is that of all keys and values. lasts has for each put the place of the last one of its batch.
+-- A column that has the same for all is left out: family data, kind json, its length for a weight, no
+-- time to live, no meta, each the last of its batch, no name but that of the group and its place.
+CREATE FUNCTION {schema}.limpet_put(
+    ns text, channel text, cause text, weight bigint, keys text[], vals text[], families text[], kinds text[],
+    nearests text[], weights text[], ttls text[], metas text[], lasts text[], causes text[]
+) RETURNS TABLE (revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+#variable_conflict use_column
+DECLARE
+    asked CONSTANT bigint := cardinality(keys);
+    before bigint;
+    now_ms bigint;
+    late jsonb;
+    done bigint;
+BEGIN
+    UPDATE {schema}.limpet_namespaces n
+    SET revision = n.revision + asked, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms()),
+        log_changes = n.log_changes + asked, log_bytes = n.log_bytes + weight
+    WHERE n.namespace = ns
+    RETURNING n.revision - asked, n.at_ms, n.overtaken INTO before, now_ms, late;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
+    END IF;
+    IF late ?| array_append(causes, cause) THEN
+        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+    END IF;
+
+    -- A statement of its own: it sees what was committed while the one above waited.
+    RETURN QUERY
+    WITH written AS (
+        INSERT INTO {schema}.limpet_entries AS e
+        SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
+            CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, a.sent)::jsonb END,
+            CASE WHEN a.kind = 'bytes' OR a.nearest IS NOT NULL THEN {schema}.limpet_exact(a.kind, a.sent) END,
+            coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, before + a.n, before + a.n,
+            now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
+        FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
+            WITH ORDINALITY AS a (family, key, kind, sent, nearest, weight, ttl, meta, n)
+        ON CONFLICT (namespace, family, key) DO UPDATE SET
+            kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+            version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
+            expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
+        WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
+        RETURNING (e.revision - before)::int AS n, e.family, e.size_bytes, e.version, e.revision, e.created_revision,
+            e.created_ms, e.expires_ms, CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
+    ), logged AS (
+        INSERT INTO {schema}.limpet_changes
+        SELECT ns, w.revision, before + coalesce(lasts[w.n]::bigint, w.n), now_ms, 'put', w.family,
+            coalesce(causes[w.n], cause || '.' || coalesce(lasts[w.n], w.n::text)), w.size_bytes, keys[w.n],
+            coalesce(kinds[w.n], 'json'), {schema}.limpet_exact(kinds[w.n], vals[w.n]), w.version, w.revision,
+            w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
+        FROM written w
+    ), counted AS (
+        UPDATE {schema}.limpet_namespaces t SET keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes
+        FROM (
+            SELECT count(*) FILTER (WHERE w.version = 1) AS keys, sum(w.size_bytes - w.replaced_bytes) AS size_bytes
+            FROM written w WHERE w.family = 'data' AND w.size_bytes <> w.replaced_bytes
+            HAVING count(*) > 0
+        ) AS s
+        WHERE t.namespace = ns
+    )
+    SELECT w.revision, w.version, w.created_revision, w.created_ms, now_ms FROM written w;
+    GET DIAGNOSTICS done = ROW_COUNT;
+    IF done < asked THEN
+        RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
+    END IF;
+    PERFORM pg_notify(channel, ns);
+END $$;
+
 -- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
 -- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
--- does, and a test holds it to that. Rows with a guard are refusals and show what was found.
--- Of a group that is nothing but puts, lasts has for each the place of the last of its batch; there
--- a column that is the same for all (family data, kind json, no time to live …) may be left out.
--- Rows that are there already are written by their place, because a join could be planned while
--- the table is empty, and read all of it later.
+-- does, and a test holds it to that. A batch is known by the place of its last write. Rows with a
+-- guard are refusals and show what was found. Rows that are there already are written by their place,
+-- because a join could be planned while the table is empty, and read all of it later.
 CREATE FUNCTION {schema}.limpet_commit(
-    ns text, channel text, batches int[], ops text[], families text[], keys text[], kinds text[], vals bytea[],
-    nearests text[], weights bigint[], ttls bigint[], metas text[], causes text[], guard_batches int[],
-    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers bigint[], lasts int[]
+    ns text, channel text, cause text, batches text[], ops text[], families text[], keys text[], kinds text[],
+    vals text[], nearests text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
+    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[]
 ) RETURNS TABLE (
-    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, value text, exact bytea, version bigint,
-    revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
+    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, value text, exact bytea,
+    version bigint, revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint,
+    expires_ms bigint, meta text
 ) LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
@@ -217,72 +288,15 @@ DECLARE
 BEGIN
     taken := {schema}.limpet_take(ns);
     now_ms := taken.at_ms;
-    IF EXISTS (SELECT FROM {schema}.limpet_overtaken o WHERE o.namespace = ns AND o.cause = ANY (causes)) THEN
+    IF taken.overtaken ?| array_append(causes, cause) THEN
         RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
-    END IF;
-    -- Nothing but puts, and nothing in the namespace that has expired unswept: each makes one change,
-    -- so its revision is known, and what it replaces need not be read first.
-    IF lasts IS NOT NULL AND NOT EXISTS (
-        SELECT FROM {schema}.limpet_entries t WHERE t.namespace = ns AND t.expires_ms <= now_ms
-    ) THEN
-        RETURN QUERY
-        WITH written AS (
-            INSERT INTO {schema}.limpet_entries AS e
-            SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
-                CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, convert_from(a.stored, 'UTF8'))::jsonb END,
-                CASE WHEN a.kind = 'bytes' OR a.nearest IS NOT NULL THEN a.stored END,
-                coalesce(a.weight, octet_length(a.key) + octet_length(a.stored)), 1, taken.revision + a.n, taken.revision + a.n, now_ms, now_ms, now_ms + a.ttl, a.meta
-            FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
-                WITH ORDINALITY AS a (family, key, kind, stored, nearest, weight, ttl, meta, n)
-            ON CONFLICT (namespace, family, key) DO UPDATE SET
-                kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
-                version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
-                expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
-            RETURNING (e.revision - taken.revision)::int AS n, e.family, e.size_bytes, e.replaced_bytes, e.version,
-                e.revision, e.created_revision, e.created_ms, e.expires_ms
-        ), logged AS (
-            INSERT INTO {schema}.limpet_changes
-            SELECT ns, w.revision, taken.revision + coalesce(lasts[w.n], w.n), now_ms, 'put', w.family, causes[w.n],
-                w.size_bytes, keys[w.n], coalesce(kinds[w.n], 'json'), vals[w.n], w.version, w.revision, w.created_revision, w.created_ms, now_ms,
-                w.expires_ms, metas[w.n]
-            FROM written w
-        ), counted AS (
-            UPDATE {schema}.limpet_namespaces t
-            SET revision = s.revision, at_ms = now_ms, keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes,
-                log_changes = t.log_changes + s.changes, log_bytes = t.log_bytes + s.log_bytes
-            FROM (
-                SELECT max(w.revision) AS revision, count(*) AS changes, sum(w.size_bytes) AS log_bytes,
-                    count(*) FILTER (WHERE w.family = 'data' AND w.version = 1) AS keys,
-                    coalesce(
-                        sum(w.size_bytes - CASE WHEN w.version = 1 THEN 0 ELSE w.replaced_bytes END)
-                        FILTER (WHERE w.family = 'data'), 0
-                    ) AS size_bytes
-                FROM written w
-            ) AS s
-            WHERE t.namespace = ns
-            RETURNING pg_notify(channel, ns)::text
-        )
-        SELECT coalesce(batches[w.n], w.n - 1), w.n, NULL::int, taken.revision + coalesce(lasts[w.n], w.n), now_ms,
-            NULL::text, NULL::text, NULL::bytea, w.version, w.revision, w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
-        FROM written w;
-        RETURN;
-    END IF;
-    IF lasts IS NOT NULL THEN
-        batches := coalesce(batches, ARRAY(SELECT generate_series(0, cardinality(keys) - 1)));
-        ops := array_fill('put'::text, ARRAY[cardinality(keys)]);
-        families := coalesce(families, array_fill('data'::text, ARRAY[cardinality(keys)]));
-        kinds := coalesce(kinds, array_fill('json'::text, ARRAY[cardinality(keys)]));
-        weights := coalesce(weights, ARRAY(
-            SELECT octet_length(a.key) + octet_length(a.stored)
-            FROM unnest(keys, vals) WITH ORDINALITY AS a (key, stored, n) ORDER BY a.n
-        ));
     END IF;
 
     -- A statement of its own: it sees what was committed while the one above waited.
     RETURN QUERY
     WITH refused AS (
         SELECT DISTINCT ON (g.batch) g.batch, g.n, e.*
-        FROM unnest(guard_batches, guard_families, guard_keys, guard_tests, guard_numbers)
+        FROM unnest(guard_batches::int[], guard_families, guard_keys, guard_tests, guard_numbers::bigint[])
             WITH ORDINALITY AS g (batch, family, key, test, number, n)
         LEFT JOIN LATERAL (
             SELECT t.kind, t.value, t.exact, t.version, t.revision, t.created_revision, t.created_ms, t.updated_ms,
@@ -302,10 +316,9 @@ BEGIN
     ), met AS (
         SELECT a.*, e.*, e.version IS NOT NULL AS is_stored,
             e.version IS NOT NULL AND (e.expires_ms IS NULL OR e.expires_ms > now_ms) AS is_live
-        FROM unnest(batches, ops, families, keys, kinds, vals, nearests, weights, ttls, metas, causes)
-            WITH ORDINALITY AS a (
-                batch, op, family, key, new_kind, stored, nearest, weight, ttl, new_meta, cause, n
-            )
+        FROM unnest(
+            batches::int[], ops, families, keys, kinds, vals, nearests, weights::bigint[], ttls::bigint[], metas, causes
+        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, nearest, weight, ttl, new_meta, named, n)
         LEFT JOIN LATERAL (
             SELECT t.ctid AS place, t.kind, t.value, t.exact, t.size_bytes, t.version, t.revision,
                 t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
@@ -342,9 +355,9 @@ BEGIN
         FROM decided d WHERE d.is_ending
         UNION ALL
         SELECT ns, d.new_revision, d.last_revision, now_ms, CASE d.op WHEN 'take' THEN 'delete' ELSE d.op END,
-            d.family, d.cause, d.log_size, d.key,
+            d.family, coalesce(d.named, cause || '.' || d.batch), d.log_size, d.key,
             CASE d.op WHEN 'put' THEN d.new_kind WHEN 'take' THEN d.kind END,
-            CASE d.op WHEN 'put' THEN d.stored
+            CASE d.op WHEN 'put' THEN {schema}.limpet_exact(d.new_kind, d.sent)
                 WHEN 'take' THEN coalesce(d.exact, convert_to(d.value::text, 'UTF8')) END,
             d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms, d.after_updated_ms,
             d.after_expires_ms, d.after_meta
@@ -352,8 +365,8 @@ BEGIN
     ), written AS (
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, d.family, d.key, d.new_kind,
-            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, convert_from(d.stored, 'UTF8'))::jsonb END,
-            CASE WHEN d.new_kind = 'bytes' OR d.nearest IS NOT NULL THEN d.stored END,
+            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, d.sent)::jsonb END,
+            CASE WHEN d.new_kind = 'bytes' OR d.nearest IS NOT NULL THEN {schema}.limpet_exact(d.new_kind, d.sent) END,
             d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
             d.after_updated_ms, d.after_expires_ms, d.after_meta
         FROM decided d WHERE d.op = 'put'

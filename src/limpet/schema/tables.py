@@ -32,6 +32,9 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         comment="One row: who this store is.",
     )
 
+    # Names of requests that were asked for again, because nobody knew whether the first call had arrived, and
+    # when that was. Should it arrive now, it is too late. Here, because whoever writes has just read this row.
+    overtaken = [sa.Column("overtaken", postgresql.JSONB())] if on_postgres else []
     sa.Table(
         "limpet_namespaces",
         metadata,
@@ -43,6 +46,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("size_bytes"),
         _number("log_changes"),
         _number("log_bytes"),
+        *overtaken,
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
         # Updated by every commit. With room on its page, a row stays on it and no index hears of it.
         postgresql_with={"fillfactor": 20},
@@ -102,17 +106,6 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         comment="The log. A value is here as it is stored, to the byte.",
         sqlite_with_rowid=False,
     )
-
-    if on_postgres:
-        sa.Table(
-            "limpet_overtaken",
-            metadata,
-            _name("namespace", primary_key=True),
-            _name("cause", primary_key=True),
-            _number("at_ms"),
-            comment="Requests that were asked for again, because nobody knew whether the first call had arrived."
-            " Should it arrive now, it is too late.",
-        )
     return metadata
 
 

@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Column("size_bytes", _NUMBER, nullable=False),
         sa.Column("log_changes", _NUMBER, nullable=False),
         sa.Column("log_bytes", _NUMBER, nullable=False),
+        *([sa.Column("overtaken", postgresql.JSONB())] if on_postgres() else []),
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
         schema=schema,
         postgresql_with={"fillfactor": 20},
@@ -110,15 +111,6 @@ def upgrade() -> None:
     if not on_postgres():
         run("INSERT INTO limpet_store VALUES (lower(hex(randomblob(8))), 1)")
         return
-    op.create_table(
-        "limpet_overtaken",
-        sa.Column("namespace", _NAME, nullable=False, primary_key=True),
-        sa.Column("cause", _NAME, nullable=False, primary_key=True),
-        sa.Column("at_ms", _NUMBER, nullable=False),
-        comment="Requests that were asked for again, because nobody knew whether the first call had arrived."
-        " Should it arrive now, it is too late.",
-        schema=schema,
-    )
     # A driver takes one statement at a time, and each of these begins with its comment.
     for function in re.split(r"\n\n(?=-- )", _FUNCTIONS.read_text(encoding="utf-8")):
         run(function.rstrip().removesuffix(";"))
@@ -129,8 +121,7 @@ def downgrade() -> None:
     """Remove them, with everything that is stored."""
     schema = schema_name()
     if on_postgres():
-        for function in ("limpet_commit", "limpet_apply", "limpet_hold", "limpet_take", "limpet_now_ms"):
-            run(f"DROP FUNCTION {{schema}}.{function}")
-        op.drop_table("limpet_overtaken", schema=schema)
+        for function in ("commit", "put", "apply", "hold", "take", "exact", "now_ms"):
+            run(f"DROP FUNCTION {{schema}}.limpet_{function}")
     for table in ("limpet_changes", "limpet_entries", "limpet_namespaces", "limpet_store"):
         op.drop_table(table, schema=schema)
