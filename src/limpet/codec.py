@@ -100,14 +100,6 @@ def decode(stored: Stored) -> Any:
         raise Corrupt("a stored value is not JSON") from error
 
 
-def canonical(text: bytes | str) -> bytes:
-    """Any JSON text as it is stored."""
-    try:
-        return _encode_json(_decode_json(text))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Corrupt("a stored value is not JSON") from error
-
-
 def kind_of(stored: Stored) -> Kind:
     """Whether this is a JSON value, raw bytes or a record."""
     if not isinstance(stored, bytes):

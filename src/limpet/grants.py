@@ -34,7 +34,7 @@ _NAMESPACED: Final = ("limpet_namespaces", "limpet_entries", "limpet_changes")
 _READING: Final = ("limpet_now_ms",)
 _WRITING: Final = (
     "limpet_now_ms",
-    "limpet_exact",
+    "limpet_stored",
     "limpet_take",
     "limpet_hold",
     "limpet_apply",

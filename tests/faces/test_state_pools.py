@@ -563,6 +563,7 @@ async def test_a_log_that_cannot_be_trimmed_does_not_spoil_the_write(
         f"GRANT DELETE ON {schema}.limpet_entries TO {role}"
     )
     pool = await pools.pool(schema, server_settings={"role": role})
+    await _age(admin, schema)
 
     with caplog.at_level(logging.WARNING, "limpet"):
         assert await state_set(pool, "key", 2) == 2

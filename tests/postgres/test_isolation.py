@@ -73,8 +73,8 @@ ROWS = {
     "limpet_schema": "VALUES ('planted')",
     "limpet_store": "VALUES ('x', 1)",
     "limpet_namespaces": "VALUES ('planted', 0, 0, 0, 0, 0, 0, 0, NULL)",
-    "limpet_entries": "(namespace, family, key, kind, size_bytes, version, revision, created_revision, created_ms,"
-    " updated_ms) VALUES ('{theirs}', 'data', 'planted', 'json', 1, 1, 1, 1, 1, 1)",
+    "limpet_entries": "(namespace, family, key, kind, stored, size_bytes, version, revision, created_revision,"
+    " created_ms, updated_ms) VALUES ('{theirs}', 'data', 'planted', 'json', '1', 1, 1, 1, 1, 1, 1)",
     "limpet_changes": "(namespace, revision, last_revision, at_ms, op, family, size_bytes, key, version,"
     " entry_revision, created_revision, created_ms, updated_ms)"
     " VALUES ('{theirs}', 999, 999, 1, 'put', 'data', 1, 'planted', 1, 1, 1, 1, 1)",
@@ -316,8 +316,8 @@ SAME_SCHEMA: dict[str, Statements] = {
     ),
     "move a counter": "UPDATE {b}.limpet_namespaces SET namespace = 'gamma' WHERE namespace = '{mine}' RETURNING 1",
     "overwrite on conflict": (
-        "INSERT INTO {b}.limpet_entries (namespace, family, key, kind, size_bytes, version, revision,"
-        " created_revision, created_ms, updated_ms) VALUES ('{theirs}', 'data', 'diary', 'json', 1, 1, 1, 1, 1, 1)"
+        "INSERT INTO {b}.limpet_entries (namespace, family, key, kind, stored, size_bytes, version, revision,"
+        " created_revision, created_ms, updated_ms) VALUES ('{theirs}', 'data', 'diary', 'json', '1', 1, 1, 1, 1, 1, 1)"
         " ON CONFLICT (namespace, family, key) DO UPDATE SET value = '0' RETURNING 1"
     ),
     "learn by a conflict": (

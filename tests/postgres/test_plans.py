@@ -16,9 +16,9 @@ MANY = 20_000
 
 FILL = f"""
 INSERT INTO {{schema}}.limpet_entries
-    (namespace, family, key, kind, value, size_bytes, version, revision, created_revision, created_ms, updated_ms,
-     expires_ms)
-SELECT 'default', 'data', 'group/' || n % 40 || '/' || n, 'json', to_jsonb(n), 20, 1, n, n, 0, 0,
+    (namespace, family, key, kind, value, stored, size_bytes, version, revision, created_revision, created_ms,
+     updated_ms, expires_ms)
+SELECT 'default', 'data', 'group/' || n % 40 || '/' || n, 'json', to_jsonb(n), n::text::bytea, 20, 1, n, n, 0, 0,
     CASE WHEN n % 100 = 0 THEN 1 END
 FROM generate_series(1, {MANY}) AS n;
 INSERT INTO {{schema}}.limpet_changes
@@ -113,6 +113,7 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
             await filled.commit("default", batch(put(key, 1), Touch("group/1/41", None), Delete("group/1/81")))
             await filled.commit("default", batch(Add("count", 1), put(key, 2), digest=b"d", receipt_ms=1))
             await filled.commit("default", batch(put(key, 3), retry_since=MANY))
+            await filled.commit("default", batch(put(key, 4)))
             await filled.read("default", [key])
             await filled.changes("default", MANY, span=key_span(key))
         # Once for each connection that may have something to tell.

@@ -95,6 +95,10 @@ _TRANSACTION_MS: Final = 30_000
 _SETTINGS: Final = {
     # A database may have another default, by which a commit that waited would be refused.
     "default_transaction_isolation": "read committed",
+    # Nobody else's functions stand in for those of PostgreSQL; our own tables are named with their schema.
+    "search_path": "pg_catalog, pg_temp",
+    # Each statement has its index. Planned while a table is small, it would read all of it, also when it has grown.
+    "enable_seqscan": "off",
     # Whoever is stopped in the middle of a transaction shall not stop all others for long.
     "idle_in_transaction_session_timeout": str(_STOPPED_MS),
 }
@@ -103,13 +107,8 @@ _BEYOND: Final = "\U0010ffff" * (KEY_BYTES_MAX // 4 + 1)
 _DRIVERS_OWN: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "host", "application_name")
 _IDENTIFIER: Final = re.compile(r"[^\0]{1,63}\Z")
 
-_ENTRY: Final = (
-    "key, kind, CASE WHEN exact IS NULL THEN value::text END, exact, version, revision, created_revision,"
-    " created_ms, updated_ms, expires_ms, meta"
-)
-_ENTRY_ALONE: Final = (
-    "key, NULL, NULL, NULL, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
-)
+_ENTRY: Final = "key, kind, stored, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
+_ENTRY_ALONE: Final = _ENTRY.replace("kind, stored", "NULL, NULL")
 _READ: Final = (
     f"SELECT {_ENTRY} FROM {{schema}}.limpet_entries"
     " WHERE namespace = $1 AND family = $2 AND key = ANY ($3)"
@@ -129,7 +128,7 @@ _PUT: Final = (
     " FROM {schema}.limpet_put($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
 )
 _COMMIT: Final = (
-    "SELECT batch, write, guard, last_revision, at_ms, kind, value, exact, version, revision, created_revision,"
+    "SELECT batch, write, guard, last_revision, at_ms, kind, stored, version, revision, created_revision,"
     " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
     " $11, $12, $13, $14, $15, $16, $17, $18, $19)"
 )
@@ -926,7 +925,7 @@ def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusa
         mark, place, guarded = row[0], row[1], row[2]
         if place is None:
             guard = guards[guarded - 1]
-            found = None if row[8] is None else _entry((guard.key, *row[5:]))
+            found = None if row[7] is None else _entry((guard.key, *row[5:]))
             refusals[mark] = Refusal("guard", guard.key, found, row[4], guard=guard)
         else:
             done.setdefault(mark, []).append((place, row))
@@ -940,7 +939,7 @@ def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusa
         placed = sorted(done[mark], key=lambda one: one[0])
         for place, row in placed:
             write = writes[place - 1]
-            entry = None if row[8] is None else _entry((write.key, *row[5:]))
+            entry = None if row[7] is None else _entry((write.key, *row[5:]))
             if isinstance(write, Put) and entry is not None:
                 entry = msgspec.structs.replace(entry, stored=write.stored)
             is_end = isinstance(write, Delete)
@@ -962,7 +961,7 @@ class _Work:
         self.revision, _, self._now_ms, self._keys, self._size_bytes, self._log_changes, self._log_bytes = held[0][:7]
         self._before = self.revision
         self._seen: dict[tuple[str, str], Entry | None] = {
-            (row[7], row[8]): None if row[12] is None else _entry(row[8:]) for row in held
+            (row[7], row[8]): None if row[11] is None else _entry(row[8:]) for row in held
         }
         self.rows: list[tuple[Any, ...]] = []
 
@@ -1065,7 +1064,7 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
             # Only what jsonb holds exactly is certain to be equal.
             texts = [text for text in map(bytes.decode, test.operands) if _nearest(text) is None]
             equal = f"(value -> {name})::text = ANY ({operand}::text[]::jsonb[]::text[])"
-            return f"(exact IS NOT NULL OR NOT coalesce({equal}, false))", [texts]
+            return f"(is_nearest OR NOT coalesce({equal}, false))", [texts]
         case comparison:
             # A bound is sought inclusively: two numbers of 19 digits may be one in double precision.
             sign = "<=" if comparison in ("lt", "le") else ">="
@@ -1075,7 +1074,7 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
                 return None
             side = f"(value ->> {name}) {cast} {sign} {operand}::{'text' if kind == 'string' else 'float8'}"
             right = f"CASE jsonb_typeof(value -> {name}) WHEN '{kind}' THEN {side} ELSE false END"
-            return f"(exact IS NOT NULL OR {right})", [bound if kind == "string" else float(bound)]
+            return f"(is_nearest OR {right})", [bound if kind == "string" else float(bound)]
 
 
 # Rows -------------------------------------------------------------------------
@@ -1118,21 +1117,11 @@ def _nearest(text: str) -> str | None:
     return replaced
 
 
-def _stored(kind: str | None, value: str | None, exact: bytes | None) -> Stored | None:
-    if kind is None:
-        return None
-    if exact is not None:
-        return as_stored(kind, exact)
-    if value is None:
-        raise Corrupt("a stored value is missing")
-    return as_stored(kind, codec.canonical(value))
-
-
 def _entry(row: Sequence[Any]) -> Entry:
-    key, kind, value, exact, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
+    key, kind, stored, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
     return Entry(
         key,
-        _stored(kind, value, exact),
+        None if kind is None else as_stored(kind, stored),
         version,
         revision,
         created_revision,
@@ -1144,11 +1133,8 @@ def _entry(row: Sequence[Any]) -> Entry:
 
 
 def _change(row: Sequence[Any]) -> Change:
-    op, revision, last_revision, at_ms, cause, family, key, kind, value, *rest = row
-    if value is not None and op == "delete" and kind != "bytes":
-        # Taken as it was in jsonb, which has an order and spaces of its own.
-        value = codec.canonical(value)
-    return Change(op, _entry((key, kind, None, value, *rest)), revision, last_revision, at_ms, cause, family)
+    op, revision, last_revision, at_ms, cause, family, *entry = row
+    return Change(op, _entry(entry), revision, last_revision, at_ms, cause, family)
 
 
 def _bounds(span: Span) -> tuple[str, str]:

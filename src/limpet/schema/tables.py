@@ -54,7 +54,10 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
     )
 
     # SQLite keeps any value to the byte, in one column.
-    exact: list[sa.Column[Any]] = [sa.Column("exact", sa.LargeBinary), _number("size_bytes")] if on_postgres else []
+    stored: list[sa.Column[Any]] = []
+    if on_postgres:
+        nearest = sa.Column("is_nearest", sa.Boolean)
+        stored = [sa.Column("stored", sa.LargeBinary, nullable=False), nearest, _number("size_bytes")]
     # What the totals of the namespace have to give back for a value that was replaced.
     replaced = [sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")] if on_postgres else []
     entries = sa.Table(
@@ -65,7 +68,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _name("key", primary_key=True),
         _text("kind"),
         sa.Column("value", _JSON, nullable=on_postgres),
-        *exact,
+        *stored,
         _number("version"),
         _number("revision"),
         _number("created_revision"),
@@ -74,8 +77,8 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("expires_ms", nullable=True),
         _text("meta", nullable=True),
         *replaced,
-        comment="The map. Where exact is not null it is the value, to the byte, and value is its nearest form in"
-        " jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.",
+        comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
+        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
     )

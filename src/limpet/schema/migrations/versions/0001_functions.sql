@@ -3,7 +3,7 @@ CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
 RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
 -- A value to the byte, of what a driver sends: JSON as it is, raw bytes in hexadecimal.
-CREATE FUNCTION {schema}.limpet_exact(kind text, sent text) RETURNS bytea LANGUAGE sql IMMUTABLE
+CREATE FUNCTION {schema}.limpet_stored(kind text, sent text) RETURNS bytea LANGUAGE sql IMMUTABLE
 RETURN CASE kind WHEN 'bytes' THEN decode(sent, 'hex') ELSE convert_to(sent, 'UTF8') END;
 
 -- Take the place of the writer of a namespace, to the end of the transaction.
@@ -24,7 +24,7 @@ END $$;
 CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[])
 RETURNS TABLE (
     last_revision bigint, floor bigint, at_ms bigint, key_count bigint, size_bytes bigint, log_changes bigint,
-    log_bytes bigint, family text, key text, kind text, value text, exact bytea, version bigint, revision bigint,
+    log_bytes bigint, family text, key text, kind text, stored bytea, version bigint, revision bigint,
     created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
 ) LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
@@ -36,7 +36,7 @@ BEGIN
     -- A statement of its own: it sees what was committed while the one above waited.
     RETURN QUERY
     SELECT taken.revision, taken.floor, taken.at_ms, taken.keys, taken.size_bytes, taken.log_changes, taken.log_bytes,
-        a.family, a.key, e.kind, CASE WHEN e.exact IS NULL THEN e.value::text END, e.exact, e.version, e.revision,
+        a.family, a.key, e.kind, e.stored, e.version, e.revision,
         e.created_revision, e.created_ms, e.updated_ms, e.expires_ms, e.meta
     FROM unnest(families, keys) AS a (family, key)
     LEFT JOIN LATERAL (
@@ -80,11 +80,12 @@ BEGIN
     INSERT INTO {schema}.limpet_entries AS e
     SELECT ns, r.family, r.key, r.kind,
         CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, r.stored)::jsonb END,
-        CASE WHEN r.kind = 'bytes' OR r.nearest IS NOT NULL THEN {schema}.limpet_exact(r.kind, r.stored) END,
+        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.nearest IS NOT NULL THEN true END,
         r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
     ON CONFLICT (namespace, family, key) DO UPDATE SET
-        kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+        kind = excluded.kind, value = excluded.value, stored = excluded.stored,
+        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
         version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
         created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
         meta = excluded.meta;
@@ -95,7 +96,7 @@ BEGIN
     INSERT INTO {schema}.limpet_changes
     SELECT ns, r.revision, r.last_revision, now_ms, r.op, r.family, r.cause, r.size, r.key,
         CASE WHEN r.op <> 'touch' THEN r.kind END,
-        CASE WHEN r.op <> 'touch' THEN {schema}.limpet_exact(r.kind, r.stored) END,
+        CASE WHEN r.op <> 'touch' THEN {schema}.limpet_stored(r.kind, r.stored) END,
         r.version, r.entry_revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM unnest(
         ops, revisions::bigint[], last_revisions::bigint[], causes, families, keys, kinds, vals, sizes::bigint[],
@@ -150,13 +151,14 @@ BEGIN
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
             CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, a.sent)::jsonb END,
-            CASE WHEN a.kind = 'bytes' OR a.nearest IS NOT NULL THEN {schema}.limpet_exact(a.kind, a.sent) END,
+            {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.nearest IS NOT NULL THEN true END,
             coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, before + a.n, before + a.n,
             now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
         FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
             WITH ORDINALITY AS a (family, key, kind, sent, nearest, weight, ttl, meta, n)
         ON CONFLICT (namespace, family, key) DO UPDATE SET
-            kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+            kind = excluded.kind, value = excluded.value, stored = excluded.stored,
+            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
             version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
@@ -166,7 +168,7 @@ BEGIN
         INSERT INTO {schema}.limpet_changes
         SELECT ns, w.revision, before + coalesce(lasts[w.n]::bigint, w.n), now_ms, 'put', w.family,
             coalesce(causes[w.n], cause || '.' || coalesce(lasts[w.n], w.n::text)), w.size_bytes, keys[w.n],
-            coalesce(kinds[w.n], 'json'), {schema}.limpet_exact(kinds[w.n], vals[w.n]), w.version, w.revision,
+            coalesce(kinds[w.n], 'json'), {schema}.limpet_stored(kinds[w.n], vals[w.n]), w.version, w.revision,
             w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
         FROM written w
     ), counted AS (
@@ -196,7 +198,7 @@ CREATE FUNCTION {schema}.limpet_commit(
     vals text[], nearests text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
     guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[]
 ) RETURNS TABLE (
-    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, value text, exact bytea,
+    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, stored bytea,
     version bigint, revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint,
     expires_ms bigint, meta text
 ) LANGUAGE plpgsql VOLATILE
@@ -219,7 +221,7 @@ BEGIN
         FROM unnest(guard_batches::int[], guard_families, guard_keys, guard_tests, guard_numbers::bigint[])
             WITH ORDINALITY AS g (batch, family, key, test, number, n)
         LEFT JOIN LATERAL (
-            SELECT t.kind, t.value, t.exact, t.version, t.revision, t.created_revision, t.created_ms, t.updated_ms,
+            SELECT t.kind, t.stored, t.version, t.revision, t.created_revision, t.created_ms, t.updated_ms,
                 t.expires_ms, t.meta
             FROM {schema}.limpet_entries t
             WHERE t.namespace = ns AND t.family = g.family AND t.key = g.key
@@ -240,7 +242,7 @@ BEGIN
             batches::int[], ops, families, keys, kinds, vals, nearests, weights::bigint[], ttls::bigint[], metas, causes
         ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, nearest, weight, ttl, new_meta, named, n)
         LEFT JOIN LATERAL (
-            SELECT t.ctid AS place, t.kind, t.value, t.exact, t.size_bytes, t.version, t.revision,
+            SELECT t.ctid AS place, t.kind, t.stored, t.size_bytes, t.version, t.revision,
                 t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
             FROM {schema}.limpet_entries t
             WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
@@ -277,8 +279,7 @@ BEGIN
         SELECT ns, d.new_revision, d.last_revision, now_ms, CASE d.op WHEN 'take' THEN 'delete' ELSE d.op END,
             d.family, coalesce(d.named, cause || '.' || d.batch), d.log_size, d.key,
             CASE d.op WHEN 'put' THEN d.new_kind WHEN 'take' THEN d.kind END,
-            CASE d.op WHEN 'put' THEN {schema}.limpet_exact(d.new_kind, d.sent)
-                WHEN 'take' THEN coalesce(d.exact, convert_to(d.value::text, 'UTF8')) END,
+            CASE d.op WHEN 'put' THEN {schema}.limpet_stored(d.new_kind, d.sent) WHEN 'take' THEN d.stored END,
             d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms, d.after_updated_ms,
             d.after_expires_ms, d.after_meta
         FROM decided d WHERE d.acts
@@ -286,12 +287,13 @@ BEGIN
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, d.family, d.key, d.new_kind,
             CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, d.sent)::jsonb END,
-            CASE WHEN d.new_kind = 'bytes' OR d.nearest IS NOT NULL THEN {schema}.limpet_exact(d.new_kind, d.sent) END,
+            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.nearest IS NOT NULL THEN true END,
             d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
             d.after_updated_ms, d.after_expires_ms, d.after_meta
         FROM decided d WHERE d.op = 'put'
         ON CONFLICT (namespace, family, key) DO UPDATE SET
-            kind = excluded.kind, value = excluded.value, exact = excluded.exact, size_bytes = excluded.size_bytes,
+            kind = excluded.kind, value = excluded.value, stored = excluded.stored,
+            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
             version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
             created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
             meta = excluded.meta
@@ -321,13 +323,12 @@ BEGIN
     )
     SELECT d.batch, d.n::int, NULL::int, d.last_revision, now_ms,
         CASE WHEN d.op IN ('touch', 'take') THEN d.kind END,
-        CASE WHEN d.op IN ('touch', 'take') AND d.exact IS NULL THEN d.value::text END,
-        CASE WHEN d.op IN ('touch', 'take') THEN d.exact END,
+        CASE WHEN d.op IN ('touch', 'take') THEN d.stored END,
         CASE WHEN d.acts THEN d.after_version END, d.after_revision, d.after_created_revision, d.after_created_ms,
         d.after_updated_ms, d.after_expires_ms, d.after_meta
     FROM decided d
     UNION ALL
-    SELECT r.batch, NULL, r.n::int, NULL, now_ms, r.kind, CASE WHEN r.exact IS NULL THEN r.value::text END, r.exact,
+    SELECT r.batch, NULL, r.n::int, NULL, now_ms, r.kind, r.stored,
         r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM refused r;
 END $$;

@@ -48,8 +48,9 @@ def upgrade() -> None:
         postgresql_with={"fillfactor": 20},
         sqlite_with_rowid=False,
     )
-    exact: list[sa.Column[Any]] = [
-        sa.Column("exact", sa.LargeBinary),
+    stored: list[sa.Column[Any]] = [
+        sa.Column("stored", sa.LargeBinary, nullable=False),
+        sa.Column("is_nearest", sa.Boolean),
         sa.Column("size_bytes", _NUMBER, nullable=False),
     ]
     # What the totals of the namespace have to give back for a value that was replaced.
@@ -61,7 +62,7 @@ def upgrade() -> None:
         sa.Column("key", _NAME, nullable=False, primary_key=True),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("value", _JSON, nullable=on_postgres()),
-        *(exact if on_postgres() else []),
+        *(stored if on_postgres() else []),
         sa.Column("version", _NUMBER, nullable=False),
         sa.Column("revision", _NUMBER, nullable=False),
         sa.Column("created_revision", _NUMBER, nullable=False),
@@ -70,8 +71,8 @@ def upgrade() -> None:
         sa.Column("expires_ms", _NUMBER),
         sa.Column("meta", sa.Text),
         *([replaced] if on_postgres() else []),
-        comment="The map. Where exact is not null it is the value, to the byte, and value is its nearest form in"
-        " jsonb: raw bytes have none, and jsonb has no 1e22, no -0.0 and no U+0000.",
+        comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
+        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
         schema=schema,
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
@@ -121,7 +122,7 @@ def downgrade() -> None:
     """Remove them, with everything that is stored."""
     schema = schema_name()
     if on_postgres():
-        for function in ("commit", "put", "apply", "hold", "take", "exact", "now_ms"):
+        for function in ("commit", "put", "apply", "hold", "take", "stored", "now_ms"):
             run(f"DROP FUNCTION {{schema}}.limpet_{function}")
     for table in ("limpet_changes", "limpet_entries", "limpet_namespaces", "limpet_store"):
         op.drop_table(table, schema=schema)

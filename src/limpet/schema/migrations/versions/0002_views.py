@@ -36,14 +36,12 @@ _POSTGRES = {
     "plugin_kv_storage": r"""
     (plugin_name, key, value, expires_at, created_at, updated_at) AS
     SELECT namespace, key,
-        CASE WHEN kind = 'bytes' THEN '\x' || encode(exact, 'hex')
-            WHEN exact IS NOT NULL THEN convert_from(exact, 'UTF8')
-            ELSE value::text END,
+        CASE kind WHEN 'bytes' THEN '\x' || encode(stored, 'hex') ELSE convert_from(stored, 'UTF8') END,
         to_timestamp(expires_ms / 1000.0), to_timestamp(created_ms / 1000.0), to_timestamp(updated_ms / 1000.0)
     FROM {schema}.limpet_entries WHERE family = 'data'""",
     "state": r"""
     (key, value, version, updated_at) AS
-    SELECT key, CASE WHEN kind = 'bytes' THEN to_jsonb('\x' || encode(exact, 'hex')) ELSE value END, version,
+    SELECT key, CASE WHEN kind = 'bytes' THEN to_jsonb('\x' || encode(stored, 'hex')) ELSE value END, version,
         to_timestamp(updated_ms / 1000.0)
     FROM {schema}.limpet_entries
     WHERE namespace = 'state' AND family = 'data'
