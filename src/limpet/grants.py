@@ -39,6 +39,7 @@ _WRITING: Final = (
     "limpet_hold",
     "limpet_apply",
     "limpet_put",
+    "limpet_put_one",
     "limpet_commit",
 )
 _FUNCTIONS: Final = (*_WRITING, "limpet_refuse")

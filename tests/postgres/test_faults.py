@@ -19,7 +19,7 @@ from tests.postgres.support import Holder, connected, log_of, new_schema, quoted
 Act = Callable[[limpet.Store, limpet.Lock], Awaitable[Any]]
 
 # What a function of the server decides, in one round trip.
-FUNCTION = "limpet_(put|commit)"
+FUNCTION = "limpet_(put|put_one|commit)\\("
 ORDINARY: dict[str, Act] = {
     "put": lambda store, _: store.put("plain", "new", ttl=60, meta={"by": "me"}),
     "put over an older version": lambda store, _: store.put("plain", "new", expect=limpet.Version(1)),

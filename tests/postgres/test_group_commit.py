@@ -19,7 +19,7 @@ async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy:
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many)))
     assert await spy.said() == [engine._sql(postgres._COMMIT)]
 
-    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 1)))
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 2)))
     assert await spy.said() == [engine._sql(postgres._COMMIT), *[engine._sql(postgres._PUT)] * 2]
 
 
@@ -27,7 +27,7 @@ async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) 
     await engine.commit("default", batch(put("a", 1), Delete("b"), guards=(Guard("c", ABSENT),)))
     await engine.commit("default", batch(put("a", 2)))
 
-    assert await spy.said() == [engine._sql(postgres._COMMIT), engine._sql(postgres._PUT)]
+    assert await spy.said() == [engine._sql(postgres._COMMIT), engine._sql(postgres._PUT_ONE)]
 
 
 async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engine: PostgresEngine, spy: Spy) -> None:

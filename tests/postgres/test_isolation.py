@@ -98,6 +98,8 @@ PUT = {
     "causes": "ARRAY['x']",
 }
 UNGUARDED = {**{name: value for name, value in PUT.items() if name not in ("batches", "ops")}, "weight": "6"}
+ONE = {**dict.fromkeys(("ns", "channel", "cause", "weight"), "'1'"), "ns": "'{theirs}'", "name": "'diary'"}
+ONE |= {"sent": "'1'", "fam": "'data'", "sort": "'json'"}
 IS_ABSENT = {
     "guard_batches": "ARRAY[1]",
     "guard_families": "ARRAY['data']",
@@ -206,6 +208,7 @@ ANYWHERE: dict[str, Statements] = {
     "call limpet_apply": call("limpet_apply", APPLY),
     "call limpet_commit": COMMIT,
     "call limpet_put": call("limpet_put", UNGUARDED),
+    "call limpet_put_one": call("limpet_put_one", ONE),
     "delete by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['delete']"}),
     "take by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['take']"}),
     "be shown what a guard found": call("limpet_commit", {**PUT, **IS_ABSENT}),
@@ -477,6 +480,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
     own, crafted = quoted(walled.attackers_schema), argument.format_map(walled.words)
     anything = {**PUT, **IS_ABSENT, "ns": "$1", "keys": "ARRAY[$2]"}
     unguarded = {**UNGUARDED, "ns": "$1", "keys": "ARRAY[$2]"}
+    one = {**ONE, "ns": "$1", "name": "$2"}
     before = await fingerprint(walled)
 
     async with connected(walled.attackers_url) as connection:
@@ -485,6 +489,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
             await connection.fetch(f"SELECT * FROM {own}.limpet_hold($1, $2, $2)", crafted, ["data", crafted]),
             await connection.fetch(call("limpet_commit", anything, own), crafted, crafted or "k"),
             await connection.fetch(call("limpet_put", unguarded, own), crafted, crafted or "k"),
+            await connection.fetch(call("limpet_put_one", one, own), crafted, crafted or "k"),
         ]
 
     assert SECRET not in repr(told)
@@ -666,7 +671,8 @@ async def everything(url: str, namespace: str) -> None:
         await store.update("count", lambda number: number + 1)
         await store.record("job").put({"state": "open"})
         assert await store.record("job").swap("state", "open", "done")
-        await store.batch().expect("a", limpet.PRESENT).put("b", b"raw").put("c", 1).commit()
+        await store.batch().expect("a", limpet.PRESENT).put("b", b"raw").commit()
+        await store.batch().put("b", b"raw").put("c", 1).commit()
         await store.put("once", 1, request_id="once")
         assert (await store.put("once", 1, request_id="once")).version == 1
         assert await store.outcome("once") is not None

@@ -127,6 +127,7 @@ _PUT: Final = (
     "SELECT revision, version, created_revision, created_ms, at_ms"
     " FROM {schema}.limpet_put($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
 )
+_PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
 _COMMIT: Final = (
     "SELECT batch, write, guard, last_revision, at_ms, kind, stored, version, revision, created_revision,"
     " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
@@ -502,8 +503,11 @@ class PostgresEngine:
         # The first that is written of a namespace is not for this, and neither is the first from here.
         if puts is None or place[0] not in self._latest:
             return None
+        sql, parameters = (
+            (_PUT, _put_columns(group, puts)) if len(puts) > 1 else (_PUT_ONE, _put_row(group[0], puts[0]))
+        )
         try:
-            rows = await connection.fetch(self._sql(_PUT), *place, *_put_columns(group, puts))
+            rows = await connection.fetch(self._sql(sql), *place, *parameters)
         except asyncpg.PostgresError as error:
             if error.sqlstate == _NOT_FOR_PUT:
                 return None
@@ -818,6 +822,13 @@ def _unguarded_puts(group: list[_Ticket]) -> list[Put] | None:
                 return None
             puts.append(write)
     return puts
+
+
+def _put_row(ticket: _Ticket, put: Put) -> Iterable[object]:
+    """A single put as the server's function takes it."""
+    kind, text, nearest = _value_columns(put.stored)
+    meta = _text(put.meta_json)
+    return ticket.weight_bytes, put.key, text, put.family, kind, nearest, put.ttl_ms, meta, ticket.batch.request_id
 
 
 def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:

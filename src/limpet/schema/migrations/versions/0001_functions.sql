@@ -188,6 +188,61 @@ BEGIN
     PERFORM pg_notify(channel, ns);
 END $$;
 
+-- The same for a single put, which is what most callers wait for: four statements that each find one row.
+CREATE FUNCTION {schema}.limpet_put_one(
+    ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, nearest text,
+    ttl bigint, info text, named text
+) RETURNS TABLE (new_revision bigint, new_version bigint, first_revision bigint, first_ms bigint, now_ms bigint)
+LANGUAGE plpgsql VOLATILE AS $$
+DECLARE
+    bytes CONSTANT bytea := {schema}.limpet_stored(sort, sent);
+    late jsonb;
+    grown bigint;
+BEGIN
+    UPDATE {schema}.limpet_namespaces n
+    SET revision = n.revision + 1, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms()),
+        log_changes = n.log_changes + 1, log_bytes = n.log_bytes + weight
+    WHERE n.namespace = ns
+    RETURNING n.revision, n.at_ms, n.overtaken INTO new_revision, now_ms, late;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
+    END IF;
+    IF late ?| ARRAY[named, cause] THEN
+        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+    END IF;
+
+    INSERT INTO {schema}.limpet_entries AS e
+    VALUES (
+        ns, fam, name, sort, CASE WHEN sort <> 'bytes' THEN coalesce(nearest, sent)::jsonb END, bytes,
+        CASE WHEN nearest IS NOT NULL THEN true END, weight, 1, new_revision, new_revision, now_ms, now_ms,
+        now_ms + ttl, info
+    )
+    ON CONFLICT (namespace, family, key) DO UPDATE SET
+        kind = excluded.kind, value = excluded.value, stored = excluded.stored,
+        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+        version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
+        expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
+    WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
+    RETURNING e.version, e.created_revision, e.created_ms,
+        weight - CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END
+    INTO new_version, first_revision, first_ms, grown;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
+    END IF;
+
+    INSERT INTO {schema}.limpet_changes VALUES (
+        ns, new_revision, new_revision, now_ms, 'put', fam, coalesce(named, cause || '.1'), weight, name, sort, bytes,
+        new_version, new_revision, first_revision, first_ms, now_ms, now_ms + ttl, info
+    );
+    IF grown <> 0 AND fam = 'data' THEN
+        UPDATE {schema}.limpet_namespaces n
+        SET keys = n.keys + (new_version = 1)::int, size_bytes = n.size_bytes + grown
+        WHERE n.namespace = ns;
+    END IF;
+    PERFORM pg_notify(channel, ns);
+    RETURN NEXT;
+END $$;
+
 -- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
 -- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
 -- does, and a test holds it to that. A batch is known by the place of its last write. Rows with a
