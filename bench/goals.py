@@ -47,3 +47,5 @@ POSTGRES: Final = {
 }
 POSTGRES_ALONE: Final = {"put": Goal(1.1, 1.5), "get": Goal(1.4, 2.2)}
 POSTGRES_PROCESSES: Final = Goal(1)
+POSTGRES_SWEEP_S: Final = Goal(1, lower=True)
+POSTGRES_PREFIX: Final = Goal(50)

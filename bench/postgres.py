@@ -1,18 +1,25 @@
-"""The PostgreSQL engine beside other stores on the same server: one caller, 64, and several processes."""
+"""The PostgreSQL engine beside other stores on the same server: one caller, 64, and several processes.
+
+Then a sweep beside traffic, and a page of a thousand keys out of a million beside the sequential scan
+that finds the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import limpet
 from bench import contenders_postgres as on_postgres
-from bench import goals, workload
-from bench.contenders import AnyContender, Contender
+from bench import goals, sweep, workload
+from bench.contenders import AnyContender, Contender, load
 from bench.harness import CALLERS, Lane, Race, Slice, in_turn, race, together
 from bench.report import brief, race_table, table
 from bench.run import ROOT, Run, say
@@ -32,6 +39,8 @@ def measure(run: Run) -> None:
     with postgres(folder=run.folder / "postgres") as server:
         _races(run, server.url)
         _processes(run, server.url)
+        _sweeps(run, server.url)
+        _pages(run, server.url)
 
 
 def _races(run: Run, url: str) -> None:
@@ -131,6 +140,79 @@ async def _write(url: str, seconds: float) -> None:
         began = time.perf_counter()
         piece = await together(store.put, jobs, seconds)
         print(json.dumps(piece.calls / (time.perf_counter() - began)), flush=True)
+
+
+# One engine alone -------------------------------------------------------------
+
+
+def _sweeps(run: Run, url: str) -> None:
+    def place(number: int) -> tuple[str, sweep.Count]:
+        schema = f"bench_sweep_{number}"
+
+        async def count() -> int:
+            async with _connected(url) as connection:
+                return len(await connection.fetch(sweep.ENDED_ONCE.format(schema=f"{schema}.")))
+
+        return f"{url}?schema={schema}", count
+
+    sweep.measure_on(run, "postgres", "PostgreSQL", place, goals.POSTGRES_SWEEP_S)
+
+
+def _pages(run: Run, url: str) -> None:
+    """A page by its prefix: from the store, and by reading the whole table."""
+    keys = run.options.scaled(1_000_000, 10_000)
+    found = run.runner.run(_page_times(url, keys, run.options.rounds))
+    run.findings.samples["PostgreSQL page by prefix, ms"] = found
+    say(f"\nPostgreSQL, a page of {workload.KEYS_PER_PREFIX:,} keys by their prefix, of {keys:,}")
+    say(table(("way", "ms"), [(way, brief(statistics.median(times))) for way, times in found.items()]))
+    ratios = [scan / page for page, scan in zip(found["store.keys"], found["sequential scan"], strict=True)]
+    what = f"PostgreSQL {workload.KEYS_PER_PREFIX:,} of {keys:,} keys by prefix, x a sequential scan"
+    run.findings.judge("postgres", what, "x", ratios, goals.POSTGRES_PREFIX)
+
+
+async def _page_times(url: str, keys: int, rounds: int) -> dict[str, list[float]]:
+    schema = "bench_pages"
+    times: dict[str, list[float]] = {"store.keys": [], "sequential scan": []}
+    async with limpet.open(f"{url}?schema={schema}", sweep=False) as store, _connected(url) as connection:
+        # As they would be stored; one by one they would take minutes.
+        await connection.execute(_FILL.format(schema=schema), workload.KEYS_PER_PREFIX, keys)
+        await connection.execute(f"VACUUM ANALYZE {schema}.limpet_entries")
+        await store.keys(limit=1)
+        # Not by chance: without an index, and by no more than this one process.
+        await connection.execute(
+            "SET enable_indexscan = off; SET enable_indexonlyscan = off; SET enable_bitmapscan = off"
+        )
+        await connection.execute("SET max_parallel_workers_per_gather = 0")
+        sequential = await connection.prepare(_SEQUENTIAL.format(schema=schema))
+        for turn in range(rounds):
+            prefix = workload.prefix(turn * 7 % (keys // workload.KEYS_PER_PREFIX))
+            began = time.perf_counter()
+            page = await store.keys(prefix, limit=workload.KEYS_PER_PREFIX)
+            times["store.keys"].append(1000 * (time.perf_counter() - began))
+            began = time.perf_counter()
+            rows = await sequential.fetch(prefix)
+            times["sequential scan"].append(1000 * (time.perf_counter() - began))
+            assert page.keys == [row[0] for row in rows]
+            assert len(rows) == workload.KEYS_PER_PREFIX
+    return times
+
+
+_FILL = """
+INSERT INTO {schema}.limpet_entries (namespace, family, key, kind, value, stored, size_bytes, version, revision,
+    created_revision, created_ms, updated_ms)
+SELECT 'default', 'data', format('tenant/%s/session/%s/state/value', lpad((n / $1)::text, 6, '0'),
+    lpad((n % $1)::text, 6, '0')), 'json', to_jsonb(n), convert_to(n::text, 'UTF8'), 50, 1, n, n, 0, 0
+FROM generate_series(0, $2::int - 1) AS n"""
+_SEQUENTIAL = "SELECT key FROM {schema}.limpet_entries WHERE starts_with(key, $1) ORDER BY key"
+
+
+@contextlib.asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[Any]:
+    connection = await load("asyncpg").connect(url)
+    try:
+        yield connection
+    finally:
+        await connection.close()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How long 10,000 expired keys take to be ended, and what those who work meanwhile notice of it.
 
 The entries have expired before the clock starts and nobody has swept. Eight tasks put and get
-other keys while one sweep ends them all. Afterwards the file itself is asked, in plain SQL,
-whether every one of them left its expire change in the log.
+other keys while one sweep ends them all. Afterwards the database itself is asked, in plain
+SQL, whether every one of them left its expire change in the log.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import sqlite3
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,10 @@ LIVE = 1_000
 CALLERS = 8
 TTL_S = 0.5
 BATCH = 128
+ENDED_ONCE = "SELECT key FROM {schema}limpet_changes WHERE op = 'expire' GROUP BY key HAVING count(*) = 1"
+
+Count = Callable[[], Awaitable[int]]
+"""Asks the database how many keys have exactly one expire change in the log."""
 
 
 class Sweep(NamedTuple):
@@ -41,13 +46,19 @@ class Sweep(NamedTuple):
 
 
 def measure(run: Run) -> None:
-    expired, findings = run.options.scaled(EXPIRED, 1_000), run.findings
-    found = []
-    for number in range(run.options.scaled(5, 1)):
+    def place(number: int) -> tuple[str, Count]:
         path = run.folder / f"sweep-{number}.db"
-        found.append(run.runner.run(_sweep(path, expired)))
-    findings.samples["sweep"] = [sweep._asdict() for sweep in found]
-    say(f"\nSweep of {expired:,} expired keys beside {CALLERS} callers, SQLite FULL")
+        return f"sqlite:///{path}", lambda: asyncio.to_thread(_expire_changes, path)
+
+    measure_on(run, "sweep", "SQLite FULL", place, goals.SWEEP_S)
+
+
+def measure_on(run: Run, group: str, engine: str, place: Callable[[int], tuple[str, Count]], goal: goals.Goal) -> None:
+    """The same on any engine, each round in a place of its own."""
+    expired, findings = run.options.scaled(EXPIRED, 1_000), run.findings
+    found = [run.runner.run(_sweep(*place(number), expired)) for number in range(run.options.scaled(5, 1))]
+    findings.samples[f"sweep, {engine}"] = [sweep._asdict() for sweep in found]
+    say(f"\nSweep of {expired:,} expired keys beside {CALLERS} callers, {engine}")
     head = (
         "seconds",
         "swept",
@@ -60,19 +71,19 @@ def measure(run: Run) -> None:
     )
     say(table(head, [tuple(brief(figure) for figure in sweep) for sweep in found]))
     worst = f"worst of all rounds {brief(max(sweep.longest_ms for sweep in found))} ms"
-    findings.judge("sweep", f"sweep of {expired:,} expired keys", "s", [one.seconds for one in found], goals.SWEEP_S)
+    seconds = [sweep.seconds for sweep in found]
+    findings.judge(group, f"{engine}: sweep of {expired:,} expired keys", "s", seconds, goal)
     stalls = [sweep.longest_ms for sweep in found]
-    findings.judge("sweep", "longest call beside the sweep", "ms", stalls, goals.SWEEP_STALL_MS, worst)
+    findings.judge(group, f"{engine}: longest call beside the sweep", "ms", stalls, goals.SWEEP_STALL_MS, worst)
     audit = [sweep.logged / expired for sweep in found]
-    line = findings.judge(
-        "sweep", "expire changes in the log, of the keys that expired", "of", audit, goals.SWEEP_AUDIT
-    )
+    what = f"{engine}: expire changes in the log, of the keys that expired"
+    line = findings.judge(group, what, "of", audit, goals.SWEEP_AUDIT)
     if min(audit) != 1 or max(audit) != 1:
         line.verdict = "MISS"
 
 
-async def _sweep(path: Path, expired: int) -> Sweep:
-    async with limpet.open(f"sqlite:///{path}", sweep=False) as store:
+async def _sweep(url: str, count: Count, expired: int) -> Sweep:
+    async with limpet.open(url, sweep=False) as store:
         await _fill(store, expired)
         await asyncio.sleep(TTL_S + 0.05)
         _, _, quiet = await _beside(store, asyncio.sleep(0.3))
@@ -80,7 +91,7 @@ async def _sweep(path: Path, expired: int) -> Sweep:
     return Sweep(
         seconds,
         swept,
-        _expire_changes(path),
+        await count(),
         1000 * max(beside),
         1000 * percentile(beside, 99),
         len(beside),
@@ -126,9 +137,5 @@ async def _beside(store: limpet.Store, work: Any) -> tuple[Any, float, list[floa
 
 
 def _expire_changes(path: Path) -> int:
-    """How many keys have exactly one expire change in the log."""
     with contextlib.closing(sqlite3.connect(path)) as file:
-        ((count,),) = file.execute(
-            "SELECT count(*) FROM (SELECT key FROM limpet_changes WHERE op = 'expire' GROUP BY key HAVING count(*) = 1)"
-        )
-    return int(count)
+        return len(file.execute(ENDED_ONCE.format(schema="")).fetchall())

@@ -88,7 +88,6 @@ POLL_S: Final = 0.5
 CONNECT_S: Final = 10.0
 COMMAND_S: Final = 60.0
 
-_NO_BOUND: Final = 2**62
 _KEEP_MS: Final = -1
 _STOPPED_MS: Final = 5_000
 _TRANSACTION_MS: Final = 30_000
@@ -114,13 +113,17 @@ _READ: Final = (
     " WHERE namespace = $1 AND family = $2 AND key = ANY ($3)"
     " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))"
 )
-# Of a page, as many entries as are bearable in one answer; the last column says how many it would have.
+_PAGE: Final = (
+    "SELECT {columns} FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
+    " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms())){sought} ORDER BY key LIMIT $5"
+)
+_KEYS: Final = _PAGE.replace("{columns}", _ENTRY_ALONE).replace("{sought}", "")
+# Of a page with values, as many as are bearable in one answer; the last column says how many it would have.
 _SCAN: Final = (
-    "SELECT {columns}, total FROM ("
+    f"SELECT {_ENTRY}, total FROM ("
     "SELECT *, sum(size_bytes) OVER (ORDER BY key) - size_bytes AS before, count(*) OVER () AS total FROM ("
-    "SELECT * FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
-    " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms())){sought}"
-    " ORDER BY key LIMIT $5) AS page) AS counted WHERE before <= {most} ORDER BY key"
+    + _PAGE.replace("{columns}", "*")
+    + f") AS page) AS counted WHERE before <= {SLICE_BYTES_MAX} ORDER BY key"
 )
 # Arrays go as text, which the driver knows. For any other it has to ask the server first, on each connection.
 _PUT: Final = (
@@ -306,7 +309,7 @@ class PostgresEngine:
         self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         self._bell = Bell()
         self._queues: dict[str, list[_Ticket]] = {}
-        self._asked: dict[tuple[str, Family], dict[str, list[asyncio.Future[Entry | None]]]] = {}
+        self._asked: dict[tuple[str, Family], list[tuple[Sequence[str], asyncio.Future[list[Entry | None]]]]] = {}
         self._work: set[asyncio.Task[None]] = set()
         self._listener: asyncio.Task[None] | None = None
         self._latest: dict[str, int] = {}
@@ -320,17 +323,11 @@ class PostgresEngine:
         asked = self._asked.get(place)
         if asked is None:
             # All reads of one turn of the loop travel together, and so do all that come while they travel.
-            asked = self._asked[place] = {}
+            asked = self._asked[place] = []
             self._start(self._answer_reads(namespace, family))
-        loop = asyncio.get_running_loop()
-        answers = []
-        for key in keys:
-            answer: asyncio.Future[Entry | None] = loop.create_future()
-            asked.setdefault(key, []).append(answer)
-            answers.append(answer)
-        if len(answers) == 1:
-            return [await answers[0]]
-        return list(await asyncio.gather(*answers))
+        answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
+        asked.append((keys, answer))
+        return await answer
 
     async def scan(
         self,
@@ -344,9 +341,12 @@ class PostgresEngine:
     ) -> Slice:
         """See `Engine.scan`."""
         self._check_open()
+        if not values and where is None:
+            rows = await self._fetch(_KEYS, namespace, family, *_bounds(span), limit + 1)
+            entries = [_entry(row) for row in rows[:limit]]
+            return Slice(entries, entries[-1].key if len(rows) > limit else None)
         sought, operands = ("", []) if where is None else _sought(where)
-        columns, most = (_ENTRY, SLICE_BYTES_MAX) if values or where is not None else (_ENTRY_ALONE, _NO_BOUND)
-        sql = self._sql(_SCAN).replace("{columns}", columns).replace("{most}", str(most)).replace("{sought}", sought)
+        sql = self._sql(_SCAN).replace("{sought}", sought)
         rows = await self._run(sql, namespace, family, *_bounds(span), limit + 1, *operands)
         is_whole = not rows or rows[0][-1] == len(rows) <= limit
         entries = [_entry(row[:-1]) for row in rows[:limit]]
@@ -569,19 +569,18 @@ class PostgresEngine:
         """Read what is asked for in one statement, and again until nobody asks."""
         place = (namespace, family)
         while asked := self._asked[place]:
-            self._asked[place] = {}
+            self._asked[place] = []
             try:
-                rows = await self._fetch(_READ, namespace, family, list(asked))
-                found = {entry.key: entry for entry in map(_entry, rows)}
+                rows = await self._fetch(_READ, namespace, family, list({key for keys, _ in asked for key in keys}))
+                find = {row[0]: _entry(row) for row in rows}.get
             except Exception as error:
-                for answer in (answer for answers in asked.values() for answer in answers):
+                for _, answer in asked:
                     if not answer.done():
                         answer.set_exception(error)
                 continue
-            for key, answers in asked.items():
-                for answer in answers:
-                    if not answer.done():
-                        answer.set_result(found.get(key))
+            for keys, answer in asked:
+                if not answer.done():
+                    answer.set_result([find(key) for key in keys])
         del self._asked[place]
 
     async def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
