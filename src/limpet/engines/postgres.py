@@ -113,6 +113,12 @@ _READ: Final = (
     " WHERE namespace = $1 AND family = $2 AND key = ANY ($3)"
     " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))"
 )
+# Before PostgreSQL 17 a table that was not analysed yet would be read through to the last of its keys.
+_READ_EACH: Final = (
+    "SELECT found.* FROM unnest($3::text[]) AS asked (name) CROSS JOIN LATERAL ("
+    + _READ.replace("key = ANY ($3)", "key = asked.name")
+    + " OFFSET 0) AS found"
+)
 _PAGE: Final = (
     "SELECT {columns} FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
     " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms())){sought} ORDER BY key LIMIT $5"
@@ -299,6 +305,7 @@ class PostgresEngine:
         self._has_sessions = has_sessions
         self._closed = False
         self._store_id, self._epoch, self._channel = "", 1, ""
+        self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", _quoted(schema)))
         self._begin()
         _engines.add(self)
@@ -571,7 +578,9 @@ class PostgresEngine:
         while asked := self._asked[place]:
             self._asked[place] = []
             try:
-                rows = await self._fetch(_READ, namespace, family, list({key for keys, _ in asked for key in keys}))
+                rows = await self._fetch(
+                    self._read, namespace, family, list({key for keys, _ in asked for key in keys})
+                )
                 find = {row[0]: _entry(row) for row in rows}.get
             except Exception as error:
                 for _, answer in asked:
@@ -611,6 +620,7 @@ class PostgresEngine:
     async def _identify(self) -> str | None:
         """Read the revision of the tables; and if it is ours, who this store is."""
         async with self._transaction() as connection:
+            self._read = _READ if connection.get_server_version().major >= 17 else _READ_EACH
             in_recovery = await connection.fetchval("SELECT pg_is_in_recovery()")
             if in_recovery:
                 raise Unavailable(f"{self._shown} is a replica, which takes no writes")
