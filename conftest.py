@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,22 +14,37 @@ import pytest
 from limpet.conformance.plugin import ENGINES
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
+REDIS = "LIMPET_TEST_REDIS"
 
-_running: list[Any] = []
+_running: dict[str, Any] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the servers in the process that the others are started by, and test on them too."""
-    if not hasattr(config, "workerinput") and POSTGRES not in os.environ:
-        from tests.servers import postgres
+    if not hasattr(config, "workerinput"):
+        from tests.servers import postgres, redis
 
         # A killed server loses nothing by this; a power cut is another matter, with tests of its own.
-        server = postgres({"fsync": "off", "full_page_writes": "off", "shared_buffers": "64MB"})
-        os.environ[POSTGRES] = server.__enter__().url
-        _running.append(server)
+        _run(POSTGRES, lambda: postgres({"fsync": "off", "full_page_writes": "off", "shared_buffers": "64MB"}))
+        _run(REDIS, lambda: redis({"databases": "64", "appendonly": "yes"}))
+    _let_redis_be_turned()
     if not config.option.limpet_engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
-        config.option.limpet_engine = [*ENGINES, f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}"]
+        # A schema and a database of its own, because the time of each is turned by itself.
+        number = int(worker.removeprefix("gw")) if worker != "main" else 63
+        config.option.limpet_engine = [
+            *ENGINES,
+            f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}",
+            f"{os.environ[REDIS].rpartition('/')[0]}/{number}",
+        ]
+
+
+def _run(name: str, start: Callable[[], Any]) -> None:
+    """Have a server, unless somebody says where one is."""
+    if name not in os.environ:
+        server = start()
+        os.environ[name] = server.__enter__().url
+        _running[name] = server
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -68,17 +84,41 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     """Stop the servers that were started here."""
     _clockmaker.stop()
     while _running:
-        _running.pop().__exit__(None, None, None)
-        del os.environ[POSTGRES]
+        name, server = _running.popitem()
+        server.__exit__(None, None, None)
+        del os.environ[name]
 
 
 @pytest.hookimpl
 def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
-    """Set the clock of a schema on the test server."""
+    """Set the clock of a schema on the PostgreSQL server, or of a database on the Redis server."""
+    if url.startswith(os.environ[REDIS].rpartition("/")[0]):
+        import redis
+
+        with redis.Redis.from_url(url) as line:
+            line.delete(REDIS_CLOCK) if now_ms is None else line.set(REDIS_CLOCK, now_ms)
+        return True
     if not url.startswith(os.environ[POSTGRES]):
         return None
     _clockmaker.run(url.partition("?schema=")[2], now_ms)
     return True
+
+
+REDIS_CLOCK = "the clock of the tests"
+
+
+def _let_redis_be_turned() -> None:
+    """Have the script ask a key for the time first, where the tests have set it."""
+    import hashlib
+
+    from limpet.engines import redis
+
+    text, _ = redis.script()
+    begin = b"local function now_ms()\n"
+    assert text.count(begin) == 1
+    asked = f"    local set = call('GET', '{REDIS_CLOCK}')\n    if set then\n        return tonumber(set)\n    end\n"
+    turned = text.replace(begin, begin + asked.encode())
+    redis.script = lambda: (turned, hashlib.sha1(turned, usedforsecurity=False).hexdigest())  # type: ignore[assignment]
 
 
 class _Clockmaker:

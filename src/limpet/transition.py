@@ -45,7 +45,7 @@ from limpet.model import (
     live,
 )
 
-__all__ = ["Find", "Plan", "Receipt", "plan", "read_receipt", "recall"]
+__all__ = ["Find", "Plan", "Receipt", "plan", "read_receipt", "recall", "remember"]
 
 Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
@@ -273,9 +273,15 @@ def _receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
         entry.without_value() if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
-    body = _encode_receipt(Receipt(batch.digest, msgspec.structs.replace(commit, entries=entries)))
+    kept = msgspec.structs.replace(commit, entries=entries)
+    return remember(_request_id(batch), batch.digest, kept, receipt_ms)
+
+
+def remember(request_id: str, digest: bytes, commit: Commit, receipt_ms: int) -> Entry:
+    """A receipt: what came of a request, under the id that its caller gave."""
     at_ms, revision = commit.at_ms, commit.revision
-    return Entry(_request_id(batch), b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + receipt_ms)
+    body = _encode_receipt(Receipt(digest, commit))
+    return Entry(request_id, b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + receipt_ms)
 
 
 def _request_id(batch: Batch) -> str:

@@ -18,6 +18,7 @@ import pytest
 from limpet.engine import new_request_id
 from limpet.engines import postgres
 from limpet.engines.postgres import PostgresEngine
+from limpet.engines.remote import Ticket
 from limpet.model import (
     ABSENT,
     KEEP,
@@ -62,7 +63,7 @@ class State:
 async def held_after(engine: PostgresEngine, other: Batch) -> AsyncIterator[tuple[int, State]]:
     """A transaction that has committed a batch for itself and for nobody else yet: its backend, and what it left."""
     async with connected() as connection:
-        ticket = postgres._Ticket(other, asyncio.get_running_loop().create_future())
+        ticket = Ticket(other, asyncio.get_running_loop().create_future())
         async with connection.transaction():
             await connection.fetch(
                 engine._sql(postgres._COMMIT), "default", engine._channel, "other", *postgres._asked_columns([ticket])
@@ -172,7 +173,7 @@ CASES: dict[str, tuple[list[Write], Batch, Batch, bool]] = {
 async def test_a_commit_that_waited_is_decided_on_what_it_finds_then(engine: PostgresEngine, case: str) -> None:
     before, other, asked, is_granted = CASES[case]
     # Each of these is meant for the function, but for the one that shows that the other way agrees.
-    ticket = postgres._Ticket(asked, asyncio.get_running_loop().create_future())
+    ticket = Ticket(asked, asyncio.get_running_loop().create_future())
     assert postgres._is_ordinary([ticket]) != isinstance(asked.writes[0], Add)
     # As if something had been written from here, so that puts are first tried by the function of their own.
     engine._latest["default"] = 0

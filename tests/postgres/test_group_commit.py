@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from limpet.engines import postgres
+from limpet.engines import postgres, remote
 from limpet.engines.postgres import PostgresEngine
 from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
 from tests.postgres.support import Holder, Spy, batch, connected, put, quoted, stored
@@ -14,7 +14,7 @@ KEYS = ("a", "b", "c")
 
 async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy: Spy) -> None:
     """All that was asked in one turn of the loop is one round trip, up to the size of a group."""
-    many = postgres.GROUP_MAX
+    many = remote.GROUP_MAX
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many)))
     assert await spy.said() == [engine._sql(postgres._COMMIT)]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import limpet
-from limpet.engines import postgres
+from limpet.engines import postgres, remote
 from tests.docs_support import SITE, blocks
 from tests.postgres.support import connected, quoted
 
@@ -40,12 +40,12 @@ def test_the_page_names_the_limits_that_there_are() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
 
     for told in (
-        f"at most {postgres.CONNECTIONS_MAX}, when it needs them",
-        f"up to {postgres.GROUP_MAX} commits",
+        f"at most {remote.CONNECTIONS_MAX}, when it needs them",
+        f"up to {remote.GROUP_MAX} commits",
         f"waits {postgres.CONNECT_S:.0f} s for a connection and {postgres.COMMAND_S:.0f} s for a statement",
     ):
         assert told in text
-    assert postgres.POLL_S == 0.5, "the page says: twice a second"
+    assert remote.POLL_S == 0.5, "the page says: twice a second"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines import postgres
+from limpet.engines import remote
 from limpet.errors import LimpetError
 from tests.postgres.proxy import Pooler
 from tests.postgres.support import Process, Spy, connected, engine_of, log_of, server, until, url_of
@@ -31,7 +31,7 @@ async def listener(connection: Any, store: limpet.Store) -> int:
 @pytest.fixture
 def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let watchers look by themselves so seldom that only a bell can wake them."""
-    monkeypatch.setattr(postgres, "POLL_S", 600.0)
+    monkeypatch.setattr(remote, "POLL_S", 600.0)
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def test_a_watch_goes_on_when_its_bell_is_cut(
         again = await until(lambda: connection.fetchval(f"{LISTENERS} AND pid <> {pid}", store_id))
         assert again != pid
         # Only now: whoever lays the line again waits that long as well.
-        monkeypatch.setattr(postgres, "POLL_S", 600.0)
+        monkeypatch.setattr(remote, "POLL_S", 600.0)
         far.tell("once more, to be heard by whoever looks")
         assert (await next_event(events)).value.startswith("once more")
         far.tell("after")
@@ -134,7 +134,7 @@ async def test_behind_a_pooler_nothing_listens_and_nothing_is_prepared(schema: s
         engine = engine_of(store)
 
         assert not [statement for statement in await spy.said() if "LISTEN" in statement]
-        assert engine._listener is None
+        assert not engine._listeners
         assert [tuple(row) for row in await engine._fetch("SELECT name FROM pg_prepared_statements")] == []
 
 

@@ -19,10 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import re
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -32,11 +30,10 @@ import msgspec
 from limpet import codec
 from limpet.clock import Clock, wake
 from limpet.codec import Stored
-from limpet.engine import Address, Bell, new_request_id
+from limpet.engine import Address, new_request_id
 from limpet.engines.columns import as_stored, as_text
+from limpet.engines.remote import Remote, Ticket, group_of, marked, weight_bytes
 from limpet.errors import (
-    Ambiguous,
-    Closed,
     Compacted,
     Corrupt,
     InvalidValue,
@@ -79,12 +76,8 @@ from limpet.transition import plan, recall
 if TYPE_CHECKING:
     from limpet.schema.migrate import Place
 
-GROUP_MAX: Final = 256
-GROUP_BYTES_MAX: Final = 16_000_000
-CONNECTIONS_MAX: Final = 8
 SLICE_BYTES_MAX: Final = 4_000_000
 EXAMINED_MAX: Final = 5_000
-POLL_S: Final = 0.5
 CONNECT_S: Final = 10.0
 COMMAND_S: Final = 60.0
 
@@ -285,7 +278,7 @@ def _data_source(address: Address) -> str:
     return f"{body}?{urlencode(options)}" if options else body
 
 
-class PostgresEngine:
+class PostgresEngine(Remote):
     """A handle on the tables of one schema."""
 
     def __init__(
@@ -298,43 +291,15 @@ class PostgresEngine:
         give_back: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
-        self._connect_anew = connect
+        super().__init__(connect, shown)
         self._give_back = give_back
         self._schema = schema
-        self._shown = shown
         self._has_sessions = has_sessions
-        self._closed = False
         self._store_id, self._epoch, self._channel = "", 1, ""
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", _quoted(schema)))
-        self._begin()
-        _engines.add(self)
 
-    def _begin(self) -> None:
-        """What a process must have of its own. Runs again in a child after a fork."""
-        self._idle: list[Any] = []
-        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
-        self._bell = Bell()
-        self._queues: dict[str, list[_Ticket]] = {}
-        self._asked: dict[tuple[str, Family], list[tuple[Sequence[str], asyncio.Future[list[Entry | None]]]]] = {}
-        self._work: set[asyncio.Task[None]] = set()
-        self._listener: asyncio.Task[None] | None = None
-        self._latest: dict[str, int] = {}
-
-    # The eight primitives -----------------------------------------------------
-
-    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
-        """See `Engine.read`."""
-        self._check_open()
-        place = (namespace, family)
-        asked = self._asked.get(place)
-        if asked is None:
-            # All reads of one turn of the loop travel together, and so do all that come while they travel.
-            asked = self._asked[place] = []
-            self._start(self._answer_reads(namespace, family))
-        answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
-        asked.append((keys, answer))
-        return await answer
+    # The eight primitives, but for those that are shared ------------------------
 
     async def scan(
         self,
@@ -363,40 +328,6 @@ class PostgresEngine:
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
         return Slice(entries, cursor)
-
-    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
-        """See `Engine.commit`."""
-        self._check_open()
-        ticket = _Ticket(batch, asyncio.get_running_loop().create_future())
-        queue = self._queues.get(namespace)
-        if queue is None:
-            queue = self._queues[namespace] = []
-            self._start(self._commit_queued(namespace, queue))
-        queue.append(ticket)
-        try:
-            return await ticket.answer
-        except asyncio.CancelledError:
-            # Not begun: it never will. Begun: it will be finished, whoever hears of it.
-            with contextlib.suppress(ValueError):
-                queue.remove(ticket)
-            raise
-
-    async def changes(
-        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
-        """See `Engine.changes`."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
-        while True:
-            self._check_open()
-            if wait_s > 0 and self._has_sessions and self._listener is None:
-                self._listener = loop.create_task(self._listen(), name="limpet-postgres-listener")
-            mark = self._bell.mark(namespace)
-            feed = await self._feed(namespace, after, span, limit)
-            left = deadline - loop.time()
-            if feed.changes or left <= 0:
-                return feed
-            await self._bell.wait(namespace, mark, min(left, POLL_S))
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -441,48 +372,14 @@ class PostgresEngine:
             now_ms=now_ms,
         )
 
-    async def close(self) -> None:
-        """See `Engine.close`."""
-        if self._closed:
-            return
-        self._closed = True
-        self._bell.ring_all()
-        while self._work:
-            await asyncio.gather(*self._work, return_exceptions=True)
-        if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
-        while self._idle:
-            with contextlib.suppress(Exception):
-                await self._idle.pop().close(timeout=CONNECT_S)
-
     # Committing ---------------------------------------------------------------
 
-    async def _commit_queued(self, namespace: str, queue: list[_Ticket]) -> None:
-        """Commit group after group until nobody is left."""
-        try:
-            while queue:
-                size = _group_size(queue)
-                group, queue[:] = queue[:size], queue[size:]
-                try:
-                    outcomes = await self._commit_group(namespace, group)
-                except Exception as error:
-                    outcomes = [error] * len(group)
-                for ticket, outcome in zip(group, outcomes, strict=True):
-                    if not ticket.answer.done():
-                        if isinstance(outcome, Exception):
-                            ticket.answer.set_exception(outcome)
-                        else:
-                            ticket.answer.set_result(outcome)
-        finally:
-            del self._queues[namespace]
-
-    async def _commit_group(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
         if _is_ordinary(group):
             return await self._commit_ordinary(namespace, group)
         return await self._commit_planned(namespace, group)
 
-    async def _commit_ordinary(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_ordinary(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
         """Let the server decide and write a group, in one round trip."""
         name = new_request_id()
         place = (namespace, self._channel, name)
@@ -496,14 +393,14 @@ class PostgresEngine:
         except Exception as error:
             if _is_lost(error):
                 # The statement was sent, and what became of it is not known.
-                names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in _marked(group))
+                names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
                 return [self._unknown(namespace, request_id, error) for request_id in names]
             raise self._translated(error) from error
         self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
     async def _put_all(
-        self, connection: Any, place: tuple[str, str, str], group: list[_Ticket]
+        self, connection: Any, place: tuple[str, str, str], group: list[Ticket]
     ) -> Sequence[Commit] | None:
         """The same for a group of nothing but puts that nothing guards; None when it is not for this."""
         puts = _unguarded_puts(group)
@@ -521,7 +418,7 @@ class PostgresEngine:
             raise
         return _put_outcomes(group, puts, rows)
 
-    async def _commit_planned(self, namespace: str, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_planned(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
         """Decide a group here, while its transaction holds the namespace."""
         asked = sorted({(one.family, one.key) for ticket in group for one in ticket.asked})
         named = [(ticket, ticket.batch.request_id or new_request_id()) for ticket in group]
@@ -557,42 +454,15 @@ class PostgresEngine:
         rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, batch.request_id)
         earlier = recall(batch, map(_change, rows), work.find)
         if earlier is None:
-            numbered = _NUMBERED.match(batch.request_id)
-            await connection.execute(self._sql(_OVERTAKE), namespace, numbered[1] if numbered else batch.request_id)
+            await connection.execute(self._sql(_OVERTAKE), namespace, group_of(batch.request_id))
         return earlier
-
-    def _changed(self, namespace: str, revision: int) -> None:
-        if revision > self._latest.get(namespace, 0):
-            self._latest[namespace] = revision
-            self._bell.ring(namespace)
-
-    def _unknown(self, namespace: str, request_id: str, problem: object) -> Ambiguous:
-        text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
-        return Ambiguous(text, request_id=request_id, since=self._latest.get(namespace, 0))
 
     # Reading ------------------------------------------------------------------
 
-    async def _answer_reads(self, namespace: str, family: Family) -> None:
-        """Read what is asked for in one statement, and again until nobody asks."""
-        place = (namespace, family)
-        while asked := self._asked[place]:
-            self._asked[place] = []
-            try:
-                rows = await self._fetch(
-                    self._read, namespace, family, list({key for keys, _ in asked for key in keys})
-                )
-                find = {row[0]: _entry(row) for row in rows}.get
-            except Exception as error:
-                for _, answer in asked:
-                    if not answer.done():
-                        answer.set_exception(error)
-                continue
-            for keys, answer in asked:
-                if not answer.done():
-                    answer.set_result([find(key) for key in keys])
-        del self._asked[place]
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
+        return map(_entry, await self._fetch(self._read, namespace, family, keys))
 
-    async def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         bounds = (None, None) if span is None else _bounds(span)
         rows = await self._fetch(_FEED, namespace, after, limit, *bounds)
         revision, floor = (rows[0][0], rows[0][1]) if rows else (0, 0)
@@ -653,34 +523,37 @@ class PostgresEngine:
             await connection.execute(f"CREATE SCHEMA {_quoted(self._schema)}")
         await connection.execute(in_schema(ddl("postgres"), _quoted(self._schema)))
 
-    async def _connect(self) -> Any:
-        """A connection: one that lies idle here, or another."""
-        await self._room.acquire()
-        try:
-            while self._idle:
-                connection = self._idle.pop()
-                if not connection.is_closed():
-                    return connection
-            return await self._connect_anew()
-        except BaseException as error:
-            self._room.release()
-            if isinstance(error, Exception):
-                raise self._translated(error) from error
-            raise
+    async def _keep(self, connection: Any) -> None:
+        if self._give_back is not None:
+            await self._give_back(connection)
+        else:
+            await super()._keep(connection)
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
-        """Let others have a connection; one that was lost is nobody's any more."""
-        try:
-            # What goes wrong with a connection after its work is done is nobody's trouble.
+        if self._give_back is not None and (lost or self._closed):
+            # Somebody's pool wants all of them back, also those that are broken.
             with contextlib.suppress(Exception):
-                if lost or (self._closed and self._give_back is None):
+                if lost:
                     connection.terminate()
-                if self._give_back is not None:
-                    await self._give_back(connection)
-                elif not connection.is_closed():
-                    self._idle.append(connection)
-        finally:
+                await self._give_back(connection)
             self._room.release()
+        else:
+            await super()._release(connection, lost=lost)
+
+    async def _leave(self, connection: Any) -> None:
+        await connection.close(timeout=CONNECT_S)
+
+    def _cut(self, connection: Any) -> None:
+        connection.terminate()
+
+    def _is_cut(self, connection: Any) -> bool:
+        return bool(connection.is_closed())
+
+    def _is_lost(self, error: BaseException) -> bool:
+        return _is_lost(error)
+
+    def _meaning(self, error: Exception) -> Exception:
+        return _translated(error, self._shown)
 
     async def _fetch(self, statement: str, *parameters: object) -> Sequence[Any]:
         """Run one of our statements that may be run again."""
@@ -695,20 +568,6 @@ class PostgresEngine:
         return rows
 
     @contextlib.asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Any]:
-        """A connection, for as long as it is used."""
-        connection, lost = await self._connect(), True
-        try:
-            yield connection
-            lost = False
-        except Exception as error:
-            lost = _is_lost(error)
-            raise
-        finally:
-            # Whoever is cancelled leaves an answer on the line that is for nobody.
-            await self._release(connection, lost=lost)
-
-    @contextlib.asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Any]:
         # Not as somebody's pool may have it: what others commit meanwhile must be seen.
         async with self._connection() as connection, connection.transaction(isolation="read_committed"):
@@ -716,12 +575,10 @@ class PostgresEngine:
                 await connection.execute(f"SET LOCAL idle_in_transaction_session_timeout = {_STOPPED_MS}")
             yield connection
 
-    async def _listen(self) -> None:
-        """Ring the bell when another process has committed. Whenever the line breaks, it is laid again."""
-        while True:
-            with contextlib.suppress(Exception):
-                await self._listen_once()
-            await asyncio.sleep(POLL_S)
+    def _listen_to(self, namespace: str) -> None:
+        # One channel tells of all namespaces of the store.
+        if self._has_sessions:
+            self._keep_listening(self._channel, self._listen_once)
 
     async def _listen_once(self) -> None:
         connection = await self._connect()
@@ -738,50 +595,6 @@ class PostgresEngine:
     def _heard(self, _connection: object, _pid: int, _channel: str, namespace: str) -> None:
         self._bell.ring(namespace)
 
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed
-
-    def _translated(self, error: Exception) -> Exception:
-        return Closed() if self._closed and not isinstance(error, LimpetError) else _translated(error, self._shown)
-
-
-class _Ticket:
-    """One caller's place in the queue of commits."""
-
-    __slots__ = ("answer", "batch", "weight_bytes")
-
-    def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
-        self.batch = batch
-        self.answer = answer
-        self.weight_bytes = sum(_weight_bytes(write) for write in batch.writes if isinstance(write, Put))
-
-    @property
-    def asked(self) -> Iterable[Write | Guard]:
-        """Everything that names an entry."""
-        return (*self.batch.writes, *self.batch.guards)
-
-
-def _weight_bytes(put: Put) -> int:
-    """What it counts in totals: its key and its value."""
-    key = put.key
-    return codec.size_bytes(put.stored) + (len(key) if key.isascii() else len(key.encode()))
-
-
-def _group_size(queue: list[_Ticket]) -> int:
-    """How many of those who wait go together: as many as one message to the server can well carry."""
-    total_bytes = 0
-    for number, ticket in enumerate(queue[:GROUP_MAX]):
-        total_bytes += ticket.weight_bytes
-        if total_bytes > GROUP_BYTES_MAX:
-            return max(1, number)
-    return min(len(queue), GROUP_MAX)
-
 
 # Ordinary groups ----------------------------------------------------------------
 #
@@ -789,19 +602,10 @@ def _group_size(queue: list[_Ticket]) -> int:
 # it is also named in the log, unless its caller gave it a name.
 
 _TESTS: Final = {Version: "version", Revision: "revision", HeldBy: "held"}
-_NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
 _NOT_FOR_PUT: Final = "LP001"
 
 
-def _marked(group: list[_Ticket]) -> Iterator[tuple[int, _Ticket]]:
-    """Each with the place of its last write."""
-    mark = 0
-    for ticket in group:
-        mark += len(ticket.batch.writes)
-        yield mark, ticket
-
-
-def _is_ordinary(group: list[_Ticket]) -> bool:
+def _is_ordinary(group: list[Ticket]) -> bool:
     """Whether the server's functions can decide a group: nothing in it looks at a value or at another batch."""
     written: set[tuple[Family, str]] = set()
     for ticket in group:
@@ -820,7 +624,7 @@ def _is_ordinary(group: list[_Ticket]) -> bool:
     return True
 
 
-def _unguarded_puts(group: list[_Ticket]) -> list[Put] | None:
+def _unguarded_puts(group: list[Ticket]) -> list[Put] | None:
     """The puts of a group that has nothing else, and none that keeps something of what it replaces."""
     puts: list[Put] = []
     for ticket in group:
@@ -833,14 +637,14 @@ def _unguarded_puts(group: list[_Ticket]) -> list[Put] | None:
     return puts
 
 
-def _put_row(ticket: _Ticket, put: Put) -> Iterable[object]:
+def _put_row(ticket: Ticket, put: Put) -> Iterable[object]:
     """A single put as the server's function takes it."""
     kind, text, nearest = _value_columns(put.stored)
     meta = _text(put.meta_json)
     return ticket.weight_bytes, put.key, text, put.family, kind, nearest, put.ttl_ms, meta, ticket.batch.request_id
 
 
-def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:
+def _put_columns(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
     """Puts as the server's function takes them. What is the same for all is left out.
 
     The driver takes most of a microsecond for each item of a column.
@@ -849,7 +653,7 @@ def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:
     kinds, values, nearests = zip(*[_value_columns(put.stored) for put in puts], strict=True)
     lasts = causes = None
     if count > len(group):
-        lasts = [str(mark) for mark, ticket in _marked(group) for _ in ticket.batch.writes]
+        lasts = [str(mark) for mark, ticket in marked(group) for _ in ticket.batch.writes]
     if any(ticket.batch.request_id for ticket in group):
         causes = [ticket.batch.request_id for ticket in group for _ in ticket.batch.writes]
 
@@ -864,7 +668,7 @@ def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:
         unless("json", kinds),
         unless(None, nearests),
         # Only what is not sent as it is counted.
-        None if kinds.count("json") == count else [str(_weight_bytes(put)) for put in puts],
+        None if kinds.count("json") == count else [str(weight_bytes(put)) for put in puts],
         unless(None, [_digits(put.ttl_ms) for put in puts]),
         unless(None, [_text(put.meta_json) for put in puts]),
         lasts,
@@ -872,7 +676,7 @@ def _put_columns(group: list[_Ticket], puts: list[Put]) -> Iterable[object]:
     )
 
 
-def _put_outcomes(group: list[_Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit]:
+def _put_outcomes(group: list[Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit]:
     """What the server made of puts, batch by batch. Their revisions follow each other."""
     before = min(row[0] for row in rows) - 1
     entries: list[Any] = [None] * len(puts)
@@ -893,17 +697,17 @@ def _put_outcomes(group: list[_Ticket], puts: list[Put], rows: Sequence[Any]) ->
         )
     at_ms = rows[0][4]
     commits = []
-    for mark, ticket in _marked(group):
+    for mark, ticket in marked(group):
         count = len(ticket.batch.writes)
         commits.append(Commit(before + mark, tuple(entries[mark - count : mark]), (None,) * count, at_ms))
     return commits
 
 
-def _asked_columns(group: list[_Ticket]) -> list[list[Any]]:
+def _asked_columns(group: list[Ticket]) -> list[list[Any]]:
     """A group as the server's function takes it: eleven columns of its writes, five of its guards."""
     writes: list[tuple[Any, ...]] = []
     guards: list[tuple[Any, ...]] = []
-    for mark, ticket in _marked(group):
+    for mark, ticket in marked(group):
         batch = ticket.batch
         writes += [(str(mark), *_write_row(write), batch.request_id) for write in batch.writes]
         guards += [(str(mark), guard.family, guard.key, *_test(guard)) for guard in batch.guards]
@@ -914,7 +718,7 @@ def _write_row(write: Write) -> tuple[str | None, ...]:
     if isinstance(write, Put):
         ttl = str(_KEEP_MS) if write.ttl_ms is KEEP else _digits(write.ttl_ms)
         meta = "" if write.meta_json is KEEP else _text(write.meta_json)
-        return "put", write.family, write.key, *_value_columns(write.stored), str(_weight_bytes(write)), ttl, meta
+        return "put", write.family, write.key, *_value_columns(write.stored), str(weight_bytes(write)), ttl, meta
     if isinstance(write, Touch):
         return "touch", write.family, write.key, None, None, None, None, _digits(write.ttl_ms), None
     assert isinstance(write, Delete)
@@ -935,7 +739,7 @@ def _test(guard: Guard) -> tuple[str, str | None]:
             return ("absent" if condition is ABSENT else "present"), None
 
 
-def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusal]:
+def _outcomes(group: list[Ticket], rows: Sequence[Any]) -> list[Commit | Refusal]:
     """What the server's function decided, batch by batch."""
     writes = [write for ticket in group for write in ticket.batch.writes]
     guards = [guard for ticket in group for guard in ticket.batch.guards]
@@ -950,7 +754,7 @@ def _outcomes(group: list[_Ticket], rows: Sequence[Any]) -> list[Commit | Refusa
         else:
             done.setdefault(mark, []).append((place, row))
     outcomes: list[Commit | Refusal] = []
-    for mark, _ in _marked(group):
+    for mark, _ in marked(group):
         if mark in refusals:
             outcomes.append(refusals[mark])
             continue
@@ -1217,21 +1021,3 @@ def _translated(error: Exception, shown: str) -> Exception:
     if isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError):
         return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
     return error
-
-
-# Forks ------------------------------------------------------------------------
-#
-# A connection cannot be used by two processes. A child leaves those of its parent alone, to the
-# point of never closing them, and makes its own when it next needs one.
-
-_engines: weakref.WeakSet[PostgresEngine] = weakref.WeakSet()
-_inherited: list[object] = []
-
-
-def _after_fork_in_child() -> None:
-    for engine in list(_engines):
-        _inherited.append((engine._idle, engine._listener, engine._work))
-        engine._begin()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,675 @@
+-- What the server does for the Redis engine. One script with a verb, so that a call that decides and a call
+-- that reads agree on what an entry looks like.
+--
+-- KEYS[1] is the tally of a namespace; the names of its other keys begin as it does. ARGV is the verb, the
+-- prefix of the keys that hold records, and what the verb needs.
+--
+-- The verb commit does what limpet.transition.plan does, and a test holds it to that. It moves the bytes of
+-- values and never looks into them.
+--
+-- An entry is a line of numbers, then its meta, then its value:
+--     version revision created_revision created_ms updated_ms expires_ms size kind meta_bytes\n meta value
+-- where expires_ms is 0 for never, and kind is j for JSON, b for bytes and r for a record. The fields of a
+-- record are a hash of their own, so that HGETALL shows them.
+
+local call = redis.call
+local format, match, sub = string.format, string.match, string.sub
+local base = sub(KEYS[1], 1, -6)
+local prefix = ARGV[2]
+local due_key, log_key, late_key = base .. 'due', base .. 'log', base .. 'late'
+
+local function now_ms()
+    local time = call('TIME')
+    return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+
+-- The tally: what is counted of a namespace, and how it is known ---------------------------------------------
+
+local tally = {}
+
+local function load_tally()
+    local text = call('GET', KEYS[1])
+    if not text then
+        return false
+    end
+    local numbers = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
+    local revision, floor, at_ms, keys, bytes, changes, log_bytes, gap_from, gap_to, late, server = match(text, numbers)
+    tally.revision, tally.floor, tally.at_ms = tonumber(revision), tonumber(floor), tonumber(at_ms)
+    tally.keys, tally.bytes = tonumber(keys), tonumber(bytes)
+    tally.changes, tally.log_bytes = tonumber(changes), tonumber(log_bytes)
+    tally.gap_from, tally.gap_to, tally.late = tonumber(gap_from), tonumber(gap_to), tonumber(late)
+    tally.server = server
+    return true
+end
+
+local function new_tally(server)
+    tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes = 0, 0, 0, 0, 0, 0
+    tally.log_bytes, tally.gap_from, tally.gap_to, tally.late, tally.server = 0, 0, 0, 0, server
+end
+
+local function save_tally()
+    call('SET', KEYS[1], format('%d %d %d %d %d %d %d %d %d %d %s', tally.revision, tally.floor, tally.at_ms,
+        tally.keys, tally.bytes, tally.changes, tally.log_bytes, tally.gap_from, tally.gap_to, tally.late,
+        tally.server))
+end
+
+-- Entries ----------------------------------------------------------------------------------------------------
+
+local HEAD = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%a) (%d+)\n()'
+
+local function parse(key, packed)
+    local version, revision, created, created_ms, updated_ms, expires_ms, size, kind, meta_bytes, at =
+        match(packed, HEAD)
+    local meta_end = at + meta_bytes
+    return {
+        key = key, version = tonumber(version), revision = tonumber(revision), created = tonumber(created),
+        created_ms = tonumber(created_ms), updated_ms = tonumber(updated_ms), expires_ms = tonumber(expires_ms),
+        size = tonumber(size), kind = kind, meta = sub(packed, at, meta_end - 1), value = sub(packed, meta_end),
+    }
+end
+
+local function head(entry)
+    return format('%d %d %d %d %d %d %d %s %d\n', entry.version, entry.revision, entry.created, entry.created_ms,
+        entry.updated_ms, entry.expires_ms, entry.size, entry.kind, #entry.meta) .. entry.meta
+end
+
+local function find(family, key)
+    local packed = call('HGET', base .. family, key)
+    return packed and parse(key, packed)
+end
+
+local function live(entry, at_ms)
+    return entry and (entry.expires_ms == 0 or entry.expires_ms > at_ms) and entry
+end
+
+-- The fields of a record as one text: each name and each field after its length.
+local function framed(fields)
+    local parts = {}
+    for i = 1, #fields do
+        parts[2 * i - 1], parts[2 * i] = #fields[i] .. ':', fields[i]
+    end
+    return table.concat(parts)
+end
+
+-- An entry whole, as a caller is shown it.
+local function shown(entry)
+    if entry.kind == 'r' then
+        return head(entry) .. framed(entry.fields or call('HGETALL', prefix .. entry.key))
+    end
+    return head(entry) .. entry.value
+end
+
+-- What a field counts against the limits. A zero byte in front is ours.
+local function field_size(field)
+    return #field - (string.byte(field) == 0 and 1 or 0)
+end
+
+-- The unpacker of a batch knows text alone. In the place of other bytes stands which of those beside it they are.
+local function bytes(item)
+    return type(item) == 'number' and ARGV[6 + item] or item
+end
+
+local function bytes_of_all(items)
+    for i = 1, #items do
+        items[i] = bytes(items[i])
+    end
+    return items
+end
+
+-- Guards -----------------------------------------------------------------------------------------------------
+
+local function equals(entry, kind, value)
+    if entry.kind ~= kind then
+        return false
+    elseif kind ~= 'r' then
+        return entry.value == bytes(value)
+    end
+    bytes_of_all(value)
+    local fields = call('HGETALL', prefix .. entry.key)
+    if #fields ~= #value then
+        return false
+    end
+    local held = {}
+    for i = 1, #fields, 2 do
+        held[fields[i]] = fields[i + 1]
+    end
+    for i = 1, #value, 2 do
+        if held[value[i]] ~= value[i + 1] then
+            return false
+        end
+    end
+    return true
+end
+
+-- Whether a guard is met: true, false, or nil where that takes a look into a value.
+local function holds(test, entry, operand, name)
+    if not entry then
+        return test == 'absent'
+    elseif test == 'absent' then
+        return false
+    elseif test == 'present' then
+        return true
+    elseif test == 'revision' then
+        return entry.revision == operand
+    elseif test == 'version' then
+        return entry.version == operand
+    elseif test == 'held' then
+        return entry.created == operand
+    elseif test == 'equals' then
+        return equals(entry, operand, name)
+    elseif entry.kind == 'r' then
+        return call('HGET', prefix .. entry.key, name) == bytes(operand)
+    elseif entry.kind == 'j' then
+        return nil
+    end
+    return operand == false
+end
+
+-- Writes -----------------------------------------------------------------------------------------------------
+
+local KEEP, NEVER = -1, -2
+
+local function refuse(reason, entry, needs, size)
+    return nil, {'refused', reason, entry and shown(entry) or false, needs or '', size or 0}
+end
+
+-- The entry that a value-making write leaves: kind, size and value come from the caller.
+local function written(key, current, now, revision, ttl, meta)
+    local entry = {key = key, revision = revision, updated_ms = now}
+    if current then
+        entry.version, entry.created, entry.created_ms = current.version + 1, current.created, current.created_ms
+    else
+        entry.version, entry.created, entry.created_ms = 1, revision, now
+    end
+    if ttl == KEEP then
+        entry.expires_ms = current and current.expires_ms or 0
+    else
+        entry.expires_ms = ttl == NEVER and 0 or now + ttl
+    end
+    if meta == true then
+        entry.meta = current and current.meta or ''
+    else
+        entry.meta = meta
+    end
+    return entry
+end
+
+-- Redis adds with 64 bits, where a number of this script has 53.
+local function sum(text, by)
+    local key = base .. 'sum'
+    call('SET', key, text)
+    local answer = redis.pcall('INCRBY', key, by)
+    local total = type(answer) == 'number' and call('GET', key)
+    call('DEL', key)
+    return total
+end
+
+-- Each returns the entry after it, or nil and a refusal. w is a write: its op, family, key and the rest.
+local make = {}
+
+function make.put(w, current, now, revision)
+    local entry = written(w[3], current, now, revision, w[7], w[8])
+    entry.kind, entry.size = w[4], w[6]
+    if entry.kind == 'r' then
+        entry.fields, entry.value = bytes_of_all(w[5]), ''
+    else
+        entry.value = bytes(w[5])
+    end
+    return entry
+end
+
+function make.add(w, current, now, revision)
+    local number = '0'
+    if current then
+        if current.kind ~= 'j' or not match(current.value, '^%-?%d+$') then
+            return refuse('type', current, 'an integer')
+        end
+        number = current.value
+    end
+    local total = sum(number, w[4])
+    if not total then
+        return refuse('overflow', current)
+    end
+    local entry = written(w[3], current, now, revision, w[5], w[6])
+    entry.kind, entry.value, entry.size = 'j', total, #total
+    return entry
+end
+
+function make.patch(w, current, now, revision)
+    local fields, unset, must_exist, most = bytes_of_all(w[4]), w[5], w[6], w[7]
+    if not current then
+        if must_exist then
+            return refuse('missing', nil)
+        end
+    elseif current.kind ~= 'r' then
+        return refuse('type', current, 'a record')
+    end
+    local hash, size = prefix .. w[3], current and current.size or 0
+    local function forget(name)
+        local old = current and call('HGET', hash, name)
+        if old then
+            size = size - #name - field_size(old)
+        end
+    end
+    for i = 1, #unset do
+        forget(unset[i])
+    end
+    for i = 1, #fields, 2 do
+        forget(fields[i])
+        size = size + #fields[i] + field_size(fields[i + 1])
+    end
+    if size > most then
+        return refuse('size', current, '', size)
+    end
+    local entry = written(w[3], current, now, revision, w[8], w[9])
+    entry.kind, entry.value, entry.size = 'r', '', size
+    entry.patch, entry.unset = fields, unset
+    return entry
+end
+
+-- Applying ---------------------------------------------------------------------------------------------------
+
+-- HSET takes its arguments from the stack, which holds some thousands.
+local function set_fields(hash, fields)
+    for first = 1, #fields, 1000 do
+        call('HSET', hash, unpack(fields, first, math.min(first + 999, #fields)))
+    end
+end
+
+local function end_entry(family, entry)
+    call('HDEL', base .. family, entry.key)
+    call('ZREM', base .. family .. ':keys', entry.key)
+    if entry.expires_ms > 0 then
+        call('ZREM', due_key, family .. ':' .. entry.key)
+    end
+    if entry.kind == 'r' then
+        call('DEL', prefix .. entry.key)
+    end
+    if family == 'data' then
+        tally.keys, tally.bytes = tally.keys - 1, tally.bytes - #entry.key - entry.size
+    end
+end
+
+local function set_entry(family, entry, stored)
+    local key = entry.key
+    if entry.patch then
+        for i = 1, #entry.unset do
+            call('HDEL', prefix .. key, entry.unset[i])
+        end
+        set_fields(prefix .. key, entry.patch)
+    elseif entry.kind == 'r' and entry.fields then
+        call('DEL', prefix .. key)
+        set_fields(prefix .. key, entry.fields)
+    elseif stored and stored.kind == 'r' and entry.kind ~= 'r' then
+        call('DEL', prefix .. key)
+    end
+    call('HSET', base .. family, key, head(entry) .. entry.value)
+    if not stored then
+        call('ZADD', base .. family .. ':keys', 0, key)
+    end
+    if entry.expires_ms > 0 then
+        call('ZADD', due_key, entry.expires_ms, family .. ':' .. key)
+    elseif stored and stored.expires_ms > 0 then
+        call('ZREM', due_key, family .. ':' .. key)
+    end
+    if family == 'data' then
+        if stored then
+            tally.keys, tally.bytes = tally.keys - 1, tally.bytes - #key - stored.size
+        end
+        tally.keys, tally.bytes = tally.keys + 1, tally.bytes + #key + entry.size
+    end
+end
+
+local function log(change, last, now)
+    local size = #change.key + (change.size or 0)
+    call('XADD', log_key, format('%d-0', change.revision), 'op', change.op, 'family', change.family, 'key', change.key,
+        'commit', last, 'at', now, 'cause', change.cause or '', 'size', size, 'entry', change.entry)
+    tally.changes, tally.log_bytes = tally.changes + 1, tally.log_bytes + size
+end
+
+-- Deciding ---------------------------------------------------------------------------------------------------
+
+-- What a batch did when it was asked for the first time, by the name of its changes; and if it did nothing,
+-- it shall not do anything any more when its first call comes late.
+local function earlier(since, cause, group, now)
+    local found, first = {}, format('(%d-0', since)
+    if since == 0 then
+        first = '-'
+    end
+    while true do
+        local entries = call('XRANGE', log_key, first, '+', 'COUNT', 500)
+        for i = 1, #entries do
+            if entries[i][2][12] == cause then
+                found[#found + 1] = entries[i]
+            end
+        end
+        if #entries < 500 then
+            break
+        end
+        first = '(' .. entries[#entries][1]
+    end
+    if #found == 0 then
+        call('HSET', late_key, group, now)
+        tally.late = 1
+    end
+    return found
+end
+
+-- A write that is accepted: what it makes, and the changes that tell of it.
+local function decide(w, now, revision, cause, changes)
+    local op, family, key = w[1], w[2], w[3]
+    local stored = find(family, key)
+    local current = live(stored, now)
+    local step = {family = family, stored = stored}
+    local function change(of, kind, text, size, who)
+        changes[#changes + 1] = {
+            op = kind, family = family, key = key, revision = of, cause = who, entry = text, size = size,
+        }
+    end
+    if make[op] then
+        if stored and not current then
+            revision = revision + 1
+            change(revision, 'expire', head(stored), 0)
+            step.ended = stored
+        end
+        revision = revision + 1
+        local entry, refusal = make[op](w, current, now, revision)
+        if not entry then
+            return nil, refusal
+        end
+        step.after = entry
+        change(revision, op == 'patch' and 'patch' or 'put', nil, entry.size, cause)
+        step.change = changes[#changes]
+    elseif op == 'touch' then
+        if current then
+            revision = revision + 1
+            local after = {}
+            for name, item in pairs(current) do
+                after[name] = item
+            end
+            after.revision, after.expires_ms = revision, w[4] == NEVER and 0 or now + w[4]
+            step.after = after
+            change(revision, 'touch', head(after), after.size, cause)
+        end
+    elseif op == 'delete' then
+        if current then
+            revision = revision + 1
+            step.before = w[4] and shown(current) or head(current)
+            step.ended, step.is_taken = current, w[4]
+            change(revision, w[4] and 'take' or 'delete', step.before, w[4] and current.size or 0, cause)
+        end
+    elseif stored and not current and stored.revision == w[4] then
+        revision = revision + 1
+        step.before, step.ended = head(stored), stored
+        change(revision, 'expire', step.before, 0)
+    end
+    return step, revision
+end
+
+local function apply(step)
+    if step.ended then
+        end_entry(step.family, step.ended)
+        step.stored = false
+    end
+    if step.after then
+        set_entry(step.family, step.after, step.stored)
+        step.text = shown(step.after)
+        if step.change then
+            step.change.entry = step.text
+        end
+    end
+end
+
+-- What is remembered of a request: its digest, when it was done, its revision, until when it is remembered, and
+-- a key with an answer for each write. Redis may end it by itself, for nobody hears of that.
+local function kept_receipt(key, now)
+    local kept = call('LRANGE', key, 0, -1)
+    return #kept > 0 and tonumber(kept[4]) > now and kept
+end
+
+local function keep_receipt(key, receipt_ms, digest, now, writes, answer)
+    call('DEL', key)
+    call('RPUSH', key, digest, now, answer[2], now + receipt_ms)
+    for i = 1, #writes do
+        call('RPUSH', key, writes[i][3], answer[i + 2])
+    end
+    call('PEXPIRE', key, receipt_ms)
+end
+
+-- One batch: the digest and the time of its receipt, its own name, the name of its changes, since when it may
+-- have been done already and in which call, its guards and its writes.
+local function commit(batch, now)
+    local digest, receipt_ms, request, cause, since, group, guards, writes = unpack(batch)
+    local receipt_key = base .. 'receipt:' .. request
+    if receipt_ms > 0 then
+        local kept = kept_receipt(receipt_key, now)
+        if kept then
+            return {'seen', unpack(kept)}
+        end
+    end
+    if since >= 0 then
+        local found = earlier(since, cause, group, now)
+        if #found > 0 then
+            return {'again', unpack(found)}
+        end
+    end
+    for i = 1, #guards do
+        local family, key, test, operand, name = unpack(guards[i])
+        local entry = live(find(family, key), now)
+        local met = holds(test, entry, operand, name)
+        if met == nil then
+            return {'look', i, shown(entry)}
+        elseif not met then
+            return {'guard', i, entry and shown(entry) or false}
+        end
+    end
+    local steps, changes, revision = {}, {}, tally.revision
+    for i = 1, #writes do
+        local step, after = decide(writes[i], now, revision, cause, changes)
+        if not step then
+            after[6] = i
+            return after
+        end
+        steps[i], revision = step, after
+    end
+    local answer = {'done', revision}
+    for i = 1, #steps do
+        apply(steps[i])
+        local step = steps[i]
+        if step.text then
+            -- Whoever puts knows what was put.
+            answer[#answer + 1] = writes[i][1] == 'put' and '=' .. head(step.after) or '+' .. step.text
+        else
+            answer[#answer + 1] = step.before and (step.is_taken and '~' or '-') .. step.before or ''
+        end
+    end
+    for i = 1, #changes do
+        log(changes[i], revision, now)
+    end
+    tally.revision = revision
+    if receipt_ms > 0 then
+        keep_receipt(receipt_key, receipt_ms, digest, now, writes, answer)
+    end
+    return answer
+end
+
+-- The verbs --------------------------------------------------------------------------------------------------
+
+local verb = {}
+
+function verb.commit()
+    local server, seen, group, batches = ARGV[3], tonumber(ARGV[4]), ARGV[5], cmsgpack.unpack(ARGV[6])
+    if not load_tally() then
+        new_tally(server)
+    end
+    if tally.server ~= server or tally.revision < seen then
+        return {'lost', tally.revision}
+    end
+    if tally.late > 0 then
+        local names = {group}
+        for i = 1, #batches do
+            -- One with a receipt is known by that.
+            names[i + 1] = batches[i][2] == 0 and batches[i][5] < 0 and batches[i][4] or group
+        end
+        for _, is_late in ipairs(call('HMGET', late_key, unpack(names))) do
+            if is_late then
+                return {'late'}
+            end
+        end
+    end
+    local now = math.max(tally.at_ms, now_ms())
+    tally.at_ms = now
+    local answers = {}
+    for i = 1, #batches do
+        answers[i] = commit(batches[i], now)
+    end
+    save_tally()
+    return {'ok', now, answers}
+end
+
+-- Another server, or one that forgot: nothing that was given out may be given out again.
+function verb.mend()
+    local server, seen = ARGV[3], tonumber(ARGV[4])
+    if not load_tally() then
+        new_tally(server)
+    end
+    if tally.server == server and tally.revision >= seen then
+        return tally.revision
+    end
+    if tally.gap_to > 0 then
+        tally.floor = math.max(tally.floor, tally.gap_to)
+    end
+    tally.gap_from = tally.revision
+    tally.revision = math.max(tally.revision, seen) + 1000000
+    tally.gap_to, tally.server = tally.revision, server
+    save_tally()
+    return tally.revision
+end
+
+function verb.read()
+    local now, family, answer = now_ms(), ARGV[3], {}
+    if family == 'receipt' then
+        for i = 4, #ARGV do
+            answer[i - 3] = kept_receipt(base .. 'receipt:' .. ARGV[i], now)
+        end
+        return answer
+    end
+    for first = 4, #ARGV, 1000 do
+        local last = math.min(first + 999, #ARGV)
+        local found = call('HMGET', base .. family, unpack(ARGV, first, last))
+        for i = 1, last - first + 1 do
+            local packed = found[i]
+            if packed then
+                local expires_ms, kind = match(packed, '^%d+ %d+ %d+ %d+ %d+ (%d+) %d+ (%a)')
+                if expires_ms ~= '0' and tonumber(expires_ms) <= now then
+                    packed = false
+                elseif kind == 'r' then
+                    packed = packed .. framed(call('HGETALL', prefix .. ARGV[first + i - 1]))
+                end
+            end
+            answer[first + i - 4] = packed
+        end
+    end
+    return answer
+end
+
+function verb.scan()
+    local now, family, start, stop = now_ms(), ARGV[3], ARGV[4], ARGV[5]
+    local limit, most, values = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
+    local examined, size, answer, last = 0, 0, {}, false
+    while true do
+        local found = call('ZRANGEBYLEX', base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
+        for i = 1, #found do
+            local key = found[i]
+            local entry = live(find(family, key), now)
+            -- One more than is asked for tells whether there is more.
+            if size > most or examined >= 5000 or (entry and #answer == 2 * limit) then
+                return {last, answer}
+            end
+            examined, last = examined + 1, key
+            if entry then
+                local text = values and shown(entry) or head(entry)
+                size = size + #text
+                answer[#answer + 1] = key
+                answer[#answer + 1] = text
+            end
+        end
+        if #found < 200 then
+            return {false, answer}
+        end
+        start = '(' .. found[#found]
+    end
+end
+
+function verb.feed()
+    local after, limit = tonumber(ARGV[3]), tonumber(ARGV[4])
+    if not load_tally() then
+        return {0, 0, 0, 0, {}}
+    end
+    local entries = {}
+    if after < tally.revision then
+        entries = call('XRANGE', log_key, after == 0 and '-' or format('(%d-0', after), '+', 'COUNT', limit)
+    end
+    return {tally.revision, tally.floor, tally.gap_from, tally.gap_to, entries}
+end
+
+function verb.due()
+    local found = call('ZRANGEBYSCORE', due_key, '-inf', now_ms(), 'LIMIT', 0, tonumber(ARGV[3]))
+    local answer = {}
+    for i = 1, #found do
+        local family, key = match(found[i], '^(%a+):(.*)$')
+        local entry = find(family, key)
+        if entry then
+            answer[#answer + 1] = {family, key, entry.revision}
+        end
+    end
+    return answer
+end
+
+-- The oldest changes go while there are too many of them, too many bytes, or they are too old.
+function verb.trim()
+    local age_ms, changes = tonumber(ARGV[3]), tonumber(ARGV[4])
+    local most, age_ms_min = tonumber(ARGV[5]), tonumber(ARGV[6])
+    if not load_tally() then
+        return 0
+    end
+    local now, dropped, was_late = math.max(tally.at_ms, now_ms()), 0, tally.late
+    local entries = call('XRANGE', log_key, '-', '+', 'COUNT', 1000)
+    local floor
+    for i = 1, #entries do
+        local fields = entries[i][2]
+        local age = now - fields[10]
+        local over = tally.changes > changes or tally.log_bytes > most or age > age_ms
+        if not over or age < age_ms_min then
+            break
+        end
+        tally.changes, tally.log_bytes = tally.changes - 1, tally.log_bytes - fields[14]
+        dropped, floor = dropped + 1, tonumber(match(entries[i][1], '^%d+'))
+    end
+    if dropped > 0 then
+        call('XTRIM', log_key, 'MINID', format('%d-0', floor + 1))
+        tally.floor = math.max(tally.floor, floor)
+    end
+    if tally.late > 0 then
+        local names = call('HGETALL', late_key)
+        for i = 1, #names, 2 do
+            if now - names[i + 1] > 3600000 then
+                call('HDEL', late_key, names[i])
+            end
+        end
+        tally.late = call('EXISTS', late_key)
+    end
+    if dropped > 0 or tally.late ~= was_late then
+        save_tally()
+    end
+    return dropped
+end
+
+function verb.status()
+    if not load_tally() then
+        new_tally('')
+    end
+    return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, now_ms()}
+end
+
+return verb[ARGV[1]]()

@@ -1,0 +1,656 @@
+"""The Redis engine: state in the memory of a server that many processes share.
+
+One script on the server decides a group of batches as `limpet.transition.plan` would, so a group
+is one round trip and nobody sees it half done. It is held to `plan` by the same suite, and it
+moves the bytes of values without looking into them: where a guard asks for a member of a JSON
+object, the look is taken here, and the script is asked again for the entry that was looked at.
+
+The log is a stream whose ids are revisions. Expiry is our own, by the server's time: a key that
+Redis ends by itself would leave no change.
+
+After a failover, or a crash of a server that does not sync each write, the counter may come back
+old. So the server's replication id is kept beside it. Whoever finds another one raises the counter
+first, far beyond what anybody can have seen; watchers who saw what was lost are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from redis import exceptions
+from redis.asyncio import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from limpet import codec
+from limpet.clock import Clock
+from limpet.codec import Stored
+from limpet.engine import Address, new_request_id
+from limpet.engines.remote import Outcome, Remote, Ticket, group_of
+from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
+from limpet.keys import Span
+from limpet.model import (
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Change,
+    Commit,
+    Delete,
+    Durability,
+    Entry,
+    Equals,
+    Expire,
+    Family,
+    Feed,
+    FieldEquals,
+    Filter,
+    Guard,
+    HeldBy,
+    Patch,
+    Put,
+    Refusal,
+    Revision,
+    Slice,
+    Status,
+    Touch,
+    Traits,
+    Version,
+    Window,
+    Write,
+)
+from limpet.transition import recall, remember
+
+CONNECT_S: Final = 10.0
+COMMAND_S: Final = 60.0
+LISTEN_MS: Final = 5_000
+SLICE_BYTES_MAX: Final = 4_000_000
+LOOKS_MAX: Final = 10
+
+_KEEP_MS: Final = -1
+_NEVER_MS: Final = -2
+_ABSENT_NUMBER: Final = -1
+_STORE: Final = "limpet:store"
+_pack = msgspec.msgpack.Encoder().encode
+
+
+async def open(address: Address, clock: Clock) -> RedisEngine:
+    """Open ``redis://host:6379/0``; ``rediss:`` is the same over TLS."""
+    address.allow("hash_tag", "eviction", "wait")
+    braces = address.take("hash_tag", "namespace", ("namespace", "none")) == "namespace"
+    evicts = address.take("eviction", "refuse", ("refuse", "allow")) == "allow"
+    wait = address.options.get("wait", "0")
+    if not wait.isdigit():
+        raise InvalidValue(f"{address}: wait is a number of replicas")
+    try:
+        pool = ConnectionPool.from_url(
+            address.url.partition("?")[0],
+            socket_connect_timeout=CONNECT_S,
+            # We have our own; the driver's way of keeping one can lose a cancellation.
+            socket_timeout=None,
+            # What the driver sends again by itself could be applied twice.
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except ValueError as error:
+        raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host, port and path") from error
+    engine = RedisEngine(pool, str(address), braces=braces, replicas=int(wait))
+    try:
+        await engine.prepare(evicts=evicts)
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+@functools.cache
+def script() -> tuple[bytes, str]:
+    """The script of the server, and the name that the server knows it by."""
+    text = Path(__file__).with_name("redis.lua").read_bytes()
+    return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
+
+
+class RedisEngine(Remote):
+    """A handle on a Redis server."""
+
+    def __init__(self, pool: Any, shown: str, *, braces: bool = True, replicas: int = 0) -> None:
+        self.traits = Traits(engine="redis", durability="none", log="every", clock="server", inline=False)
+        self._pool = pool
+        self._braces = braces
+        self._replicas = replicas
+        self._servers: dict[Any, str] = {}
+        self._store_id = ""
+        super().__init__(self._lay_line, shown)
+
+    # The eight primitives, but for those that are shared ------------------------
+
+    async def scan(
+        self,
+        namespace: str,
+        span: Span,
+        *,
+        family: Family = "data",
+        where: Filter | None = None,
+        values: bool = True,
+        limit: int = 500,
+    ) -> Slice:
+        """See `Engine.scan`."""
+        self._check_open()
+        start = f"[{span.start}" if span.start else "-"
+        stop = "+" if span.stop is None else f"({span.stop}"
+        is_whole = values or where is not None
+        most = SLICE_BYTES_MAX if is_whole else 2**53
+        asked = ("scan", family, start, stop, limit, most, int(is_whole))
+        cursor, found = await self._ask(namespace, *asked)
+        pairs = zip(found[::2], found[1::2], strict=True)
+        entries = [_entry(key.decode(), text, with_value=is_whole) for key, text in pairs]
+        if where is not None:
+            entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
+            entries = entries if values else [entry.without_value() for entry in entries]
+        return Slice(entries, None if cursor is None else cursor.decode())
+
+    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
+        """See `Engine.due`."""
+        self._check_open()
+        found = await self._ask(namespace, "due", limit)
+        return [Expire(key.decode(), revision, family.decode()) for family, key, revision in found]
+
+    async def trim(self, namespace: str, window: Window) -> int:
+        """See `Engine.trim`."""
+        self._check_open()
+        bounds = (window.age_ms, window.changes, window.size_bytes, window.age_ms_min)
+        dropped: int = await self._ask(namespace, "trim", *bounds)
+        return dropped
+
+    async def status(self, namespace: str) -> Status:
+        """See `Engine.status`."""
+        self._check_open()
+        revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._ask(namespace, "status")
+        return Status(
+            store_id=self._store_id,
+            epoch=1,
+            revision=revision,
+            floor=floor,
+            keys=keys,
+            size_bytes=size_bytes,
+            log_changes=log_changes,
+            log_bytes=log_bytes,
+            now_ms=now_ms,
+        )
+
+    # Reading ------------------------------------------------------------------
+
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
+        found = await self._ask(namespace, "read", family, *keys)
+        shown: Callable[[str, Any], Entry] = _receipt if family == "receipt" else _entry
+        return [shown(key, text) for key, text in zip(keys, found, strict=True) if text is not None]
+
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+        while True:
+            revision, floor, gap_from, gap_to, found = await self._ask(namespace, "feed", after, limit)
+            if after < floor:
+                raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
+            if after > revision:
+                raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+            if gap_from < after < gap_to:
+                raise Compacted(f"the server lost what came after revision {gap_from}, and {after} with it")
+            changes = [_change(fields, _revision(name)) for name, fields in found]
+            is_full = len(found) == limit
+            head = changes[-1].revision if is_full else revision
+            if span is not None:
+                changes = [one for one in changes if one.family == "data" and one.key in span]
+            if changes or not is_full:
+                return Feed(changes, head)
+            after = head
+
+    def _listen_to(self, namespace: str) -> None:
+        self._keep_listening(namespace, functools.partial(self._listen, namespace))
+
+    async def _listen(self, namespace: str) -> None:
+        """Ring the bell whenever the stream of a namespace grows."""
+        line, log = await self._lay_line(), self._key(namespace, "log")
+        try:
+            while True:
+                await line.send_command("XREVRANGE", log, "+", "-", "COUNT", 1)
+                newest = await line.read_response(disable_decoding=True)
+                # What was missed before is found by looking.
+                self._bell.ring(namespace)
+                after, found = newest[0][0] if newest else "0-0", None
+                while not found:
+                    await line.send_command("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
+                    found = await line.read_response(disable_decoding=True)
+        finally:
+            self._cut(line)
+
+    # Committing ---------------------------------------------------------------
+
+    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Outcome]:
+        batches = [ticket.batch for ticket in group]
+        outcomes: list[Outcome | None] = [None] * len(group)
+        waiting = list(range(len(group)))
+        for _ in range(LOOKS_MAX):
+            found = await self._commit_batches(namespace, [batches[number] for number in waiting])
+            again = []
+            for number, outcome in zip(waiting, found, strict=True):
+                if isinstance(outcome, Batch):
+                    batches[number] = outcome
+                elif isinstance(outcome, Refusal) and outcome.guard not in (None, *group[number].batch.guards):
+                    # It was looked into, and changed before that could be used.
+                    batches[number] = group[number].batch
+                else:
+                    outcomes[number] = outcome
+                    continue
+                again.append(number)
+            waiting = again
+            if not waiting:
+                break
+        return [
+            # Only a batch with a guard can be left: others change its key between the look and the commit.
+            Contention(ticket.batch.guards[0].key, attempts=LOOKS_MAX) if outcome is None else outcome
+            for ticket, outcome in zip(group, outcomes, strict=True)
+        ]
+
+    async def _commit_batches(self, namespace: str, batches: list[Batch]) -> Sequence[Outcome | Batch]:
+        """Let the server decide batches. One that it cannot decide comes back, to be asked for again."""
+        name = new_request_id()
+        causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
+        raw: list[bytes] = []
+        body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
+        seen = self._latest.get(namespace, 0)
+        while True:
+            sent = False
+            try:
+                async with self._connection() as line:
+                    server = self._servers[line]
+                    sent = True
+                    answer = await self._call(line, namespace, "commit", server, seen, name, body, *raw)
+                    if answer[0] == b"ok" and self._replicas:
+                        await self._await_replicas(line)
+            except Exception as error:
+                if sent and self._is_lost(error):
+                    return [self._unknown(namespace, cause, error) for cause in causes]
+                raise self._translated(error) from error
+            if answer[0] != b"lost":
+                break
+            seen = await self._mend(namespace, seen)
+        if answer[0] == b"late":
+            raise Unavailable("this request was overtaken by its own retry")
+        _, at_ms, found = answer
+        outcomes: list[Outcome | Batch] = []
+        for batch, one in zip(batches, found, strict=True):
+            outcomes.append(await self._outcome(namespace, batch, one, at_ms))
+        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        return outcomes
+
+    async def _outcome(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> Outcome | Batch:
+        """What became of a batch."""
+        match found[0]:
+            case b"done":
+                return _commit(batch, found[1], [write.key for write in batch.writes], found[2:], at_ms)
+            case b"seen":
+                digest, kept_ms, revision, _, *kept = found[1:]
+                if digest.decode() != batch.digest.hex():
+                    return Refusal("stale_request", batch.request_id or "", None, at_ms)
+                keys = [key.decode() for key in kept[::2]]
+                return _commit(batch, int(revision), keys, kept[1::2], int(kept_ms), replayed=True)
+            case b"again":
+                changes = [_change(fields, _revision(name)) for name, fields in found[1:]]
+                current = await self._read_all(namespace, "data", [write.key for write in batch.writes])
+                held = {("data", entry.key): entry for entry in current}
+                again = recall(batch, changes, lambda family, key: held.get((family, key)))
+                assert again is not None
+                return again
+            case b"guard":
+                guard = batch.guards[found[1] - 1]
+                return Refusal("guard", guard.key, _found(guard.key, found[2]), at_ms, guard=guard)
+            case b"look":
+                return _looked(batch, found[1] - 1, found[2], at_ms)
+            case _:
+                _, reason, text, needs, size_bytes, place = found
+                key = batch.writes[place - 1].key
+                return Refusal(
+                    reason.decode(), key, _found(key, text), at_ms, needs=needs.decode(), size_bytes=size_bytes
+                )
+
+    async def _mend(self, namespace: str, seen: int) -> int:
+        """Raise the counter of a server that is another, or that forgot, beyond what anybody has seen of it."""
+        async with self._translating(), self._connection() as line:
+            server = self._servers[line]
+            revision: int = await self._call(line, namespace, "mend", server, seen)
+        self._bell.ring(namespace)
+        return min(seen, revision)
+
+    async def _await_replicas(self, line: Any) -> None:
+        reached = await self._command(line, "WAIT", self._replicas, int(1000 * COMMAND_S / 2))
+        if reached < self._replicas:
+            raise TimeoutError(f"{reached} of {self._replicas} replicas have it")
+
+    # Connections --------------------------------------------------------------
+
+    async def prepare(self, *, evicts: bool = False) -> None:
+        """Look at the server: whether it may serve, and what its writes survive."""
+        async with self._translating(), self._connection() as line:
+            role = await self._info(line, "replication", "role")
+            if role != "master":
+                raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+            policy = await self._info(line, "memory", "maxmemory_policy")
+            limit = await self._info(line, "memory", "maxmemory")
+            appends = await self._info(line, "persistence", "aof_enabled") == "1"
+            sync = await self._setting(line, "appendfsync") if appends else "no"
+            # Of several who find no name, one gives it.
+            await self._command(line, "SET", _STORE, os.urandom(8).hex(), "NX")
+            self._store_id = (await self._command(line, "GET", _STORE)).decode()
+        if policy.startswith("allkeys") and limit != "0" and not evicts:
+            raise InvalidValue(
+                f"{self._shown} forgets keys when its memory is full (maxmemory-policy {policy}): "
+                "set noeviction, or give ?eviction=allow"
+            )
+        self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
+
+    async def _lay_line(self) -> Any:
+        line = self._pool.make_connection()
+        try:
+            await line.connect()
+            self._servers[line] = await self._info(line, "replication", "master_replid")
+        except BaseException:
+            self._cut(line)
+            raise
+        return line
+
+    async def _command(self, line: Any, *words: Any) -> Any:
+        async with asyncio.timeout(COMMAND_S):
+            await line.send_command(*words)
+            return await line.read_response(disable_decoding=True)
+
+    async def _info(self, line: Any, section: str, name: str) -> str:
+        text: bytes = await self._command(line, "INFO", section)
+        for row in text.decode().splitlines():
+            key, _, value = row.partition(":")
+            if key == name:
+                return value
+        return ""
+
+    async def _setting(self, line: Any, name: str) -> str:
+        """A setting of the server; a role that may not ask is told what Redis does by default."""
+        try:
+            found = await self._command(line, "CONFIG", "GET", name)
+        except exceptions.ResponseError:
+            return "everysec"
+        return found[1].decode() if found else "everysec"
+
+    async def _ask(self, namespace: str, *parameters: Any) -> Any:
+        """Call the script for something that may be asked again."""
+        async with self._translating(), self._connection() as line:
+            return await self._call(line, namespace, *parameters)
+
+    async def _call(self, line: Any, namespace: str, verb: str, *parameters: Any) -> Any:
+        text, name = script()
+        tail = ("1", self._key(namespace, "tally"), verb, self._prefix(namespace), *parameters)
+        try:
+            return await self._command(line, "EVALSHA", name, *tail)
+        except exceptions.NoScriptError:
+            return await self._command(line, "EVAL", text, *tail)
+
+    def _key(self, namespace: str, name: str) -> str:
+        return f"limpet:{{{namespace}}}:{name}" if self._braces else f"limpet:{namespace}:{name}"
+
+    def _prefix(self, namespace: str) -> str:
+        return f"{{{namespace}}}:" if self._braces else f"{namespace}:"
+
+    @contextlib.asynccontextmanager
+    async def _translating(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            raise self._translated(error) from error
+
+    async def _leave(self, connection: Any) -> None:
+        self._servers.pop(connection, None)
+        await connection.disconnect()
+
+    def _cut(self, connection: Any) -> None:
+        self._servers.pop(connection, None)
+        # Not disconnect, which waits for the other side.
+        writer = getattr(connection, "_writer", None)
+        if writer is not None:
+            writer.transport.abort()
+        connection._reader = connection._writer = None
+
+    def _is_cut(self, connection: Any) -> bool:
+        return connection not in self._servers or not connection.is_connected
+
+    def _is_lost(self, error: BaseException) -> bool:
+        if isinstance(error, exceptions.ResponseError | exceptions.ReadOnlyError | exceptions.BusyLoadingError):
+            return False
+        return isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError | TimeoutError)
+
+    def _meaning(self, error: Exception) -> Exception:
+        shown = self._shown
+        match error:
+            case exceptions.AuthenticationError() | exceptions.NoPermissionError():
+                return PermissionDenied(f"{shown}: {error}")
+            case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
+                return Unavailable(f"{shown}: {error}")
+            case exceptions.ResponseError():
+                word = str(error).partition(" ")[0]
+                made = Unavailable if word in _PASSING else PermissionDenied if word in _FORBIDDEN else Corrupt
+                return made(f"{shown}: {error}")
+            case exceptions.RedisError() | OSError() | TimeoutError():
+                return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+            case _:
+                return error
+
+
+_PASSING: Final = frozenset(
+    ["LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "OOM", "MISCONF"]
+)
+_FORBIDDEN: Final = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
+
+
+def _durability(appends: bool, sync: str, replicas: int) -> Durability:
+    if not appends:
+        return "none"
+    if sync != "always":
+        return "process"
+    return "quorum" if replicas else "disk"
+
+
+# What is asked ------------------------------------------------------------------
+
+
+def _asked(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
+    """A batch as the script takes it. Nothing in it is None, which would be a hole in a table there.
+
+    Its unpacker knows text alone. Bytes that are none go beside it, and in their place stands which they are.
+    """
+
+    def text(item: bytes) -> str | int:
+        try:
+            return item.decode()
+        except UnicodeDecodeError:
+            raw.append(item)
+            return len(raw)
+
+    def fields(held: Mapping[str, bytes]) -> list[str | int]:
+        return [item for name, field in held.items() for item in (name, text(_wire(field)))]
+
+    def value(stored: Stored) -> tuple[str, Any]:
+        if not isinstance(stored, bytes):
+            return "r", fields(stored)
+        return ("b", text(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
+
+    def guarded(guard: Guard) -> list[Any]:
+        place = [guard.family, guard.key]
+        match guard.condition:
+            case Version(number):
+                return [*place, "version", _number(number), ""]
+            case Revision(number):
+                return [*place, "revision", _number(number), ""]
+            case HeldBy(token):
+                return [*place, "held", _number(token), ""]
+            case Equals(stored):
+                return [*place, "equals", *value(stored)]
+            case FieldEquals(name, expected):
+                return [*place, "field", text(_wire(expected)) if isinstance(expected, bytes) else False, name]
+            case condition:
+                return [*place, "present" if condition is PRESENT else "absent", "", ""]
+
+    def written(write: Write) -> list[Any]:
+        place = [write.family, write.key]
+        match write:
+            case Put():
+                size_bytes = codec.size_bytes(write.stored)
+                return ["put", *place, *value(write.stored), size_bytes, _ttl(write.ttl_ms), _meta(write.meta_json)]
+            case Add():
+                return ["add", *place, str(write.by), _ttl(write.ttl_ms), _meta(write.meta_json)]
+            case Patch():
+                how = [list(write.unset), write.if_exists, batch.value_bytes_max]
+                return ["patch", *place, fields(write.fields), *how, _ttl(write.ttl_ms), _meta(write.meta_json)]
+            case Touch():
+                return ["touch", *place, _ttl(write.ttl_ms)]
+            case Delete():
+                return ["delete", *place, write.take]
+            case Expire():
+                return ["expire", *place, write.revision]
+
+    since = -1 if batch.retry_since is None else batch.retry_since
+    name = group_of(batch.request_id) if since >= 0 and batch.request_id else group
+    guards, writes = [guarded(guard) for guard in batch.guards], [written(write) for write in batch.writes]
+    digest = batch.digest.hex()
+    return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes]
+
+
+def _number(number: int) -> int:
+    """A number that no entry has, for one that the script could not hold exactly."""
+    return number if 0 <= number < 2**53 else _ABSENT_NUMBER
+
+
+def _ttl(ttl_ms: Any) -> int:
+    found: int = _NEVER_MS if ttl_ms is None else _KEEP_MS if ttl_ms is KEEP else ttl_ms
+    return found
+
+
+def _meta(meta_json: Any) -> str | bool:
+    found: str | bool = "" if meta_json is None else True if meta_json is KEEP else meta_json.decode()
+    return found
+
+
+# In a hash of Redis, a field of raw bytes is itself, so that other programs read what they expect.
+# A JSON field has a zero byte in front, and so have raw bytes that begin with one.
+
+
+def _wire(field: bytes) -> bytes:
+    if field[:1] != b"\0":
+        return b"\0" + field
+    return field if field[1:2] == b"\0" else field[1:]
+
+
+def _unwire(wire: bytes) -> bytes:
+    if wire[:1] != b"\0":
+        return b"\0" + wire
+    return wire if wire[1:2] == b"\0" else wire[1:]
+
+
+# What is answered ---------------------------------------------------------------
+
+
+def _entry(key: str, text: bytes, *, with_value: bool = True) -> Entry:
+    """An entry of its text: a line of numbers, its meta, its value."""
+    line, _, rest = text.partition(b"\n")
+    version, revision, created, created_ms, updated_ms, expires_ms, _, kind, meta_bytes = line.split(b" ")
+    at = int(meta_bytes)
+    meta = rest[:at] if at else None
+    stored = _stored(kind, rest[at:]) if with_value else None
+    expires = None if expires_ms == b"0" else int(expires_ms)
+    return Entry(
+        key, stored, int(version), int(revision), int(created), int(created_ms), int(updated_ms), expires, meta
+    )
+
+
+def _stored(kind: bytes, value: bytes) -> Stored:
+    if kind == b"j":
+        return value
+    if kind == b"b":
+        return b"\0" + value
+    fields: dict[str, bytes] = {}
+    at, name = 0, None
+    while at < len(value):
+        colon = value.index(b":", at)
+        end = colon + 1 + int(value[at:colon])
+        piece, at = value[colon + 1 : end], end
+        if name is None:
+            name = piece.decode()
+        else:
+            fields[name], name = _unwire(piece), None
+    return fields
+
+
+def _found(key: str, text: bytes | None) -> Entry | None:
+    return None if text is None else _entry(key, text)
+
+
+def _revision(name: bytes) -> int:
+    return int(name.partition(b"-")[0])
+
+
+def _change(fields: list[bytes], revision: int) -> Change:
+    op, family, key, last, at_ms, cause, _, text = fields[1::2]
+    word: Any = "delete" if op == b"take" else op.decode()
+    entry = _entry(key.decode(), text, with_value=op in (b"put", b"patch", b"take"))
+    place: Any = family.decode()
+    return Change(word, entry, revision, int(last), int(at_ms), cause.decode() or None, place)
+
+
+def _commit(
+    batch: Batch, revision: int, keys: list[str], found: list[bytes], at_ms: int, *, replayed: bool = False
+) -> Commit:
+    """The commit of a batch: for each write, the entry after it or the one that it ended."""
+    entries: list[Entry | None] = []
+    ended: list[Entry | None] = []
+    for write, key, text in zip(batch.writes, keys, found, strict=True):
+        after = before = None
+        if text[:1] == b"=":
+            assert isinstance(write, Put)
+            after = msgspec.structs.replace(_entry(key, text[1:], with_value=False), stored=write.stored)
+        elif text[:1] == b"+":
+            after = _entry(key, text[1:])
+        elif text:
+            before = _entry(key, text[1:], with_value=text[:1] == b"~")
+        entries.append(after)
+        ended.append(before)
+    return Commit(revision, tuple(entries), tuple(ended), at_ms, replayed)
+
+
+def _receipt(key: str, kept: list[bytes]) -> Entry:
+    """A receipt as other engines keep it."""
+    digest, at_ms, revision, until_ms, *rest = kept
+    entries: list[Entry | None] = []
+    ended: list[Entry | None] = []
+    for name, text in zip(rest[::2], rest[1::2], strict=True):
+        whole = _entry(name.decode(), text[1:], with_value=text[:1] in (b"+", b"~")) if text else None
+        entries.append(whole if text[:1] in (b"=", b"+") else None)
+        ended.append(whole if text[:1] in (b"-", b"~") else None)
+    commit = Commit(int(revision), tuple(entries), tuple(ended), int(at_ms))
+    return remember(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
+
+
+def _looked(batch: Batch, place: int, text: bytes, at_ms: int) -> Batch | Refusal:
+    """A batch whose guard asks for a member of a JSON object: refused, or asked for again of this very entry."""
+    guard = batch.guards[place]
+    entry = _entry(guard.key, text)
+    assert isinstance(guard.condition, FieldEquals)
+    assert entry.stored is not None
+    found, expected = codec.member(entry.stored, guard.condition.name), guard.condition.stored
+    if found != (expected if isinstance(expected, bytes) else None):
+        return Refusal("guard", guard.key, entry, at_ms, guard=guard)
+    guards = [*batch.guards]
+    guards[place] = Guard(guard.key, Revision(entry.revision), guard.family)
+    return msgspec.structs.replace(batch, guards=tuple(guards))

@@ -1,0 +1,357 @@
+"""What engines behind a network share: connections that are kept, and calls that travel together.
+
+All reads of one turn of the loop are one request to the server, and so are all commits of one
+namespace; while one of them travels, the next gathers. What a request looks like, and what an
+error of the driver means, is the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+from limpet import codec
+from limpet.engine import Bell
+from limpet.errors import Ambiguous, Closed, LimpetError
+from limpet.keys import Span
+from limpet.model import Batch, Commit, Entry, Family, Feed, Guard, Put, Refusal, Write
+
+__all__ = [
+    "CONNECTIONS_MAX",
+    "GROUP_MAX",
+    "POLL_S",
+    "Outcome",
+    "Remote",
+    "Ticket",
+    "group_of",
+    "marked",
+    "weight_bytes",
+]
+
+GROUP_MAX: Final = 256
+GROUP_BYTES_MAX: Final = 16_000_000
+CONNECTIONS_MAX: Final = 8
+POLL_S: Final = 0.5
+
+Outcome = Commit | Refusal | Exception
+
+
+class Remote(ABC):
+    """An engine whose state is on a server."""
+
+    def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
+        self._connect_anew = connect
+        self._shown = shown
+        self._closed = False
+        self._begin()
+        _engines.add(self)
+
+    def _begin(self) -> None:
+        """What a process must have of its own. Runs again in a child after a fork."""
+        self._idle: list[Any] = []
+        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._bell = Bell()
+        self._queues: dict[str, list[Ticket]] = {}
+        self._asked: dict[tuple[str, Family], list[tuple[Sequence[str], asyncio.Future[list[Entry | None]]]]] = {}
+        self._work: set[asyncio.Task[None]] = set()
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+        self._latest: dict[str, int] = {}
+
+    # What an engine must know -------------------------------------------------
+
+    @abstractmethod
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
+        """Read entries by key, in one request. Those that are absent are left out."""
+
+    @abstractmethod
+    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Outcome]:
+        """Commit batches in their order, and tell what became of each."""
+
+    @abstractmethod
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+        """Read the log, without waiting."""
+
+    @abstractmethod
+    async def _leave(self, connection: Any) -> None:
+        """Close a connection that is in order."""
+
+    @abstractmethod
+    def _cut(self, connection: Any) -> None:
+        """Let go of a connection at once, whatever is on the line."""
+
+    @abstractmethod
+    def _is_cut(self, connection: Any) -> bool:
+        """Whether a connection is closed."""
+
+    @abstractmethod
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether the line broke, so that nobody can say what the server made of the last request."""
+
+    @abstractmethod
+    def _meaning(self, error: Exception) -> Exception:
+        """A driver's error as ours, for something that was not applied or that may be asked again."""
+
+    # Reading ------------------------------------------------------------------
+
+    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
+        """See `Engine.read`."""
+        self._check_open()
+        place = (namespace, family)
+        asked = self._asked.get(place)
+        if asked is None:
+            asked = self._asked[place] = []
+            self._start(self._answer_reads(namespace, family))
+        answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
+        asked.append((keys, answer))
+        return await answer
+
+    async def _answer_reads(self, namespace: str, family: Family) -> None:
+        """Read what is asked for in one request, and again until nobody asks."""
+        place = (namespace, family)
+        while asked := self._asked[place]:
+            self._asked[place] = []
+            try:
+                entries = await self._read_all(namespace, family, list({key for keys, _ in asked for key in keys}))
+                find = {entry.key: entry for entry in entries}.get
+            except Exception as error:
+                for _, answer in asked:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for keys, answer in asked:
+                if not answer.done():
+                    answer.set_result([find(key) for key in keys])
+        del self._asked[place]
+
+    # Committing ---------------------------------------------------------------
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        """See `Engine.commit`."""
+        self._check_open()
+        ticket = Ticket(batch, asyncio.get_running_loop().create_future())
+        queue = self._queues.get(namespace)
+        if queue is None:
+            queue = self._queues[namespace] = []
+            self._start(self._commit_queued(namespace, queue))
+        queue.append(ticket)
+        try:
+            return await ticket.answer
+        except asyncio.CancelledError:
+            # Not begun: it never will. Begun: it will be finished, whoever hears of it.
+            with contextlib.suppress(ValueError):
+                queue.remove(ticket)
+            raise
+
+    async def _commit_queued(self, namespace: str, queue: list[Ticket]) -> None:
+        """Commit group after group until nobody is left."""
+        try:
+            while queue:
+                size = _group_size(queue)
+                group, queue[:] = queue[:size], queue[size:]
+                try:
+                    outcomes = await self._commit_group(namespace, group)
+                except Exception as error:
+                    outcomes = [error] * len(group)
+                for ticket, outcome in zip(group, outcomes, strict=True):
+                    if not ticket.answer.done():
+                        if isinstance(outcome, Exception):
+                            ticket.answer.set_exception(outcome)
+                        else:
+                            ticket.answer.set_result(outcome)
+        finally:
+            del self._queues[namespace]
+
+    def _changed(self, namespace: str, revision: int) -> None:
+        if revision > self._latest.get(namespace, 0):
+            self._latest[namespace] = revision
+            self._bell.ring(namespace)
+
+    def _unknown(self, namespace: str, request_id: str, problem: object) -> Ambiguous:
+        text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
+        return Ambiguous(text, request_id=request_id, since=self._latest.get(namespace, 0))
+
+    # Following ----------------------------------------------------------------
+
+    async def changes(
+        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
+    ) -> Feed:
+        """See `Engine.changes`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        while True:
+            self._check_open()
+            if wait_s > 0:
+                self._listen_to(namespace)
+            mark = self._bell.mark(namespace)
+            feed = await self._feed(namespace, after, limit, span)
+            left = deadline - loop.time()
+            if feed.changes or left <= 0:
+                return feed
+            await self._bell.wait(namespace, mark, min(left, POLL_S))
+
+    @abstractmethod
+    def _listen_to(self, namespace: str) -> None:
+        """Have the bell of a namespace rung when somebody else commits there."""
+
+    def _keep_listening(self, name: str, listen: Callable[[], Awaitable[None]]) -> None:
+        """Listen in the background. Whenever the line breaks, it is laid again."""
+
+        async def listening() -> None:
+            while True:
+                with contextlib.suppress(Exception):
+                    await listen()
+                await asyncio.sleep(POLL_S)
+
+        if name not in self._listeners:
+            task = asyncio.get_running_loop().create_task(listening(), name="limpet-listener")
+            self._listeners[name] = task
+
+    # Connections --------------------------------------------------------------
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        if self._closed:
+            return
+        self._closed = True
+        self._bell.ring_all()
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+        for listener in self._listeners.values():
+            listener.cancel()
+        await asyncio.gather(*self._listeners.values(), return_exceptions=True)
+        while self._idle:
+            with contextlib.suppress(Exception):
+                await self._leave(self._idle.pop())
+
+    async def _connect(self) -> Any:
+        """A connection: one that lies idle here, or another."""
+        await self._room.acquire()
+        try:
+            while self._idle:
+                connection = self._idle.pop()
+                if not self._is_cut(connection):
+                    return connection
+            return await self._connect_anew()
+        except BaseException as error:
+            self._room.release()
+            if isinstance(error, Exception):
+                raise self._translated(error) from error
+            raise
+
+    async def _release(self, connection: Any, *, lost: bool = False) -> None:
+        """Let others have a connection; one that was lost is nobody's any more."""
+        try:
+            # What goes wrong with a connection after its work is done is nobody's trouble.
+            with contextlib.suppress(Exception):
+                if lost or self._closed:
+                    self._cut(connection)
+                else:
+                    await self._keep(connection)
+        finally:
+            self._room.release()
+
+    async def _keep(self, connection: Any) -> None:
+        """Put a connection by, for the next who needs one."""
+        if not self._is_cut(connection):
+            self._idle.append(connection)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        """A connection, for as long as it is used."""
+        connection, lost = await self._connect(), True
+        try:
+            yield connection
+            lost = False
+        except Exception as error:
+            lost = self._is_lost(error)
+            raise
+        finally:
+            # Whoever is cancelled leaves an answer on the line that is for nobody.
+            await self._release(connection, lost=lost)
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
+
+    def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, LimpetError):
+            return error
+        return Closed() if self._closed else self._meaning(error)
+
+
+class Ticket:
+    """One caller's place in the queue of commits."""
+
+    __slots__ = ("answer", "batch", "weight_bytes")
+
+    def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
+        self.batch = batch
+        self.answer = answer
+        self.weight_bytes = sum(weight_bytes(write) for write in batch.writes if isinstance(write, Put))
+
+    @property
+    def asked(self) -> Iterable[Write | Guard]:
+        """Everything that names an entry."""
+        return (*self.batch.writes, *self.batch.guards)
+
+
+def weight_bytes(put: Put) -> int:
+    """What a put counts in totals: its key and its value."""
+    key = put.key
+    return codec.size_bytes(put.stored) + (len(key) if key.isascii() else len(key.encode()))
+
+
+def marked(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
+    """Each with the place of its last write in the group."""
+    mark = 0
+    for ticket in group:
+        mark += len(ticket.batch.writes)
+        yield mark, ticket
+
+
+_NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
+
+
+def group_of(request_id: str) -> str:
+    """The name of the call in which a batch was first asked for; its own name if its caller gave it one."""
+    numbered = _NUMBERED.match(request_id)
+    return numbered[1] if numbered else request_id
+
+
+def _group_size(queue: list[Ticket]) -> int:
+    """How many of those who wait go together: as many as one message to the server can well carry."""
+    total_bytes = 0
+    for number, ticket in enumerate(queue[:GROUP_MAX]):
+        total_bytes += ticket.weight_bytes
+        if total_bytes > GROUP_BYTES_MAX:
+            return max(1, number)
+    return min(len(queue), GROUP_MAX)
+
+
+# Forks ------------------------------------------------------------------------
+#
+# A connection cannot be used by two processes. A child leaves those of its parent alone, to the
+# point of never closing them, and makes its own when it next needs one.
+
+_engines: weakref.WeakSet[Remote] = weakref.WeakSet()
+_inherited: list[object] = []
+
+
+def _after_fork_in_child() -> None:
+    for engine in list(_engines):
+        _inherited.append((engine._idle, engine._listeners, engine._work))
+        engine._begin()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,115 @@
+"""A proxy between a client and its Redis server that does something to one certain request.
+
+It passes everything on, until a request has a pattern in it: then it loses the reply, or cuts the
+line before the request arrives, or keeps the request and delivers it when the client has long gone.
+A client of this engine has one request on a line at a time, and so a read of the line is a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import threading
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
+
+Fault = Literal["lose", "cut", "keep"]
+COMMIT = rb"\r\ncommit\r\n"
+
+
+class Proxy:
+    """Runs on a thread of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._server = urlsplit(url)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._rule: tuple[Fault, bytes] | None = None
+        self._kept: list[bytes] = []
+        self._lines: set[asyncio.Task[None]] = set()
+        self.is_done = False
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        port = self._do(self._listen())
+        self.url = urlunsplit(self._server._replace(netloc=f"127.0.0.1:{port}"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def fault(self, fault: Fault, pattern: bytes = COMMIT) -> None:
+        """Do this to the next request that has the pattern in it, and to no other."""
+        self.is_done = False
+        self._rule = (fault, pattern)
+
+    def deliver(self) -> bytes:
+        """Let the request that was kept arrive now, and return what the server says to it."""
+        return bytes(self._do(self._deliver()))
+
+    def _do(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _listen(self) -> int:
+        self._listener = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port: int = self._listener.sockets[0].getsockname()[1]
+        return port
+
+    async def _end(self) -> None:
+        self._listener.close()
+        for line in self._lines:
+            line.cancel()
+        await asyncio.gather(*self._lines, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._lines.add(task)
+        far_reader, far_writer = await self._connect()
+        replies = asyncio.create_task(_pass_on(far_reader, writer))
+        try:
+            while asked := await reader.read(2**24):
+                rule = self._rule
+                if rule is None or re.search(rule[1], asked) is None:
+                    far_writer.write(asked)
+                    continue
+                self._rule, self.is_done = None, True
+                if rule[0] == "keep":
+                    self._kept.append(asked)
+                elif rule[0] == "lose":
+                    replies.cancel()
+                    await asyncio.gather(replies, return_exceptions=True)
+                    far_writer.write(asked)
+                    await far_reader.read(2**16)
+                return
+        finally:
+            self._lines.discard(task)
+            replies.cancel()
+            for end in (writer, far_writer):
+                with contextlib.suppress(Exception):
+                    end.close()
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        assert self._server.port is not None
+        return await asyncio.open_connection("127.0.0.1", self._server.port)
+
+    async def _deliver(self) -> bytes:
+        reader, writer = await self._connect()
+        writer.write(b"SELECT %s\r\n" % self._server.path.strip("/").encode())
+        await reader.readline()
+        writer.write(self._kept.pop())
+        answer = await reader.read(2**16)
+        writer.close()
+        return answer
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while told := await reader.read(2**24):
+            writer.write(told)
+        writer.close()
