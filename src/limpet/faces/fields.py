@@ -1,0 +1,366 @@
+"""Records of byte fields under dotted keys: the state of tasks, for workers and the sweeper behind them.
+
+A key is ``gbe.state.tasks.email-send.job_1``. Its first segment is the namespace, the rest is the
+key in it. On Redis the segments are joined by colons, so that ``HGETALL {gbe}:state:tasks:…`` shows
+the fields there; everywhere else the key is as it is written.
+
+Fields are raw bytes, and nothing looks into them, but for two that are both decimal digits: those
+are compared as numbers, because as text "9" comes after "10".
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from datetime import timedelta
+from typing import Any, Final, Literal, Self
+
+import msgspec
+
+from limpet import codec
+from limpet.batch import Fence, Fencing
+from limpet.codec import Fields
+from limpet.engine import new_request_id
+from limpet.errors import Conflict, InvalidKey, InvalidValue, TransientError
+from limpet.keys import check_key, check_namespace
+from limpet.model import ABSENT, Entry, Mark
+from limpet.store import Store
+from limpet.store import open as open_store
+
+__all__ = ["Record", "ScanFilter", "StateStore", "StateStoreConfig", "Task", "TaskState", "requeue_stuck"]
+
+TaskState = Literal["pending", "claimed", "running", "completed", "failed", "cancelled"]
+Plain = Mapping[str, str | int | None]
+TERMINAL: Final = frozenset({"completed", "failed", "cancelled"})
+
+
+class StateStoreConfig(msgspec.Struct, frozen=True):
+    """Where the records are.
+
+    Attributes:
+        url: The URL of an engine: ``redis://…``, ``postgresql://…``, ``sqlite:///…``, ``memory:``.
+        sweep: Whether this process ends what has expired.
+    """
+
+    url: str
+    sweep: bool = True
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Fields, and how many seconds they still have; None means for ever."""
+
+    fields: dict[str, bytes]
+    ttl: float | None = None
+
+
+class ScanFilter(msgspec.Struct, frozen=True):
+    """What a scan looks for in one field. A record without the field passes no test but ``ne``."""
+
+    field: str
+    op: Literal["eq", "ne", "lt", "le", "gt", "ge"]
+    value: bytes
+    max_results: int | None = None
+
+    def matches(self, fields: Mapping[str, bytes]) -> bool:
+        """Whether a record passes."""
+        found = fields.get(self.field)
+        if self.op in ("eq", "ne"):
+            return (found == self.value) == (self.op == "eq")
+        return found is not None and _COMPARE[self.op](*_comparable(found, self.value))
+
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+
+
+def _comparable(left: bytes, right: bytes) -> tuple[Any, Any]:
+    """Two fields as they are ordered: as numbers if both are, else by their bytes."""
+    if _is_decimal(left) and _is_decimal(right):
+        return int(left), int(right)
+    return left, right
+
+
+def _is_decimal(field: bytes) -> bool:
+    return field.removeprefix(b"-").isdigit()
+
+
+class StateStore:
+    """A store of records. Open it with `connect`, and close it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._separator = ":" if store.traits.engine == "redis" else "."
+
+    @classmethod
+    async def connect(cls, config: StateStoreConfig | str) -> Self:
+        """Open the store that a config, or a URL, names."""
+        config = StateStoreConfig(config) if isinstance(config, str) else config
+        return cls(await open_store(config.url, sweep=config.sweep))
+
+    async def close(self) -> None:
+        """Let go of it."""
+        await self._store.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def ping(self) -> bool:
+        """Whether the engine answers."""
+        try:
+            await self._store.status()
+        except TransientError:
+            return False
+        return True
+
+    # Whole records ------------------------------------------------------------
+
+    async def get(self, key: str) -> Record | None:
+        """The record under a key, with the time it has left; None when there is none."""
+        store, name = self._place(key)
+        entry = await store.record(name).entry()
+        if entry is None:
+            return None
+        if entry.expires_ms is None:
+            return _record(entry, None)
+        now_ms = (await store.status()).now_ms
+        return _record(entry, max(0.0, (entry.expires_ms - now_ms) / 1000))
+
+    async def put(self, key: str, record: Record | Mapping[str, bytes], ttl: float | timedelta | None = None) -> None:
+        """Replace the whole record, in one step. Fields that it had and has not now are gone."""
+        fields, lasting = (record.fields, record.ttl) if isinstance(record, Record) else (record, None)
+        store, name = self._place(key)
+        await store.record(name).put(_bytes_only(fields), ttl=lasting if ttl is None else ttl)
+
+    async def delete(self, key: str) -> bool:
+        """End a record. False when there was none."""
+        store, name = self._place(key)
+        return await store.delete(name)
+
+    async def touch(self, key: str, ttl: float | timedelta | None) -> bool:
+        """Change only how long a record lasts; None lets it last for ever. False when there is none."""
+        store, name = self._place(key)
+        return await store.touch(name, ttl) is not None
+
+    # Fields -------------------------------------------------------------------
+
+    async def get_field(self, key: str, field: str) -> bytes | None:
+        """One field; None when there is no such record or field."""
+        store, name = self._place(key)
+        found = await store.record(name).get(field)
+        return None if found is None else _raw(found)
+
+    async def set_field(self, key: str, field: str, value: bytes | None) -> None:
+        """Write one field and leave the others alone; None clears it."""
+        await self.set_fields(key, {field: value})
+
+    async def set_fields(
+        self,
+        key: str,
+        fields: Mapping[str, bytes | None],
+        *,
+        fence: Fencing | Fence | None = None,
+    ) -> None:
+        """Write some fields and leave the others alone; None clears one. The record is made when there is none."""
+        store, name = self._place(key)
+        await store.record(name).set(_with_clearings(fields), fence=fence)
+
+    async def compare_and_swap(
+        self,
+        key: str,
+        field: str,
+        expected: bytes | None,
+        new: bytes,
+        *,
+        set: Mapping[str, bytes | None] | None = None,
+    ) -> bool:
+        """Write a field, and others with it, if it holds what is expected. Of all who try, one wins.
+
+        Args:
+            key: The record.
+            field: The field that decides.
+            expected: What it must hold; None means that it must not exist.
+            new: What it will hold.
+            set: Further fields to write in the same step; None clears one.
+        """
+        store, name = self._place(key)
+        wanted: bytes | Mark = ABSENT if expected is None else _check_bytes(field, expected)
+        further = None if set is None else _with_clearings(set)
+        return await store.record(name).swap(field, wanted, _check_bytes(field, new), set=further)
+
+    # Finding ------------------------------------------------------------------
+
+    async def scan(self, prefix: str, filter: ScanFilter | None = None) -> AsyncIterator[tuple[str, Record]]:
+        """The records whose keys start so, in the order of their keys. The prefix names the namespace."""
+        space, dot, rest = prefix.partition(".")
+        if not dot:
+            raise InvalidKey(prefix, "a scan names the first segment, which is the namespace: 'gbe.'")
+        store = self._store.namespace(check_namespace(space))
+        now_ms = (await store.status()).now_ms
+        left = None if filter is None else filter.max_results
+        async for entry in store.scan(self._inner(prefix, rest)):
+            if left == 0:
+                return
+            if entry.kind != "record":
+                continue
+            lasting = None if entry.expires_ms is None else max(0.0, (entry.expires_ms - now_ms) / 1000)
+            record = _record(entry, lasting)
+            if filter is None or filter.matches(record.fields):
+                left = None if left is None else left - 1
+                yield f"{space}.{entry.key.replace(self._separator, '.')}", record
+
+    def task(self, task_type: str, task_id: str, *, root: str = "gbe.state.tasks") -> Task:
+        """The state of one task: ``gbe.state.tasks.{task_type}.{task_id}``."""
+        return Task(self, f"{root}.{task_type}.{task_id}", task_type, task_id)
+
+    async def now_ms(self, key: str) -> int:
+        """The time that decides, in milliseconds since 1970: the engine's own."""
+        store, _ = self._place(key)
+        return (await store.status()).now_ms
+
+    def _place(self, key: str) -> tuple[Store, str]:
+        """The namespace of a key, and the key in it."""
+        space, dot, rest = check_key(key).partition(".")
+        if not dot or not rest:
+            raise InvalidKey(key, "it has a first segment, which is the namespace, a dot and more: 'gbe.state.x'")
+        return self._store.namespace(check_namespace(space)), self._inner(key, rest)
+
+    def _inner(self, key: str, rest: str) -> str:
+        if ":" in rest:
+            raise InvalidKey(key, "segments are joined by dots, and a colon is what Redis has for a dot")
+        return rest.replace(".", self._separator)
+
+
+def _record(entry: Entry, ttl: float | None) -> Record:
+    fields: Fields = entry.value
+    return Record({name: _raw(value) for name, value in fields.items()}, ttl)
+
+
+def _raw(value: Any) -> bytes:
+    """A field as bytes; what others wrote there as JSON is its text."""
+    return value if isinstance(value, bytes) else codec.encode_field(value)
+
+
+def _check_bytes(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise InvalidValue(f"field {name!r} is bytes, not of type {type(value).__name__}: encode it first")
+    return value
+
+
+def _bytes_only(fields: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {name: _check_bytes(name, value) for name, value in fields.items()}
+
+
+def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Mark]:
+    return {name: ABSENT if value is None else _check_bytes(name, value) for name, value in fields.items()}
+
+
+# Tasks ------------------------------------------------------------------------
+
+
+class Task:
+    """The state of one task, and the steps that a worker takes with it.
+
+    Whoever claims a task gets a token, and each further step is taken only while that token is the
+    task's. So a worker that was thought dead, and whose task was given to another, changes nothing.
+    """
+
+    def __init__(self, states: StateStore, key: str, task_type: str, task_id: str) -> None:
+        self._states = states
+        self.key = key
+        self.task_type = task_type
+        self.task_id = task_id
+
+    async def create(self, **fields: str | int | None) -> bool:
+        """Make the task, pending. False when there is one already."""
+        now_ms = await self._states.now_ms(self.key)
+        about: Plain = {
+            "task_type": self.task_type,
+            "task_id": self.task_id,
+            "created_at": now_ms,
+            "updated_at": now_ms,
+        }
+        store, name = self._states._place(self.key)
+        try:
+            await store.create(name, Fields(_encoded({**about, **fields, "state": "pending"})))
+        except Conflict:
+            return False
+        return True
+
+    async def fields(self) -> dict[str, str] | None:
+        """Its fields as text; None when there is no such task."""
+        record = await self._states.get(self.key)
+        return None if record is None else {name: value.decode() for name, value in record.fields.items()}
+
+    async def claim(self, worker: str, *, timeout_s: float) -> str | None:
+        """Take a pending task, in one step: its token, or None when somebody else has it."""
+        now_ms = await self._states.now_ms(self.key)
+        token = new_request_id()
+        times = {"updated_at": now_ms, "timeout_at": now_ms + int(1000 * timeout_s)}
+        fields = _encoded_or_cleared({"worker": worker, "claim": token, **times})
+        taken = await self._states.compare_and_swap(self.key, "state", b"pending", b"claimed", set=fields)
+        return token if taken else None
+
+    async def step(self, token: str, number: int, *, timeout_s: float) -> bool:
+        """Tell that a step is done. False when the task is somebody else's by now."""
+        now_ms = await self._states.now_ms(self.key)
+        more: Plain = {"state": "running", "current_step": number, "timeout_at": now_ms + int(1000 * timeout_s)}
+        return await self._move(token, token, now_ms, more)
+
+    async def complete(self, token: str, *, result_ref: str | None = None) -> bool:
+        """Tell that it is done. Of all who ever held it, one is told True."""
+        return await self._finish(token, "completed", {"result_ref": result_ref})
+
+    async def fail(self, token: str, error: str) -> bool:
+        """Tell that it failed."""
+        return await self._finish(token, "failed", {"error": error})
+
+    async def _finish(self, token: str, state: TaskState, more: Mapping[str, str | None]) -> bool:
+        now_ms = await self._states.now_ms(self.key)
+        return await self._move(token, f"{state} {token}", now_ms, {"state": state, "timeout_at": None, **more})
+
+    async def _move(self, token: str, after: str, now_ms: int, more: Plain) -> bool:
+        fields = _encoded_or_cleared({**more, "updated_at": now_ms})
+        return await self._states.compare_and_swap(self.key, "claim", token.encode(), after.encode(), set=fields)
+
+
+async def requeue_stuck(
+    states: StateStore,
+    prefix: str,
+    publish: Callable[[str, Record], Awaitable[None]],
+    *,
+    threshold_s: float,
+) -> int:
+    """Give back tasks that nobody has touched for too long: one pass of a sweeper.
+
+    A task is pending again before it is published, and only by the sweeper who saw it as it was; so two
+    sweepers at once publish it once. One that dies in between leaves it to the next pass.
+
+    Returns:
+        How many this pass gave back.
+    """
+    given_back = 0
+    now_ms = await states.now_ms(f"{prefix.rstrip('.')}.x")
+    stuck = ScanFilter("updated_at", "lt", b"%d" % (now_ms - int(1000 * threshold_s)))
+    async for key, record in states.scan(prefix, stuck):
+        if record.fields.get("state", b"").decode() in TERMINAL:
+            continue
+        anew: dict[str, bytes | None] = {"state": b"pending", "claim": None, "worker": None, "timeout_at": None}
+        seen = record.fields["updated_at"]
+        if await states.compare_and_swap(key, "updated_at", seen, b"%d" % now_ms, set=anew):
+            await publish(key, record)
+            given_back += 1
+    return given_back
+
+
+def _encoded(fields: Plain) -> dict[str, bytes]:
+    return {name: str(value).encode() for name, value in fields.items() if value is not None}
+
+
+def _encoded_or_cleared(fields: Plain) -> dict[str, bytes | None]:
+    return {name: None if value is None else str(value).encode() for name, value in fields.items()}
