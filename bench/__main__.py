@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from bench import footprint, growth, lag, memory, plot, postgres, report, sqlite, startup, sweep
+from bench import footprint, growth, lag, memory, plot, postgres, redis, report, sqlite, startup, sweep
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -21,6 +21,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "memory": memory.measure,
     "sqlite": sqlite.measure,
     "postgres": postgres.measure,
+    "redis": redis.measure,
     "lag": lag.measure,
     "sweep": sweep.measure,
     "growth": growth.measure,

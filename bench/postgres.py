@@ -19,9 +19,10 @@ from typing import Any
 import limpet
 from bench import contenders_postgres as on_postgres
 from bench import goals, sweep, workload
-from bench.contenders import AnyContender, Contender, load
-from bench.harness import CALLERS, Lane, Race, Slice, in_turn, race, together
-from bench.report import brief, race_table, table
+from bench.contenders import load
+from bench.harness import together
+from bench.remote import races
+from bench.report import brief, table
 from bench.run import ROOT, Run, say
 from tests.servers import postgres
 
@@ -49,48 +50,16 @@ def _races(run: Run, url: str) -> None:
     with desk.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
         findings.keep_checks(desk.checks, desk.absent)
         present = {one.name for one in contenders}
-        for verb, jobs in (("put", workload.puts), ("get", workload.gets)):
-            many = _race(run, f"PostgreSQL {verb}@64", [_many(run, one, verb, jobs(keys)) for one in contenders])
-            say(race_table(f"\nPostgreSQL, {verb}, 64 callers, {keys:,} keys", many, OURS, desk.checks))
-            what = f"PostgreSQL {verb}@64"
-            by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]
-            findings.compare("postgres", f"{what}, x {POOL}", "x", many, OURS, [POOL], by_pool)
-            if LANGGRAPH in present:
-                findings.compare("postgres", f"{what}, x {LANGGRAPH}", "x", many, OURS, [LANGGRAPH], by_langgraph)
-            findings.compare("postgres", f"{what}, of {RAW}", "of", many, OURS, [RAW], by_raw)
-
-            alone = [one for one in contenders if one.name != RAW]
-            one_by_one = _race(run, f"PostgreSQL {verb}", [_single(run, one, verb, jobs(keys)) for one in alone])
-            say(race_table(f"\nPostgreSQL, {verb}, one caller, {keys:,} keys", one_by_one, OURS, desk.checks))
-            goal = goals.POSTGRES_ALONE[verb]
-            findings.compare("postgres", f"PostgreSQL {verb}, x {POOL}", "x", one_by_one, OURS, [POOL], goal)
-
-
-def _race(run: Run, name: str, lanes: list[Lane]) -> Race:
-    result = race(lanes, rounds=run.options.rounds, slice_s=run.options.slice_s)
-    run.findings.keep_race(name, result)
-    return result
-
-
-def _many(run: Run, contender: AnyContender, verb: str, jobs: workload.Jobs) -> Lane:
-    assert isinstance(contender, Contender)
-    if isinstance(contender, on_postgres.RawUnnest):
-        # One caller that has the calls of 64 in hand; each statement counts for all of them.
-        call = getattr(contender, f"{verb}_all")
-        batches = iter(lambda: ([next(jobs) for _ in range(CALLERS)],), None)
-
-        def run_all(seconds: float) -> Slice:
-            piece = run.runner.run(in_turn(call, batches, seconds))
-            return piece._replace(calls=piece.calls * CALLERS)
-
-        return Lane(contender.name, run_all)
-    call = getattr(contender, verb)
-    return Lane(contender.name, lambda seconds: run.runner.run(together(call, jobs, seconds)))
-
-
-def _single(run: Run, contender: AnyContender, verb: str, jobs: workload.Jobs) -> Lane:
-    call = getattr(contender, verb)
-    return Lane(contender.name, lambda seconds: run.runner.run(in_turn(call, jobs, seconds)))
+        found = races(run, "PostgreSQL", contenders, desk.checks, keys, ours=OURS, limit=RAW)
+    for verb in ("put", "get"):
+        what, many = f"PostgreSQL {verb}@64", found[f"{verb}@64"]
+        by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]
+        findings.compare("postgres", f"{what}, x {POOL}", "x", many, OURS, [POOL], by_pool)
+        if LANGGRAPH in present:
+            findings.compare("postgres", f"{what}, x {LANGGRAPH}", "x", many, OURS, [LANGGRAPH], by_langgraph)
+        findings.compare("postgres", f"{what}, of {RAW}", "of", many, OURS, [RAW], by_raw)
+        goal = goals.POSTGRES_ALONE[verb]
+        findings.compare("postgres", f"PostgreSQL {verb}, x {POOL}", "x", found[verb], OURS, [POOL], goal)
 
 
 # Several processes ------------------------------------------------------------

@@ -108,3 +108,9 @@ async def test_the_oldest_and_the_newest_server_answer_alike(kind: str) -> None:
                 await store.put("b", 1, fence=lock)
             assert (await store.put("c", 1, request_id="x")) == (await store.put("c", 1, request_id="x"))
             assert len([event async for event in store.history("a")]) == 2
+
+
+async def test_without_a_hash_tag_no_namespace_takes_the_names_of_ours() -> None:
+    async with limpet.open(f"{server()}?hash_tag=none", namespace="limpet", sweep=False) as store:
+        with pytest.raises(InvalidValue, match="hash tag"):
+            await store.put("key", 1)

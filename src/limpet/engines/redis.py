@@ -303,8 +303,10 @@ class RedisEngine(Remote):
                 return _commit(batch, int(revision), keys, kept[1::2], int(kept_ms), replayed=True)
             case b"again":
                 changes = [_change(fields, _revision(name)) for name, fields in found[1:]]
-                current = await self._read_all(namespace, "data", [write.key for write in batch.writes])
-                held = {("data", entry.key): entry for entry in current}
+                held: dict[tuple[Family, str], Entry] = {}
+                for family in {write.family for write in batch.writes}:
+                    keys = [write.key for write in batch.writes if write.family == family]
+                    held |= {(family, entry.key): entry for entry in await self._read_all(namespace, family, keys)}
                 again = recall(batch, changes, lambda family, key: held.get((family, key)))
                 assert again is not None
                 return again
@@ -392,6 +394,8 @@ class RedisEngine(Remote):
             return await self._call(line, namespace, *parameters)
 
     async def _call(self, line: Any, namespace: str, verb: str, *parameters: Any) -> Any:
+        if namespace == "limpet" and not self._braces:
+            raise InvalidValue("without a hash tag no namespace may be called 'limpet', as our own keys are")
         text, name = script()
         tail = ("1", self._key(namespace, "tally"), verb, self._prefix(namespace), *parameters)
         try:

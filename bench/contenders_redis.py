@@ -1,0 +1,134 @@
+"""Stores on Redis: Limpet, its peers, and what the driver can do in the same time.
+
+One server, with its append-only file synced every second, serves all of them; each works in a
+database of its own. The driver's limit gets 64 calls handed over as one list, and makes one
+command of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import limpet
+from bench.contenders import Contender, load
+from bench.workload import Job, decode, encode
+
+EXPECTED = {"appendonly": "yes", "appendfsync": "everysec"}
+
+
+class OnRedis(Contender):
+    """A contender on the server whose URL it is given."""
+
+    expects = EXPECTED
+    keeps_files = False
+    database: ClassVar[int]
+
+    def __init__(self, url: str) -> None:
+        self.url = f"{url.rpartition('/')[0]}/{self.database}"
+
+    async def settings(self) -> dict[str, str]:
+        async with load("redis.asyncio").Redis.from_url(self.url, decode_responses=True) as client:
+            return {name: (await client.config_get(name))[name] for name in EXPECTED}
+
+
+class LimpetRedis(OnRedis):
+    name = "Limpet"
+    role = "limpet"
+    note = "versions, revisions, a stream of every change, TTL"
+    database = 1
+
+    async def open(self, folder: Path) -> None:
+        self.store = await limpet.open(self.url)
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.store.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self.store.get(key)
+
+    async def close(self) -> None:
+        await self.store.close()
+
+
+class RedisPy(OnRedis):
+    name = "redis-py asyncio"
+    note = "SET and GET of the encoded value, through its pool"
+    database = 2
+
+    async def open(self, folder: Path) -> None:
+        self.client = load("redis.asyncio").Redis.from_url(self.url)
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.client.set(key, encode(value))
+
+    async def get(self, key: str) -> Any:
+        return decode(await self.client.get(key))
+
+    async def put_all(self, jobs: list[Job]) -> None:
+        await self.client.mset({key: encode(value) for key, value in jobs})
+
+    async def get_all(self, jobs: list[Job]) -> list[Any]:
+        return [decode(text) for text in await self.client.mget([key for (key,) in jobs])]
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        await self.put_all(list(jobs))
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+class RawRedis(RedisPy):
+    """The driver with the callers' calls already in hand."""
+
+    name = "redis-py, 64 a command"
+    role = "limit"
+    note = "one MSET, one MGET; a key and a value, nothing else"
+    database = 3
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.put_all([(key, value)])
+
+    async def get(self, key: str) -> Any:
+        return (await self.get_all([(key,)]))[0]
+
+
+class PyKeyValueRedis(OnRedis):
+    name = "py-key-value RedisStore"
+    note = "collections, TTL"
+    database = 4
+
+    async def open(self, folder: Path) -> None:
+        self._store = load("key_value.aio.stores.redis").RedisStore(url=self.url)
+        await self._store.setup()
+
+    async def put(self, key: str, value: Any) -> None:
+        await self._store.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self._store.get(key)
+
+
+class AiocacheRedis(OnRedis):
+    name = "aiocache RedisCache"
+    note = "SET and GET through its JSON serializer"
+    database = 5
+
+    async def open(self, folder: Path) -> None:
+        client = load("redis.asyncio").Redis.from_url(self.url, decode_responses=False)
+        serializer = load("aiocache.serializers").JsonSerializer()
+        self._client = client
+        self._store = load("aiocache.backends.redis").RedisCache(client, serializer=serializer, timeout=None)
+
+    async def put(self, key: str, value: Any) -> None:
+        await self._store.set(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self._store.get(key)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+CONTENDERS: tuple[type[OnRedis], ...] = (LimpetRedis, RedisPy, PyKeyValueRedis, AiocacheRedis, RawRedis)
