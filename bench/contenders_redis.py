@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import limpet
 from bench.contenders import Contender, load
@@ -116,10 +117,11 @@ class AiocacheRedis(OnRedis):
     database = 5
 
     async def open(self, folder: Path) -> None:
-        client = load("redis.asyncio").Redis.from_url(self.url, decode_responses=False)
+        place = urlsplit(self.url)
         serializer = load("aiocache.serializers").JsonSerializer()
-        self._client = client
-        self._store = load("aiocache.backends.redis").RedisCache(client, serializer=serializer, timeout=None)
+        self._store = load("aiocache.backends.redis").RedisCache(
+            serializer=serializer, endpoint=place.hostname, port=place.port, db=self.database, timeout=None
+        )
 
     async def put(self, key: str, value: Any) -> None:
         await self._store.set(key, value)
@@ -128,7 +130,7 @@ class AiocacheRedis(OnRedis):
         return await self._store.get(key)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._store.close()
 
 
 CONTENDERS: tuple[type[OnRedis], ...] = (LimpetRedis, RedisPy, PyKeyValueRedis, AiocacheRedis, RawRedis)
