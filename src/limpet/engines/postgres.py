@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -459,8 +459,8 @@ class PostgresEngine(Remote):
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
-        return map(_entry, await self._fetch(self._read, namespace, family, keys))
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
+        return {row[0]: _entry(row) for row in await self._fetch(self._read, namespace, family, keys)}
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         bounds = (None, None) if span is None else _bounds(span)

@@ -293,6 +293,9 @@ end
 local function set_entry(family, entry, stored)
     local key = entry.key
     if entry.patch then
+        if not stored then
+            call('DEL', prefix .. key)
+        end
         for i = 1, #entry.unset do
             call('HDEL', prefix .. key, entry.unset[i])
         end
@@ -361,6 +364,10 @@ local function decide(w, now, revision, cause, changes)
     local stored = find(family, key)
     local current = live(stored, now)
     local step = {family = family, stored = stored}
+    if current and current.kind == 'r' and (op == 'patch' or op == 'touch') then
+        -- Whatever somebody else may have put in the place of a record, it must fail before anything is written.
+        call('HLEN', prefix .. key)
+    end
     local function change(of, kind, text, size, who)
         changes[#changes + 1] = {
             op = kind, family = family, key = key, revision = of, cause = who, entry = text, size = size,
@@ -472,6 +479,8 @@ local function commit(batch, now)
         end
         steps[i], revision = step, after
     end
+    -- From here on nothing fails. Should it all the same, its revisions are not given out again.
+    tally.revision = revision
     local answer = {'done', revision}
     for i = 1, #steps do
         apply(steps[i])
@@ -486,7 +495,6 @@ local function commit(batch, now)
     for i = 1, #changes do
         log(changes[i], revision, now)
     end
-    tally.revision = revision
     if receipt_ms > 0 then
         keep_receipt(receipt_key, receipt_ms, digest, now, writes, answer)
     end
@@ -521,7 +529,9 @@ function verb.commit()
     tally.at_ms = now
     local answers = {}
     for i = 1, #batches do
-        answers[i] = commit(batches[i], now)
+        -- A batch that cannot be decided is its caller's trouble; the others are counted and go on.
+        local ok, answer = pcall(commit, batches[i], now)
+        answers[i] = ok and answer or {'failed', type(answer) == 'table' and answer.err or tostring(answer)}
     end
     save_tally()
     return {'ok', now, answers}
@@ -564,7 +574,8 @@ function verb.read()
                 if expires_ms ~= '0' and tonumber(expires_ms) <= now then
                     packed = false
                 elseif kind == 'r' then
-                    packed = packed .. framed(call('HGETALL', prefix .. ARGV[first + i - 1]))
+                    local fields = redis.pcall('HGETALL', prefix .. ARGV[first + i - 1])
+                    packed = fields.err and {fields.err} or packed .. framed(fields)
                 end
             end
             answer[first + i - 4] = packed

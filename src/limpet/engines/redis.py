@@ -20,7 +20,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -188,10 +188,10 @@ class RedisEngine(Remote):
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
         found = await self._ask(namespace, "read", family, *keys)
-        shown: Callable[[str, Any], Entry] = _receipt if family == "receipt" else _entry
-        return [shown(key, text) for key, text in zip(keys, found, strict=True) if text is not None]
+        shown: Callable[[str, Any], Entry | Exception] = _receipt if family == "receipt" else _entry_or_error
+        return {key: shown(key, text) for key, text in zip(keys, found, strict=True) if text is not None}
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         while True:
@@ -303,16 +303,19 @@ class RedisEngine(Remote):
                 return _commit(batch, int(revision), keys, kept[1::2], int(kept_ms), replayed=True)
             case b"again":
                 changes = [_change(fields, _revision(name)) for name, fields in found[1:]]
-                held: dict[tuple[Family, str], Entry] = {}
+                held: dict[tuple[Family, str], Entry | None] = {}
                 for family in {write.family for write in batch.writes}:
                     keys = [write.key for write in batch.writes if write.family == family]
-                    held |= {(family, entry.key): entry for entry in await self._read_all(namespace, family, keys)}
+                    entries = await self.read(namespace, keys, family=family)
+                    held |= {(family, key): entry for key, entry in zip(keys, entries, strict=True)}
                 again = recall(batch, changes, lambda family, key: held.get((family, key)))
                 assert again is not None
                 return again
             case b"guard":
                 guard = batch.guards[found[1] - 1]
                 return Refusal("guard", guard.key, _found(guard.key, found[2]), at_ms, guard=guard)
+            case b"failed":
+                return Corrupt(f"{self._shown}: {found[1].decode()}")
             case b"look":
                 return _looked(batch, found[1] - 1, found[2], at_ms)
             case _:
@@ -577,6 +580,13 @@ def _entry(key: str, text: bytes, *, with_value: bool = True) -> Entry:
     return Entry(
         key, stored, int(version), int(revision), int(created), int(created_ms), int(updated_ms), expires, meta
     )
+
+
+def _entry_or_error(key: str, found: bytes | list[bytes]) -> Entry | Exception:
+    """An entry; or why there is none, where somebody else has written over a record."""
+    if isinstance(found, bytes):
+        return _entry(key, found)
+    return Corrupt(f"another program has written over the record {key!r}: {found[0].decode()}")
 
 
 def _stored(kind: bytes, value: bytes) -> Stored:

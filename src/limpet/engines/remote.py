@@ -13,7 +13,7 @@ import os
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from limpet import codec
@@ -66,8 +66,8 @@ class Remote(ABC):
     # What an engine must know -------------------------------------------------
 
     @abstractmethod
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Iterable[Entry]:
-        """Read entries by key, in one request. Those that are absent are left out."""
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
+        """Read entries by key, in one request. Those that are absent are left out; one may be broken by itself."""
 
     @abstractmethod
     async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Outcome]:
@@ -117,8 +117,7 @@ class Remote(ABC):
         while asked := self._asked[place]:
             self._asked[place] = []
             try:
-                entries = await self._read_all(namespace, family, list({key for keys, _ in asked for key in keys}))
-                find = {entry.key: entry for entry in entries}.get
+                found = await self._read_all(namespace, family, list({key for keys, _ in asked for key in keys}))
             except Exception as error:
                 for _, answer in asked:
                     if not answer.done():
@@ -126,7 +125,7 @@ class Remote(ABC):
                 continue
             for keys, answer in asked:
                 if not answer.done():
-                    answer.set_result([find(key) for key in keys])
+                    _answer(answer, [found.get(key) for key in keys])
         del self._asked[place]
 
     # Committing ---------------------------------------------------------------
@@ -288,6 +287,16 @@ class Remote(ABC):
         if isinstance(error, LimpetError):
             return error
         return Closed() if self._closed else self._meaning(error)
+
+
+def _answer(answer: asyncio.Future[list[Entry | None]], found: list[Entry | Exception | None]) -> None:
+    entries: list[Entry | None] = []
+    for one in found:
+        if isinstance(one, Exception):
+            answer.set_exception(one)
+            return
+        entries.append(one)
+    answer.set_result(entries)
 
 
 class Ticket:
