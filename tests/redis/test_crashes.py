@@ -145,3 +145,16 @@ async def test_a_watcher_who_saw_what_was_lost_is_told(pair: tuple[Redis, Redis]
         await promoted.close()
         with contextlib.suppress(Exception):
             await store.close()
+
+
+async def test_restarts_that_lose_nothing_leave_the_log_whole() -> None:
+    """A restart may have lost something, and revisions skip. But who has missed nothing goes on, over any number."""
+    with redis(ALWAYS) as server:
+        async with limpet.open(server.url, sweep=False) as store:
+            async with store.watch("*") as events:
+                for number in range(4):
+                    await store.put("key", number)
+                    await asyncio.to_thread(server.restart, "immediate")
+                assert [(await anext(events)).value for _ in range(4)] == [0, 1, 2, 3]
+
+            assert [event.value async for event in store.history("key")] == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
 local base = sub(KEYS[1], 1, -6)
 local prefix = ARGV[2]
-local due_key, log_key, late_key = base .. 'due', base .. 'log', base .. 'late'
+local due_key, log_key, late_key, gaps_key = base .. 'due', base .. 'log', base .. 'late', base .. 'gaps'
 
 local function now_ms()
     local time = call('TIME')
@@ -32,25 +32,23 @@ local function load_tally()
     if not text then
         return false
     end
-    local numbers = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
-    local revision, floor, at_ms, keys, bytes, changes, log_bytes, gap_from, gap_to, late, server = match(text, numbers)
+    local numbers = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
+    local revision, floor, at_ms, keys, bytes, changes, log_bytes, late, server = match(text, numbers)
     tally.revision, tally.floor, tally.at_ms = tonumber(revision), tonumber(floor), tonumber(at_ms)
     tally.keys, tally.bytes = tonumber(keys), tonumber(bytes)
     tally.changes, tally.log_bytes = tonumber(changes), tonumber(log_bytes)
-    tally.gap_from, tally.gap_to, tally.late = tonumber(gap_from), tonumber(gap_to), tonumber(late)
-    tally.server = server
+    tally.late, tally.server = tonumber(late), server
     return true
 end
 
 local function new_tally(server)
     tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes = 0, 0, 0, 0, 0, 0
-    tally.log_bytes, tally.gap_from, tally.gap_to, tally.late, tally.server = 0, 0, 0, 0, server
+    tally.log_bytes, tally.late, tally.server = 0, 0, server
 end
 
 local function save_tally()
-    call('SET', KEYS[1], format('%d %d %d %d %d %d %d %d %d %d %s', tally.revision, tally.floor, tally.at_ms,
-        tally.keys, tally.bytes, tally.changes, tally.log_bytes, tally.gap_from, tally.gap_to, tally.late,
-        tally.server))
+    call('SET', KEYS[1], format('%d %d %d %d %d %d %d %d %s', tally.revision, tally.floor, tally.at_ms, tally.keys,
+        tally.bytes, tally.changes, tally.log_bytes, tally.late, tally.server))
 end
 
 -- Entries ----------------------------------------------------------------------------------------------------
@@ -546,12 +544,10 @@ function verb.mend()
     if tally.server == server and tally.revision >= seen then
         return tally.revision
     end
-    if tally.gap_to > 0 then
-        tally.floor = math.max(tally.floor, tally.gap_to)
-    end
-    tally.gap_from = tally.revision
-    tally.revision = math.max(tally.revision, seen) + 1000000
-    tally.gap_to, tally.server = tally.revision, server
+    local survived = tally.revision
+    tally.revision, tally.server = math.max(survived, seen) + 1000000, server
+    -- Whoever stands in between saw what was lost. Whoever does not has missed nothing.
+    call('ZADD', gaps_key, tally.revision, survived)
     save_tally()
     return tally.revision
 end
@@ -615,13 +611,14 @@ end
 function verb.feed()
     local after, limit = tonumber(ARGV[3]), tonumber(ARGV[4])
     if not load_tally() then
-        return {0, 0, 0, 0, {}}
+        return {0, 0, false, {}}
     end
+    local gap = call('ZRANGEBYSCORE', gaps_key, format('(%d', after), '+inf', 'LIMIT', 0, 1)[1]
     local entries = {}
     if after < tally.revision then
         entries = call('XRANGE', log_key, after == 0 and '-' or format('(%d-0', after), '+', 'COUNT', limit)
     end
-    return {tally.revision, tally.floor, tally.gap_from, tally.gap_to, entries}
+    return {tally.revision, tally.floor, gap and tonumber(gap) < after and gap or false, entries}
 end
 
 function verb.due()
@@ -660,6 +657,7 @@ function verb.trim()
     if dropped > 0 then
         call('XTRIM', log_key, 'MINID', format('%d-0', floor + 1))
         tally.floor = math.max(tally.floor, floor)
+        call('ZREMRANGEBYSCORE', gaps_key, '-inf', tally.floor)
     end
     if tally.late > 0 then
         local names = call('HGETALL', late_key)

@@ -195,13 +195,13 @@ class RedisEngine(Remote):
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         while True:
-            revision, floor, gap_from, gap_to, found = await self._ask(namespace, "feed", after, limit)
+            revision, floor, survived, found = await self._ask(namespace, "feed", after, limit)
             if after < floor:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
             if after > revision:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
-            if gap_from < after < gap_to:
-                raise Compacted(f"the server lost what came after revision {gap_from}, and {after} with it")
+            if survived is not None:
+                raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
             changes = [_change(fields, _revision(name)) for name, fields in found]
             is_full = len(found) == limit
             head = changes[-1].revision if is_full else revision
