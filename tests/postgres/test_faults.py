@@ -12,75 +12,28 @@ import pytest
 
 import limpet
 from limpet.errors import Ambiguous, Unavailable
-from limpet.model import Commit, Entry, Window
+from limpet.model import Window
+from tests.faults import VERBS, prepared, seen
 from tests.postgres.proxy import Fault, Proxy
 from tests.postgres.support import Holder, connected, log_of, new_schema, quoted, server, until, url_of
 
-Act = Callable[[limpet.Store, limpet.Lock], Awaitable[Any]]
-
-# What a function of the server decides, in one round trip.
+# What a function of the server decides, in one round trip. All else is decided here, in a transaction.
 FUNCTION = "limpet_(put|put_one|commit)\\("
-ORDINARY: dict[str, Act] = {
-    "put": lambda store, _: store.put("plain", "new", ttl=60, meta={"by": "me"}),
-    "put over an older version": lambda store, _: store.put("plain", "new", expect=limpet.Version(1)),
-    "create": lambda store, _: store.create("fresh", "new"),
-    "delete": lambda store, _: store.delete("plain"),
-    "take": lambda store, _: store.take("plain"),
-    "touch": lambda store, _: store.touch("plain", 60),
-    "fenced put": lambda store, lock: store.put("plain", "new", fence=lock),
-    "batch": lambda store, _: store.batch().put("plain", 2).delete("other").put("fresh", 3).commit(),
-    "batch of puts": lambda store, _: store.batch().put("plain", 2).put("fresh", 3, ttl=60).commit(),
-    "acquire": lambda store, _: store.lock("gate", ttl=60).acquire(),
-    "refresh": lambda _, lock: lock.refresh(),
-    "release": lambda _, lock: lock.release(),
-}
-
-# What is decided here, in a transaction.
-PLANNED: dict[str, Act] = {
-    "add": lambda store, _: store.add("count", 3),
-    "put over an equal value": lambda store, _: store.put("plain", "new", expect=limpet.equals("old")),
-    "update": lambda store, _: store.update("count", lambda number: number + 3),
-    "set": lambda store, _: store.record("job").set(state="done", worker=b"\xff"),
-    "swap": lambda store, _: store.record("job").swap("state", "pending", "claimed", set={"worker": "w1"}),
-    "batch with an add": lambda store, _: store.batch().put("plain", 2).add("count", 1).delete("other").commit(),
-    "put with a request id": lambda store, _: store.put("plain", "new", request_id="mine"),
-    "add with a request id": lambda store, _: store.add("count", 3, request_id="mine"),
-    "take with a request id": lambda store, _: store.take("plain", request_id="mine"),
-    "batch with a request id": lambda store, _: store.batch(request_id="mine").put("plain", 2).add("count", 1).commit(),
-}
-
-VERBS = ORDINARY | PLANNED
-
-
-async def prepared(store: limpet.Store) -> limpet.Lock:
-    """Something for every verb to work on."""
-    await store.put("plain", "old")
-    await store.put("other", "old")
-    await store.add("count", 5)
-    await store.record("job").put({"state": "pending"})
-    return await store.lock("door", ttl=60).acquire()
-
-
-def plainly(result: Any) -> Any:
-    """A result without its times."""
-    match result:
-        case Entry():
-            return result.key, result.version, result.revision, result.created_revision, result.value, result.meta
-        case Commit():
-            return result.revision, [*map(plainly, result.entries)], [*map(plainly, result.ended)]
-        case limpet.Lock():
-            return result.token
-        case _:
-            return result
-
-
-async def seen(store: limpet.Store, result: Any) -> Any:
-    """Everything that a caller or an onlooker can tell afterwards, but for the times."""
-    log = [(change.op, change.family, change.commit, plainly(change.entry)) for change in await log_of(store)]
-    entries = [plainly(entry) async for entry in store.scan()]
-    status = await store.status()
-    totals = (status.revision, status.keys, status.size_bytes, status.log_changes, status.log_bytes)
-    return plainly(result), log, entries, totals, [(lock.name, lock.token) for lock in await store.locks()]
+ORDINARY = [
+    "put",
+    "put for a while",
+    "put over an older version",
+    "create",
+    "delete",
+    "take",
+    "touch",
+    "fenced put",
+    "batch",
+    "batch of puts",
+    "acquire",
+    "refresh",
+    "release",
+]
 
 
 @pytest.mark.parametrize("fault", ["lose", "cut"])

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 Fault = Literal["lose", "cut", "keep"]
-COMMIT = rb"\r\ncommit\r\n"
+COMMIT = rb"\r\n(commit|put)\r\n"
 
 
 class Proxy:

@@ -159,7 +159,8 @@ async def test_reads_among_writers_never_go_back(open_store: OpenStore) -> None:
     async def write() -> None:
         nonlocal acknowledged
         for _ in range(40):
-            acknowledged = max(acknowledged, only(await asked.done(Add("n", 1))).value)
+            number = only(await asked.done(Add("n", 1))).value
+            acknowledged = max(acknowledged, number)
 
     async def read() -> None:
         for _ in range(100):

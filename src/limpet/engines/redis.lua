@@ -11,6 +11,11 @@
 --     version revision created_revision created_ms updated_ms expires_ms size kind meta_bytes\n meta value
 -- where expires_ms is 0 for never, and kind is j for JSON, b for bytes and r for a record. The fields of a
 -- record are a hash of their own, so that HGETALL shows them.
+--
+-- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last: the time,
+-- and for each change a label and its entry. A label is
+--     op revision commit_revision family cause_bytes cause key
+-- without the last space, for a cause may hold spaces.
 
 local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
@@ -54,6 +59,8 @@ end
 -- Entries ----------------------------------------------------------------------------------------------------
 
 local HEAD = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%a) (%d+)\n()'
+
+local SIZE = '^%d+ %d+ %d+ %d+ %d+ %d+ (%d+)'
 
 local function parse(key, packed)
     local version, revision, created, created_ms, updated_ms, expires_ms, size, kind, meta_bytes, at =
@@ -321,38 +328,58 @@ local function set_entry(family, entry, stored)
     end
 end
 
-local function log(change, last, now)
-    local size = #change.key + (change.size or 0)
-    call('XADD', log_key, format('%d-0', change.revision), 'op', change.op, 'family', change.family, 'key', change.key,
-        'commit', last, 'at', now, 'cause', change.cause or '', 'size', size, 'entry', change.entry)
+-- What this call has to tell, until it is written.
+local told, told_to = {}, 0
+
+local function write_log(now)
+    if #told > 0 then
+        call('XADD', log_key, format('%d-0', told_to), 'at', now, unpack(told))
+        told = {}
+    end
+end
+
+local function tell(change, last, now)
+    local cause, size = change.cause or '', #change.key + (change.size or 0)
+    local label = format('%s %d %d %s %d ', change.op, change.revision, last, change.family, #cause)
+    told[#told + 1] = label .. cause .. change.key
+    told[#told + 1] = change.entry
+    told_to = change.revision
     tally.changes, tally.log_bytes = tally.changes + 1, tally.log_bytes + size
+    if #told >= 1000 then
+        write_log(now)
+    end
+end
+
+-- Items of the log after a revision, handed to see until it has seen enough.
+local function each_told(after, see)
+    local first = after == 0 and '-' or format('(%d-0', after)
+    while true do
+        local items = call('XRANGE', log_key, first, '+', 'COUNT', 50)
+        for i = 1, #items do
+            if see(items[i][2], items[i][1]) then
+                return true
+            end
+        end
+        if #items < 50 then
+            return false
+        end
+        first = '(' .. items[#items][1]
+    end
 end
 
 -- Deciding ---------------------------------------------------------------------------------------------------
 
--- What a batch did when it was asked for the first time, by the name of its changes; and if it did nothing,
--- it shall not do anything any more when its first call comes late.
-local function earlier(since, cause, group, now)
-    local found, first = {}, format('(%d-0', since)
-    if since == 0 then
-        first = '-'
-    end
-    while true do
-        local entries = call('XRANGE', log_key, first, '+', 'COUNT', 500)
-        for i = 1, #entries do
-            if entries[i][2][12] == cause then
-                found[#found + 1] = entries[i]
+-- What a batch did when it was asked for the first time, by the name of its changes.
+local function earlier(since, cause)
+    local found = {}
+    each_told(since, function(item)
+        for i = 3, #item, 2 do
+            local length, at = match(item[i], '^%a+ %d+ %d+ %a+ (%d+) ()')
+            if sub(item[i], at, at + length - 1) == cause then
+                found[#found + 1] = {item[i], item[i + 1], item[2]}
             end
         end
-        if #entries < 500 then
-            break
-        end
-        first = '(' .. entries[#entries][1]
-    end
-    if #found == 0 then
-        call('HSET', late_key, group, now)
-        tally.late = 1
-    end
+    end)
     return found
 end
 
@@ -446,6 +473,12 @@ end
 local function commit(batch, now)
     local digest, receipt_ms, request, cause, since, group, guards, writes = unpack(batch)
     local receipt_key = base .. 'receipt:' .. request
+    if since >= 0 then
+        local found = earlier(since, cause)
+        if #found > 0 then
+            return {'again', unpack(found)}
+        end
+    end
     if receipt_ms > 0 then
         local kept = kept_receipt(receipt_key, now)
         if kept then
@@ -453,10 +486,9 @@ local function commit(batch, now)
         end
     end
     if since >= 0 then
-        local found = earlier(since, cause, group, now)
-        if #found > 0 then
-            return {'again', unpack(found)}
-        end
+        -- It did nothing, and shall not do anything any more when its first call comes late.
+        call('HSET', late_key, group, now)
+        tally.late = 1
     end
     for i = 1, #guards do
         local family, key, test, operand, name = unpack(guards[i])
@@ -491,7 +523,7 @@ local function commit(batch, now)
         end
     end
     for i = 1, #changes do
-        log(changes[i], revision, now)
+        tell(changes[i], revision, now)
     end
     if receipt_ms > 0 then
         keep_receipt(receipt_key, receipt_ms, digest, now, writes, answer)
@@ -503,14 +535,20 @@ end
 
 local verb = {}
 
-function verb.commit()
-    local server, seen, group, batches = ARGV[3], tonumber(ARGV[4]), ARGV[5], cmsgpack.unpack(ARGV[6])
+-- Make ready to decide; or what keeps this call from that.
+local function begin(server, seen)
     if not load_tally() then
         new_tally(server)
     end
     if tally.server ~= server or tally.revision < seen then
         return {'lost', tally.revision}
     end
+    -- Whatever somebody else may have put in the place of the log, it must fail before anything is written.
+    call('XLEN', log_key)
+    tally.at_ms = math.max(tally.at_ms, now_ms())
+end
+
+local function commit_all(batches, group)
     if tally.late > 0 then
         local names = {group}
         for i = 1, #batches do
@@ -523,16 +561,80 @@ function verb.commit()
             end
         end
     end
-    local now = math.max(tally.at_ms, now_ms())
-    tally.at_ms = now
     local answers = {}
     for i = 1, #batches do
         -- A batch that cannot be decided is its caller's trouble; the others are counted and go on.
-        local ok, answer = pcall(commit, batches[i], now)
+        local ok, answer = pcall(commit, batches[i], tally.at_ms)
         answers[i] = ok and answer or {'failed', type(answer) == 'table' and answer.err or tostring(answer)}
     end
+    write_log(tally.at_ms)
     save_tally()
-    return {'ok', now, answers}
+    return {'ok', tally.at_ms, answers}
+end
+
+function verb.commit()
+    local batches = cmsgpack.unpack(ARGV[6])
+    return begin(ARGV[3], tonumber(ARGV[4])) or commit_all(batches, ARGV[5])
+end
+
+-- Puts of JSON values, never to expire, without meta or guard: what most calls ask for. Nothing is built for
+-- them that they do not need, and they are written by one command. Answers nothing, and does nothing, where one
+-- of them meets an entry that expires, or a record.
+local function put_all(keys, values, group)
+    local found, held = call('HMGET', base .. 'data', unpack(keys)), {}
+    local revision, now, at = tally.revision, tally.at_ms, format('%d', tally.at_ms)
+    local answer, entries, fresh, items, size = {}, {}, {}, {}, 0
+    for i = 1, #keys do
+        local key, value, cause = keys[i], values[i], group .. '.' .. i
+        local old = held[key] or found[i]
+        local version, created, created_ms, expires_ms, old_size, kind = 0, revision + i, now, '0', 0, 'j'
+        if old then
+            version, created, created_ms, expires_ms, old_size, kind =
+                match(old, '^(%d+) %d+ (%d+) (%d+) %d+ (%d+) (%d+) (%a)')
+            if expires_ms ~= '0' or kind == 'r' then
+                return nil
+            end
+        else
+            fresh[#fresh + 1] = 0
+            fresh[#fresh + 1] = key
+            tally.keys, tally.bytes = tally.keys + 1, tally.bytes + #key
+        end
+        local entry = format('%d %d %d %d %s 0 %d j 0\n', version + 1, revision + i, created, created_ms, at, #value)
+            .. value
+        held[key] = entry
+        entries[2 * i - 1], entries[2 * i] = key, entry
+        items[2 * i - 1], items[2 * i] = format('put %d %d data %d ', revision + i, revision + i, #cause) .. cause .. key, entry
+        answer[3 * i - 2], answer[3 * i - 1], answer[3 * i] = version + 1, tonumber(created), tonumber(created_ms)
+        tally.bytes, size = tally.bytes + #value - old_size, size + #key + #value
+    end
+    call('HSET', base .. 'data', unpack(entries))
+    if #fresh > 0 then
+        call('ZADD', base .. 'data:keys', unpack(fresh))
+    end
+    tally.revision = revision + #keys
+    call('XADD', log_key, format('%d-0', tally.revision), 'at', at, unpack(items))
+    tally.changes, tally.log_bytes = tally.changes + #keys, tally.log_bytes + size
+    save_tally()
+    return {'put', now, revision, cmsgpack.pack(answer)}
+end
+
+function verb.put()
+    local group, puts = ARGV[5], cmsgpack.unpack(ARGV[6])
+    local kept = begin(ARGV[3], tonumber(ARGV[4]))
+    if kept then
+        return kept
+    end
+    local answer = tally.late == 0 and put_all(puts[1], puts[2], group)
+    if answer then
+        return answer
+    end
+    begin(ARGV[3], tonumber(ARGV[4]))
+    local batches = {}
+    for i, key in ipairs(puts[1]) do
+        local write = {'put', 'data', key, 'j', puts[2][i], #puts[2][i], NEVER, ''}
+        batches[i] = {'', 0, '', group .. '.' .. i, -1, group, {}, {write}}
+    end
+    return commit_all(batches, group)
 end
 
 -- Another server, or one that forgot: nothing that was given out may be given out again.
@@ -609,16 +711,21 @@ function verb.scan()
 end
 
 function verb.feed()
-    local after, limit = tonumber(ARGV[3]), tonumber(ARGV[4])
+    local after, limit, most = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
     if not load_tally() then
-        return {0, 0, false, {}}
+        return {0, 0, false, false, {}}
     end
     local gap = call('ZRANGEBYSCORE', gaps_key, format('(%d', after), '+inf', 'LIMIT', 0, 1)[1]
-    local entries = {}
-    if after < tally.revision then
-        entries = call('XRANGE', log_key, after == 0 and '-' or format('(%d-0', after), '+', 'COUNT', limit)
-    end
-    return {tally.revision, tally.floor, gap and tonumber(gap) < after and gap or false, entries}
+    local found, count, size = {}, 0, 0
+    local more = each_told(after, function(item)
+        found[#found + 1] = item
+        count = count + #item / 2 - 1
+        for i = 4, #item, 2 do
+            size = size + #item[i]
+        end
+        return count >= limit or size > most
+    end)
+    return {tally.revision, tally.floor, gap and tonumber(gap) < after and gap or false, more, found}
 end
 
 function verb.due()
@@ -634,29 +741,34 @@ function verb.due()
     return answer
 end
 
--- The oldest changes go while there are too many of them, too many bytes, or they are too old.
+-- The oldest changes go while there are too many of them, too many bytes, or they are too old. An item of the log
+-- goes when all of its changes are gone.
 function verb.trim()
     local age_ms, changes = tonumber(ARGV[3]), tonumber(ARGV[4])
     local most, age_ms_min = tonumber(ARGV[5]), tonumber(ARGV[6])
     if not load_tally() then
         return 0
     end
-    local now, dropped, was_late = math.max(tally.at_ms, now_ms()), 0, tally.late
-    local entries = call('XRANGE', log_key, '-', '+', 'COUNT', 1000)
-    local floor
-    for i = 1, #entries do
-        local fields = entries[i][2]
-        local age = now - fields[10]
-        local over = tally.changes > changes or tally.log_bytes > most or age > age_ms
-        if not over or age < age_ms_min then
-            break
+    local now, dropped, was_late, floor = math.max(tally.at_ms, now_ms()), 0, tally.late, 0
+    each_told(0, function(item)
+        local age = now - item[2]
+        for i = 3, #item, 2 do
+            local over = tally.changes > changes or tally.log_bytes > most or age > age_ms
+            if not over or age < age_ms_min or dropped >= 1000 then
+                return true
+            end
+            local op, revision, length, at = match(item[i], '^(%a+) (%d+) %d+ %a+ (%d+) ()')
+            if tonumber(revision) > tally.floor then
+                local size = (op == 'delete' or op == 'expire') and 0 or match(item[i + 1], SIZE)
+                size = size + #item[i] - at - length + 1
+                tally.changes, tally.log_bytes = tally.changes - 1, tally.log_bytes - size
+                dropped, floor = dropped + 1, tonumber(revision)
+            end
         end
-        tally.changes, tally.log_bytes = tally.changes - 1, tally.log_bytes - fields[14]
-        dropped, floor = dropped + 1, tonumber(match(entries[i][1], '^%d+'))
-    end
+    end)
     if dropped > 0 then
         call('XTRIM', log_key, 'MINID', format('%d-0', floor + 1))
-        tally.floor = math.max(tally.floor, floor)
+        tally.floor = floor
         call('ZREMRANGEBYSCORE', gaps_key, '-inf', tally.floor)
     end
     if tally.late > 0 then

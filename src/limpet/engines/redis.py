@@ -20,7 +20,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,6 +80,7 @@ _NEVER_MS: Final = -2
 _ABSENT_NUMBER: Final = -1
 _STORE: Final = "limpet:store"
 _pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(list[int]).decode
 
 
 async def open(address: Address, clock: Clock) -> RedisEngine:
@@ -195,15 +196,17 @@ class RedisEngine(Remote):
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         while True:
-            revision, floor, survived, found = await self._ask(namespace, "feed", after, limit)
+            asked = ("feed", after, limit, SLICE_BYTES_MAX)
+            revision, floor, survived, more, items = await self._ask(namespace, *asked)
             if after < floor:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
             if after > revision:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
             if survived is not None:
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
-            changes = [_change(fields, _revision(name)) for name, fields in found]
-            is_full = len(found) == limit
+            changes = [one for item in items for one in _changes(item) if one.revision > after]
+            is_full = more is not None or len(changes) > limit
+            changes = changes[:limit]
             head = changes[-1].revision if is_full else revision
             if span is not None:
                 changes = [one for one in changes if one.family == "data" and one.key in span]
@@ -261,9 +264,32 @@ class RedisEngine(Remote):
     async def _commit_batches(self, namespace: str, batches: list[Batch]) -> Sequence[Outcome | Batch]:
         """Let the server decide batches. One that it cannot decide comes back, to be asked for again."""
         name = new_request_id()
-        causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
         raw: list[bytes] = []
-        body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
+        causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
+        puts = [put for batch in batches if (put := _plain_put(batch)) is not None]
+        if len(puts) == len(batches):
+            verb, body = "put", _pack([[put.key for put in puts], [_json_text(put) for put in puts]])
+        else:
+            verb = "commit"
+            body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
+        try:
+            answer = await self._decide(namespace, verb, name, body, raw)
+        except _Lost as error:
+            return [self._unknown(namespace, cause, error.__cause__) for cause in causes]
+        if answer[0] == b"late":
+            raise Unavailable("this request was overtaken by its own retry")
+        outcomes: list[Outcome | Batch] = []
+        if answer[0] == b"put":
+            outcomes = _put_commits(puts, *answer[1:])
+        else:
+            _, at_ms, found = answer
+            for batch, one in zip(batches, found, strict=True):
+                outcomes.append(await self._outcome(namespace, batch, one, at_ms))
+        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        return outcomes
+
+    async def _decide(self, namespace: str, verb: str, name: str, body: bytes, raw: list[bytes]) -> Any:
+        """What the server answers to a group."""
         seen = self._latest.get(namespace, 0)
         while True:
             sent = False
@@ -271,24 +297,16 @@ class RedisEngine(Remote):
                 async with self._connection() as line:
                     server = self._servers[line]
                     sent = True
-                    answer = await self._call(line, namespace, "commit", server, seen, name, body, *raw)
-                    if answer[0] == b"ok" and self._replicas:
+                    answer = await self._call(line, namespace, verb, server, seen, name, body, *raw)
+                    if answer[0] in (b"ok", b"put") and self._replicas:
                         await self._await_replicas(line)
             except Exception as error:
                 if sent and self._is_lost(error):
-                    return [self._unknown(namespace, cause, error) for cause in causes]
+                    raise _Lost from error
                 raise self._translated(error) from error
             if answer[0] != b"lost":
-                break
+                return answer
             seen = await self._mend(namespace, seen)
-        if answer[0] == b"late":
-            raise Unavailable("this request was overtaken by its own retry")
-        _, at_ms, found = answer
-        outcomes: list[Outcome | Batch] = []
-        for batch, one in zip(batches, found, strict=True):
-            outcomes.append(await self._outcome(namespace, batch, one, at_ms))
-        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
-        return outcomes
 
     async def _outcome(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> Outcome | Batch:
         """What became of a batch."""
@@ -302,7 +320,7 @@ class RedisEngine(Remote):
                 keys = [key.decode() for key in kept[::2]]
                 return _commit(batch, int(revision), keys, kept[1::2], int(kept_ms), replayed=True)
             case b"again":
-                changes = [_change(fields, _revision(name)) for name, fields in found[1:]]
+                changes = [_change(label, text, int(at)) for label, text, at in found[1:]]
                 held: dict[tuple[Family, str], Entry | None] = {}
                 for family in {write.family for write in batch.writes}:
                     keys = [write.key for write in batch.writes if write.family == family]
@@ -470,6 +488,10 @@ def _durability(appends: bool, sync: str, replicas: int) -> Durability:
     return "quorum" if replicas else "disk"
 
 
+class _Lost(Exception):
+    """The line broke while a group was on it."""
+
+
 # What is asked ------------------------------------------------------------------
 
 
@@ -533,6 +555,21 @@ def _asked(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
     guards, writes = [guarded(guard) for guard in batch.guards], [written(write) for write in batch.writes]
     digest = batch.digest.hex()
     return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes]
+
+
+def _plain_put(batch: Batch) -> Put | None:
+    """The put that is all of a batch, if the script has a short way for it: a JSON value and nothing else."""
+    if batch.guards or batch.request_id is not None or len(batch.writes) != 1:
+        return None
+    put = batch.writes[0]
+    if type(put) is not Put or put.ttl_ms is not None or put.meta_json is not None or put.family != "data":
+        return None
+    return put if isinstance(put.stored, bytes) and put.stored[:1] != b"\0" else None
+
+
+def _json_text(put: Put) -> str:
+    assert isinstance(put.stored, bytes)
+    return put.stored.decode()
 
 
 def _number(number: int) -> int:
@@ -611,16 +648,19 @@ def _found(key: str, text: bytes | None) -> Entry | None:
     return None if text is None else _entry(key, text)
 
 
-def _revision(name: bytes) -> int:
-    return int(name.partition(b"-")[0])
+def _changes(item: list[bytes]) -> Iterator[Change]:
+    """The changes of an item of the log."""
+    at_ms = int(item[1])
+    return (_change(label, text, at_ms) for label, text in zip(item[2::2], item[3::2], strict=True))
 
 
-def _change(fields: list[bytes], revision: int) -> Change:
-    op, family, key, last, at_ms, cause, _, text = fields[1::2]
+def _change(label: bytes, text: bytes, at_ms: int) -> Change:
+    op, revision, last, family, cause_bytes, names = label.split(b" ", 5)
+    at = int(cause_bytes)
     word: Any = "delete" if op == b"take" else op.decode()
-    entry = _entry(key.decode(), text, with_value=op in (b"put", b"patch", b"take"))
+    entry = _entry(names[at:].decode(), text, with_value=op in (b"put", b"patch", b"take"))
     place: Any = family.decode()
-    return Change(word, entry, revision, int(last), int(at_ms), cause.decode() or None, place)
+    return Change(word, entry, int(revision), int(last), at_ms, names[:at].decode() or None, place)
 
 
 def _commit(
@@ -641,6 +681,17 @@ def _commit(
         entries.append(after)
         ended.append(before)
     return Commit(revision, tuple(entries), tuple(ended), at_ms, replayed)
+
+
+def _put_commits(puts: list[Put], at_ms: int, revision: int, packed: bytes) -> list[Outcome | Batch]:
+    """The commits of puts that came one after the other."""
+    numbers = _unpack(packed)
+    commits: list[Outcome | Batch] = []
+    for put, version, created, created_ms in zip(puts, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+        revision += 1
+        entry = Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, None)
+        commits.append(Commit(revision, (entry,), (None,), at_ms))
+    return commits
 
 
 def _receipt(key: str, kept: list[bytes]) -> Entry:

@@ -1,0 +1,71 @@
+"""Every kind of write, and all that can be told of it afterwards: for lines that fail in the middle of one."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import limpet
+from limpet.model import Commit, Entry
+
+Act = Callable[[limpet.Store, limpet.Lock], Awaitable[Any]]
+
+VERBS: dict[str, Act] = {
+    "put": lambda store, _: store.put("plain", "new"),
+    "put for a while": lambda store, _: store.put("plain", "new", ttl=60, meta={"by": "me"}),
+    "put over an older version": lambda store, _: store.put("plain", "new", expect=limpet.Version(1)),
+    "put over an equal value": lambda store, _: store.put("plain", "new", expect=limpet.equals("old")),
+    "put over a member": lambda store, _: store.put("object", "new", expect=limpet.field("n") == 1),
+    "create": lambda store, _: store.create("fresh", "new"),
+    "add": lambda store, _: store.add("count", 3),
+    "update": lambda store, _: store.update("count", lambda number: number + 3),
+    "delete": lambda store, _: store.delete("plain"),
+    "take": lambda store, _: store.take("plain"),
+    "touch": lambda store, _: store.touch("plain", 60),
+    "set": lambda store, _: store.record("job").set(state="done", worker=b"\xff"),
+    "swap": lambda store, _: store.record("job").swap("state", "pending", "claimed", set={"worker": "w1"}),
+    "fenced put": lambda store, lock: store.put("plain", "new", fence=lock),
+    "batch": lambda store, _: store.batch().put("plain", 2).delete("other").put("fresh", 3).commit(),
+    "batch of puts": lambda store, _: store.batch().put("plain", 2).put("fresh", 3, ttl=60).commit(),
+    "batch with an add": lambda store, _: store.batch().put("plain", 2).add("count", 1).delete("other").commit(),
+    "put with a request id": lambda store, _: store.put("plain", "new", request_id="mine"),
+    "add with a request id": lambda store, _: store.add("count", 3, request_id="mine"),
+    "take with a request id": lambda store, _: store.take("plain", request_id="mine"),
+    "batch with a request id": lambda store, _: store.batch(request_id="mine").put("plain", 2).add("count", 1).commit(),
+    "acquire": lambda store, _: store.lock("gate", ttl=60).acquire(),
+    "refresh": lambda _, lock: lock.refresh(),
+    "release": lambda _, lock: lock.release(),
+}
+
+
+async def prepared(store: limpet.Store) -> limpet.Lock:
+    """Something for every verb to work on."""
+    await store.put("plain", "old")
+    await store.put("other", "old")
+    await store.put("object", {"n": 1})
+    await store.add("count", 5)
+    await store.record("job").put({"state": "pending"})
+    return await store.lock("door", ttl=60).acquire()
+
+
+def plainly(result: Any) -> Any:
+    """A result without its times."""
+    match result:
+        case Entry():
+            return result.key, result.version, result.revision, result.created_revision, result.value, result.meta
+        case Commit():
+            return result.revision, [*map(plainly, result.entries)], [*map(plainly, result.ended)]
+        case limpet.Lock():
+            return result.token
+        case _:
+            return result
+
+
+async def seen(store: limpet.Store, result: Any) -> Any:
+    """Everything that a caller or an onlooker can tell afterwards, but for the times."""
+    log = (await store._session.engine.changes(store.name, 0)).changes
+    told = [(change.op, change.family, change.commit, plainly(change.entry)) for change in log]
+    entries = [plainly(entry) async for entry in store.scan()]
+    status = await store.status()
+    totals = (status.revision, status.keys, status.size_bytes, status.log_changes, status.log_bytes)
+    return plainly(result), told, entries, totals, [(lock.name, lock.token) for lock in await store.locks()]
