@@ -7,18 +7,24 @@
 -- The verb commit does what limpet.transition.plan does, and a test holds it to that. It moves the bytes of
 -- values and never looks into them.
 --
--- An entry is a line of numbers, then its meta, then its value:
---     version revision created_revision created_ms updated_ms expires_ms size kind meta_bytes\n meta value
--- where expires_ms is 0 for never, and kind is j for JSON, b for bytes and r for a record. The fields of a
--- record are a hash of their own, so that HGETALL shows them.
+-- An entry is its head, its meta and its value. The head is version, revision, created_revision, created_ms,
+-- updated_ms and expires_ms (0 for never) as numbers of eight bytes, size as one of four, the length of the meta
+-- as one of two, and a letter: j for JSON, b for bytes, r for a record. The fields of a record are a hash of their
+-- own, so that HGETALL shows them.
 --
--- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last: the time,
--- and for each change a label and its entry. A label is
+-- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last. It begins
+-- with the time. Then come pairs: a label and an entry for each change, where a label is
 --     op revision commit_revision family cause_bytes cause key
--- without the last space, for a cause may hold spaces.
+-- without the last space, for a cause may hold spaces. Plain puts are told in less: the word puts with the name of
+-- their call, then a key and an entry for each. Their revisions and causes count up to those of the last.
+--
+-- A server runs all of a script from its first line at each call. So what is asked most is answered first, before
+-- the functions for the rest are made.
 
 local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
+local HEAD, HEAD_BYTES = '>I8I8I8I8I8I8I4I2B', 55
+local JSON, RECORD = 106, 114
 local base = sub(KEYS[1], 1, -6)
 local prefix = ARGV[2]
 local due_key, log_key, late_key, gaps_key = base .. 'due', base .. 'log', base .. 'late', base .. 'gaps'
@@ -56,26 +62,93 @@ local function save_tally()
         tally.bytes, tally.changes, tally.log_bytes, tally.late, tally.server))
 end
 
+-- Make ready to decide; or what keeps this call from that.
+local function begin()
+    local server, seen = ARGV[3], tonumber(ARGV[4])
+    if not load_tally() then
+        new_tally(server)
+    end
+    if tally.server ~= server or tally.revision < seen then
+        return {'lost', tally.revision}
+    end
+    -- Whatever somebody else may have put in the place of the log, it must fail before anything is written.
+    call('XLEN', log_key)
+    tally.at_ms = math.max(tally.at_ms, now_ms())
+end
+
+-- The short way of plain puts: JSON values, never to expire, without meta or guard ---------------------------
+--
+-- Nothing is built for them that they do not need, and they are written by one command. Nothing is done where one
+-- of them meets an entry that expires, or a record: then all go the long way.
+
+local plain_keys, plain_values
+
+local function put_plainly(keys, values, group)
+    local found, held = call('HMGET', base .. 'data', unpack(keys)), {}
+    local first, now = tally.revision, tally.at_ms
+    local answer, entries, fresh = {}, {}, {}
+    local fresh_bytes, changed_bytes, told_bytes = 0, 0, 0
+    for i = 1, #keys do
+        local key, value = keys[i], values[i]
+        local old, size = held[key] or found[i], #value
+        local version, created, created_ms = 1, first + i, now
+        if old then
+            local _, expires_ms, old_size, kind
+            version, _, created, created_ms, _, expires_ms, old_size, _, kind = struct.unpack(HEAD, old)
+            if expires_ms > 0 or kind == RECORD then
+                return nil
+            end
+            version, changed_bytes = version + 1, changed_bytes + size - old_size
+        else
+            fresh[#fresh + 1] = 0
+            fresh[#fresh + 1] = key
+            fresh_bytes = fresh_bytes + #key + size
+        end
+        local entry = struct.pack(HEAD, version, first + i, created, created_ms, now, 0, size, 0, JSON) .. value
+        held[key], entries[2 * i - 1], entries[2 * i] = entry, key, entry
+        answer[3 * i - 2], answer[3 * i - 1], answer[3 * i] = version, created, created_ms
+        told_bytes = told_bytes + #key + size
+    end
+    call('HSET', base .. 'data', unpack(entries))
+    if #fresh > 0 then
+        call('ZADD', base .. 'data:keys', unpack(fresh))
+    end
+    tally.revision = first + #keys
+    call('XADD', log_key, format('%d-0', tally.revision), 'at', format('%d', now), 'puts', group, unpack(entries))
+    tally.keys, tally.bytes = tally.keys + #fresh / 2, tally.bytes + fresh_bytes + changed_bytes
+    tally.changes, tally.log_bytes = tally.changes + #keys, tally.log_bytes + told_bytes
+    save_tally()
+    return {'put', now, first, cmsgpack.pack(answer)}
+end
+
+if ARGV[1] == 'put' then
+    local kept = begin()
+    if kept then
+        return kept
+    end
+    plain_keys, plain_values = unpack(cmsgpack.unpack(ARGV[6]))
+    local answer = tally.late == 0 and put_plainly(plain_keys, plain_values, ARGV[5])
+    if answer then
+        return answer
+    end
+end
+
 -- Entries ----------------------------------------------------------------------------------------------------
 
-local HEAD = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%a) (%d+)\n()'
-
-local SIZE = '^%d+ %d+ %d+ %d+ %d+ %d+ (%d+)'
-
 local function parse(key, packed)
-    local version, revision, created, created_ms, updated_ms, expires_ms, size, kind, meta_bytes, at =
-        match(packed, HEAD)
-    local meta_end = at + meta_bytes
+    local version, revision, created, created_ms, updated_ms, expires_ms, size, meta_bytes, kind =
+        struct.unpack(HEAD, packed)
+    local value_at = HEAD_BYTES + meta_bytes + 1
     return {
-        key = key, version = tonumber(version), revision = tonumber(revision), created = tonumber(created),
-        created_ms = tonumber(created_ms), updated_ms = tonumber(updated_ms), expires_ms = tonumber(expires_ms),
-        size = tonumber(size), kind = kind, meta = sub(packed, at, meta_end - 1), value = sub(packed, meta_end),
+        key = key, version = version, revision = revision, created = created, created_ms = created_ms,
+        updated_ms = updated_ms, expires_ms = expires_ms, size = size, kind = string.char(kind),
+        meta = sub(packed, HEAD_BYTES + 1, value_at - 1), value = sub(packed, value_at),
     }
 end
 
 local function head(entry)
-    return format('%d %d %d %d %d %d %d %s %d\n', entry.version, entry.revision, entry.created, entry.created_ms,
-        entry.updated_ms, entry.expires_ms, entry.size, entry.kind, #entry.meta) .. entry.meta
+    return struct.pack(HEAD, entry.version, entry.revision, entry.created, entry.created_ms, entry.updated_ms,
+        entry.expires_ms, entry.size, #entry.meta, string.byte(entry.kind)) .. entry.meta
 end
 
 local function find(family, key)
@@ -356,7 +429,7 @@ local function each_told(after, see)
     while true do
         local items = call('XRANGE', log_key, first, '+', 'COUNT', 50)
         for i = 1, #items do
-            if see(items[i][2], items[i][1]) then
+            if see(items[i][2], tonumber(match(items[i][1], '^%d+'))) then
                 return true
             end
         end
@@ -367,18 +440,39 @@ local function each_told(after, see)
     end
 end
 
+-- The changes of an item, handed to see until it has seen enough: label, entry, revision, cause, key and op.
+local function each_change(item, last, see)
+    local plain = item[3] == 'puts' and item[4]
+    for i = plain and 5 or 3, #item, 2 do
+        local label, entry = item[i], item[i + 1]
+        local op, revision, cause, key
+        if plain then
+            op, key, cause = 'put', label, format('%s.%d', plain, (i - 3) / 2)
+            revision = last - (#item - 1 - i) / 2
+            label = format('put %d %d data %d ', revision, revision, #cause) .. cause .. key
+        else
+            local cause_bytes, at
+            op, revision, cause_bytes, at = match(label, '^(%a+) (%d+) %d+ %a+ (%d+) ()')
+            cause, key = sub(label, at, at + cause_bytes - 1), sub(label, at + cause_bytes)
+        end
+        if see(label, entry, tonumber(revision), cause, key, op) then
+            return true
+        end
+    end
+    return false
+end
+
 -- Deciding ---------------------------------------------------------------------------------------------------
 
 -- What a batch did when it was asked for the first time, by the name of its changes.
 local function earlier(since, cause)
     local found = {}
-    each_told(since, function(item)
-        for i = 3, #item, 2 do
-            local length, at = match(item[i], '^%a+ %d+ %d+ %a+ (%d+) ()')
-            if sub(item[i], at, at + length - 1) == cause then
-                found[#found + 1] = {item[i], item[i + 1], item[2]}
+    each_told(since, function(item, last)
+        each_change(item, last, function(label, entry, _, its_cause)
+            if its_cause == cause then
+                found[#found + 1] = {label, entry, item[2]}
             end
-        end
+        end)
     end)
     return found
 end
@@ -535,19 +629,6 @@ end
 
 local verb = {}
 
--- Make ready to decide; or what keeps this call from that.
-local function begin(server, seen)
-    if not load_tally() then
-        new_tally(server)
-    end
-    if tally.server ~= server or tally.revision < seen then
-        return {'lost', tally.revision}
-    end
-    -- Whatever somebody else may have put in the place of the log, it must fail before anything is written.
-    call('XLEN', log_key)
-    tally.at_ms = math.max(tally.at_ms, now_ms())
-end
-
 local function commit_all(batches, group)
     if tally.late > 0 then
         local names = {group}
@@ -573,68 +654,7 @@ local function commit_all(batches, group)
 end
 
 function verb.commit()
-    local batches = cmsgpack.unpack(ARGV[6])
-    return begin(ARGV[3], tonumber(ARGV[4])) or commit_all(batches, ARGV[5])
-end
-
--- Puts of JSON values, never to expire, without meta or guard: what most calls ask for. Nothing is built for
--- them that they do not need, and they are written by one command. Answers nothing, and does nothing, where one
--- of them meets an entry that expires, or a record.
-local function put_all(keys, values, group)
-    local found, held = call('HMGET', base .. 'data', unpack(keys)), {}
-    local revision, now, at = tally.revision, tally.at_ms, format('%d', tally.at_ms)
-    local answer, entries, fresh, items, size = {}, {}, {}, {}, 0
-    for i = 1, #keys do
-        local key, value, cause = keys[i], values[i], group .. '.' .. i
-        local old = held[key] or found[i]
-        local version, created, created_ms, expires_ms, old_size, kind = 0, revision + i, now, '0', 0, 'j'
-        if old then
-            version, created, created_ms, expires_ms, old_size, kind =
-                match(old, '^(%d+) %d+ (%d+) (%d+) %d+ (%d+) (%d+) (%a)')
-            if expires_ms ~= '0' or kind == 'r' then
-                return nil
-            end
-        else
-            fresh[#fresh + 1] = 0
-            fresh[#fresh + 1] = key
-            tally.keys, tally.bytes = tally.keys + 1, tally.bytes + #key
-        end
-        local entry = format('%d %d %d %d %s 0 %d j 0\n', version + 1, revision + i, created, created_ms, at, #value)
-            .. value
-        held[key] = entry
-        entries[2 * i - 1], entries[2 * i] = key, entry
-        items[2 * i - 1], items[2 * i] = format('put %d %d data %d ', revision + i, revision + i, #cause) .. cause .. key, entry
-        answer[3 * i - 2], answer[3 * i - 1], answer[3 * i] = version + 1, tonumber(created), tonumber(created_ms)
-        tally.bytes, size = tally.bytes + #value - old_size, size + #key + #value
-    end
-    call('HSET', base .. 'data', unpack(entries))
-    if #fresh > 0 then
-        call('ZADD', base .. 'data:keys', unpack(fresh))
-    end
-    tally.revision = revision + #keys
-    call('XADD', log_key, format('%d-0', tally.revision), 'at', at, unpack(items))
-    tally.changes, tally.log_bytes = tally.changes + #keys, tally.log_bytes + size
-    save_tally()
-    return {'put', now, revision, cmsgpack.pack(answer)}
-end
-
-function verb.put()
-    local group, puts = ARGV[5], cmsgpack.unpack(ARGV[6])
-    local kept = begin(ARGV[3], tonumber(ARGV[4]))
-    if kept then
-        return kept
-    end
-    local answer = tally.late == 0 and put_all(puts[1], puts[2], group)
-    if answer then
-        return answer
-    end
-    begin(ARGV[3], tonumber(ARGV[4]))
-    local batches = {}
-    for i, key in ipairs(puts[1]) do
-        local write = {'put', 'data', key, 'j', puts[2][i], #puts[2][i], NEVER, ''}
-        batches[i] = {'', 0, '', group .. '.' .. i, -1, group, {}, {write}}
-    end
-    return commit_all(batches, group)
+    return begin() or commit_all(cmsgpack.unpack(ARGV[6]), ARGV[5])
 end
 
 -- Another server, or one that forgot: nothing that was given out may be given out again.
@@ -668,10 +688,10 @@ function verb.read()
         for i = 1, last - first + 1 do
             local packed = found[i]
             if packed then
-                local expires_ms, kind = match(packed, '^%d+ %d+ %d+ %d+ %d+ (%d+) %d+ (%a)')
-                if expires_ms ~= '0' and tonumber(expires_ms) <= now then
+                local _, _, _, _, _, expires_ms, _, _, kind = struct.unpack(HEAD, packed)
+                if expires_ms > 0 and expires_ms <= now then
                     packed = false
-                elseif kind == 'r' then
+                elseif kind == RECORD then
                     local fields = redis.pcall('HGETALL', prefix .. ARGV[first + i - 1])
                     packed = fields.err and {fields.err} or packed .. framed(fields)
                 end
@@ -717,8 +737,8 @@ function verb.feed()
     end
     local gap = call('ZRANGEBYSCORE', gaps_key, format('(%d', after), '+inf', 'LIMIT', 0, 1)[1]
     local found, count, size = {}, 0, 0
-    local more = each_told(after, function(item)
-        found[#found + 1] = item
+    local more = each_told(after, function(item, last)
+        found[#found + 1] = {last, item}
         count = count + #item / 2 - 1
         for i = 4, #item, 2 do
             size = size + #item[i]
@@ -750,21 +770,19 @@ function verb.trim()
         return 0
     end
     local now, dropped, was_late, floor = math.max(tally.at_ms, now_ms()), 0, tally.late, 0
-    each_told(0, function(item)
+    each_told(0, function(item, last)
         local age = now - item[2]
-        for i = 3, #item, 2 do
+        return each_change(item, last, function(_, entry, revision, _, key, op)
             local over = tally.changes > changes or tally.log_bytes > most or age > age_ms
             if not over or age < age_ms_min or dropped >= 1000 then
                 return true
-            end
-            local op, revision, length, at = match(item[i], '^(%a+) (%d+) %d+ %a+ (%d+) ()')
-            if tonumber(revision) > tally.floor then
-                local size = (op == 'delete' or op == 'expire') and 0 or match(item[i + 1], SIZE)
-                size = size + #item[i] - at - length + 1
+            elseif revision > tally.floor then
+                local _, _, _, _, _, _, size = struct.unpack(HEAD, entry)
+                size = #key + ((op == 'delete' or op == 'expire') and 0 or size)
                 tally.changes, tally.log_bytes = tally.changes - 1, tally.log_bytes - size
-                dropped, floor = dropped + 1, tonumber(revision)
+                dropped, floor = dropped + 1, revision
             end
-        end
+        end)
     end)
     if dropped > 0 then
         call('XTRIM', log_key, 'MINID', format('%d-0', floor + 1))
@@ -793,4 +811,12 @@ function verb.status()
     return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, now_ms()}
 end
 
+if plain_keys then
+    local batches = {}
+    for i = 1, #plain_keys do
+        local write = {'put', 'data', plain_keys[i], 'j', plain_values[i], #plain_values[i], NEVER, ''}
+        batches[i] = {'', 0, '', format('%s.%d', ARGV[5], i), -1, ARGV[5], {}, {write}}
+    end
+    return commit_all(batches, ARGV[5])
+end
 return verb[ARGV[1]]()

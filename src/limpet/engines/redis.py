@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -79,6 +80,9 @@ _KEEP_MS: Final = -1
 _NEVER_MS: Final = -2
 _ABSENT_NUMBER: Final = -1
 _STORE: Final = "limpet:store"
+_HEAD: Final = struct.Struct(">6QIHc")
+_HEAD_BYTES: Final = _HEAD.size
+_head = _HEAD.unpack_from
 _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[int]).decode
 
@@ -204,7 +208,7 @@ class RedisEngine(Remote):
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
             if survived is not None:
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
-            changes = [one for item in items for one in _changes(item) if one.revision > after]
+            changes = [one for last, item in items for one in _changes(item, last) if one.revision > after]
             is_full = more is not None or len(changes) > limit
             changes = changes[:limit]
             head = changes[-1].revision if is_full else revision
@@ -607,16 +611,12 @@ def _unwire(wire: bytes) -> bytes:
 
 
 def _entry(key: str, text: bytes, *, with_value: bool = True) -> Entry:
-    """An entry of its text: a line of numbers, its meta, its value."""
-    line, _, rest = text.partition(b"\n")
-    version, revision, created, created_ms, updated_ms, expires_ms, _, kind, meta_bytes = line.split(b" ")
-    at = int(meta_bytes)
-    meta = rest[:at] if at else None
-    stored = _stored(kind, rest[at:]) if with_value else None
-    expires = None if expires_ms == b"0" else int(expires_ms)
-    return Entry(
-        key, stored, int(version), int(revision), int(created), int(created_ms), int(updated_ms), expires, meta
-    )
+    """An entry of its text: its head, its meta, its value."""
+    version, revision, created, created_ms, updated_ms, expires_ms, _, meta_bytes, kind = _head(text)
+    at = _HEAD_BYTES + meta_bytes
+    meta = text[_HEAD_BYTES:at] if meta_bytes else None
+    stored = _stored(kind, text[at:]) if with_value else None
+    return Entry(key, stored, version, revision, created, created_ms, updated_ms, expires_ms or None, meta)
 
 
 def _entry_or_error(key: str, found: bytes | list[bytes]) -> Entry | Exception:
@@ -648,10 +648,17 @@ def _found(key: str, text: bytes | None) -> Entry | None:
     return None if text is None else _entry(key, text)
 
 
-def _changes(item: list[bytes]) -> Iterator[Change]:
-    """The changes of an item of the log."""
+def _changes(item: list[bytes], last: int) -> Iterator[Change]:
+    """The changes of an item of the log, the last of which has this revision."""
     at_ms = int(item[1])
-    return (_change(label, text, at_ms) for label, text in zip(item[2::2], item[3::2], strict=True))
+    if item[2] != b"puts":
+        return (_change(label, text, at_ms) for label, text in zip(item[2::2], item[3::2], strict=True))
+    call, first = item[3].decode(), last - len(item) // 2 + 2
+    puts = enumerate(zip(item[4::2], item[5::2], strict=True), 1)
+    return (
+        Change("put", _entry(key.decode(), text), first + number, first + number, at_ms, f"{call}.{number}", "data")
+        for number, (key, text) in puts
+    )
 
 
 def _change(label: bytes, text: bytes, at_ms: int) -> Change:
