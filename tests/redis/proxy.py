@@ -26,6 +26,7 @@ class Proxy:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._rule: tuple[Fault, bytes] | None = None
+        self._after_s = 0.0
         self._kept: list[bytes] = []
         self._lines: set[asyncio.Task[None]] = set()
         self.is_done = False
@@ -43,10 +44,11 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
-    def fault(self, fault: Fault, pattern: bytes = COMMIT) -> None:
-        """Do this to the next request that has the pattern in it, and to no other."""
+    def fault(self, fault: Fault, pattern: bytes = COMMIT, *, after_s: float = 0.0) -> None:
+        """Do this to the next request that has the pattern in it, and to no other. A lost reply is noticed later."""
         self.is_done = False
         self._rule = (fault, pattern)
+        self._after_s = after_s
 
     def deliver(self) -> bytes:
         """Let the request that was kept arrive now, and return what the server says to it."""
@@ -86,6 +88,7 @@ class Proxy:
                     await asyncio.gather(replies, return_exceptions=True)
                     far_writer.write(asked)
                     await far_reader.read(2**16)
+                    await asyncio.sleep(self._after_s)
                 return
         finally:
             self._lines.discard(task)

@@ -65,6 +65,24 @@ async def test_a_late_group_is_refused_whole(proxy: Proxy) -> None:
         assert (await store.status()).revision == 21
 
 
+async def test_a_lost_reply_is_looked_for_from_before_other_groups_came_back(proxy: Proxy) -> None:
+    """Two groups are on their way; the later one is answered first, and the store knows of newer revisions."""
+    async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+        await store.put("first", 0)
+        proxy.fault("lose", after_s=0.3)
+        slow = asyncio.create_task(store.add("count", 1))
+        while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
+            await asyncio.sleep(0)
+
+        for number in range(20):
+            await store.put("other", number)
+
+        assert not slow.done()
+        assert await slow == 1
+        assert await store.get("count") == 1
+        assert len([event async for event in store.history("count")]) == 1
+
+
 async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy) -> None:
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         await store.put("first", 0)

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import functools
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl, urlencode
 
@@ -32,7 +32,7 @@ from limpet.clock import Clock, wake
 from limpet.codec import Stored
 from limpet.engine import Address, new_request_id
 from limpet.engines.columns import as_stored, as_text
-from limpet.engines.remote import Remote, Ticket, group_of, marked, weight_bytes
+from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of, marked, weight_bytes
 from limpet.errors import (
     Compacted,
     Corrupt,
@@ -374,12 +374,12 @@ class PostgresEngine(Remote):
 
     # Committing ---------------------------------------------------------------
 
-    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         if _is_ordinary(group):
-            return await self._commit_ordinary(namespace, group)
-        return await self._commit_planned(namespace, group)
+            return await self._commit_ordinary(namespace, group, since)
+        return await self._commit_planned(namespace, group, since)
 
-    async def _commit_ordinary(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_ordinary(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Let the server decide and write a group, in one round trip."""
         name = new_request_id()
         place = (namespace, self._channel, name)
@@ -394,7 +394,7 @@ class PostgresEngine(Remote):
             if _is_lost(error):
                 # The statement was sent, and what became of it is not known.
                 names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
-                return [self._unknown(namespace, request_id, error) for request_id in names]
+                return [self._unknown(request_id, since, error) for request_id in names]
             raise self._translated(error) from error
         self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
@@ -418,7 +418,7 @@ class PostgresEngine(Remote):
             raise
         return _put_outcomes(group, puts, rows)
 
-    async def _commit_planned(self, namespace: str, group: list[Ticket]) -> Sequence[Commit | Refusal | Exception]:
+    async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Decide a group here, while its transaction holds the namespace."""
         asked = sorted({(one.family, one.key) for ticket in group for one in ticket.asked})
         named = [(ticket, ticket.batch.request_id or new_request_id()) for ticket in group]
@@ -442,7 +442,7 @@ class PostgresEngine(Remote):
                 commits = True
         except Exception as error:
             if commits and _is_lost(error):
-                return [self._unknown(namespace, request_id, error) for _, request_id in named]
+                return [self._unknown(request_id, since, error) for _, request_id in named]
             raise self._translated(error) from error
         self._changed(namespace, work.revision)
         return outcomes
@@ -459,8 +459,10 @@ class PostgresEngine(Remote):
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
-        return {row[0]: _entry(row) for row in await self._fetch(self._read, namespace, family, keys)}
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+        rows = await self._fetch(self._read, namespace, family, keys)
+        found = {row[0]: _entry(row) for row in rows}
+        return [found.get(key) for key in keys]
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         bounds = (None, None) if span is None else _bounds(span)

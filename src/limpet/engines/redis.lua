@@ -1,7 +1,7 @@
 -- What the server does for the Redis engine. One script with a verb, so that a call that decides and a call
 -- that reads agree on what an entry looks like.
 --
--- KEYS[1] is the tally of a namespace; the names of its other keys begin as it does. ARGV is the verb, the
+-- KEYS[1] is the hash of a namespace's entries; the names of its other keys begin as it does. ARGV is the verb, the
 -- prefix of the keys that hold records, and what the verb needs.
 --
 -- The verb commit does what limpet.transition.plan does, and a test holds it to that. It moves the bytes of
@@ -11,6 +11,10 @@
 -- updated_ms and expires_ms (0 for never) as numbers of eight bytes, size as one of four, the length of the meta
 -- as one of two, and a letter: j for JSON, b for bytes, r for a record. The fields of a record are a hash of their
 -- own, so that HGETALL shows them.
+--
+-- The tally is what is counted of a namespace, in the field of the same hash that has no name: revision, floor, time
+-- of the last commit, keys and their bytes, changes in the log and their bytes as numbers of eight bytes, a byte that
+-- tells whether requests may come late, and the replication id of the server.
 --
 -- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last. It begins
 -- with the time. Then come pairs: a label and an entry for each change, where a label is
@@ -25,7 +29,8 @@ local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
 local HEAD, HEAD_BYTES = '>I8I8I8I8I8I8I4I2B', 55
 local JSON, RECORD = 106, 114
-local base = sub(KEYS[1], 1, -6)
+local TALLY, TALLY_BYTES = '>I8I8I8I8I8I8I8B', 57
+local data_key, base = KEYS[1], sub(KEYS[1], 1, -5)
 local prefix = ARGV[2]
 local due_key, log_key, late_key, gaps_key = base .. 'due', base .. 'log', base .. 'late', base .. 'gaps'
 
@@ -34,22 +39,22 @@ local function now_ms()
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
 
--- The tally: what is counted of a namespace, and how it is known ---------------------------------------------
+-- The tally --------------------------------------------------------------------------------------------------
 
 local tally = {}
 
-local function load_tally()
-    local text = call('GET', KEYS[1])
-    if not text then
+local function read_tally(packed)
+    if not packed then
         return false
     end
-    local numbers = '^(%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%S+)$'
-    local revision, floor, at_ms, keys, bytes, changes, log_bytes, late, server = match(text, numbers)
-    tally.revision, tally.floor, tally.at_ms = tonumber(revision), tonumber(floor), tonumber(at_ms)
-    tally.keys, tally.bytes = tonumber(keys), tonumber(bytes)
-    tally.changes, tally.log_bytes = tonumber(changes), tonumber(log_bytes)
-    tally.late, tally.server = tonumber(late), server
+    tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes, tally.log_bytes, tally.late =
+        struct.unpack(TALLY, packed)
+    tally.server = sub(packed, TALLY_BYTES + 1)
     return true
+end
+
+local function load_tally()
+    return read_tally(call('HGET', data_key, ''))
 end
 
 local function new_tally(server)
@@ -57,22 +62,20 @@ local function new_tally(server)
     tally.log_bytes, tally.late, tally.server = 0, 0, server
 end
 
-local function save_tally()
-    call('SET', KEYS[1], format('%d %d %d %d %d %d %d %d %s', tally.revision, tally.floor, tally.at_ms, tally.keys,
-        tally.bytes, tally.changes, tally.log_bytes, tally.late, tally.server))
+local function packed_tally()
+    return struct.pack(TALLY, tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes,
+        tally.log_bytes, tally.late) .. tally.server
 end
 
--- Make ready to decide; or what keeps this call from that.
-local function begin()
+-- Make ready to decide, by the tally that was found; or what keeps this call from that.
+local function begin(packed)
     local server, seen = ARGV[3], tonumber(ARGV[4])
-    if not load_tally() then
+    if not read_tally(packed) then
         new_tally(server)
     end
     if tally.server ~= server or tally.revision < seen then
         return {'lost', tally.revision}
     end
-    -- Whatever somebody else may have put in the place of the log, it must fail before anything is written.
-    call('XLEN', log_key)
     tally.at_ms = math.max(tally.at_ms, now_ms())
 end
 
@@ -83,14 +86,14 @@ end
 
 local plain_keys, plain_values
 
-local function put_plainly(keys, values, group)
-    local found, held = call('HMGET', base .. 'data', unpack(keys)), {}
+local function put_plainly(found, group)
+    local keys, values, held = plain_keys, plain_values, {}
     local first, now = tally.revision, tally.at_ms
     local answer, entries, fresh = {}, {}, {}
     local fresh_bytes, changed_bytes, told_bytes = 0, 0, 0
     for i = 1, #keys do
         local key, value = keys[i], values[i]
-        local old, size = held[key] or found[i], #value
+        local old, size = held[key] or found[i + 1], #value
         local version, created, created_ms = 1, first + i, now
         if old then
             local _, expires_ms, old_size, kind
@@ -109,25 +112,22 @@ local function put_plainly(keys, values, group)
         answer[3 * i - 2], answer[3 * i - 1], answer[3 * i] = version, created, created_ms
         told_bytes = told_bytes + #key + size
     end
-    call('HSET', base .. 'data', unpack(entries))
+    tally.revision = first + #keys
+    tally.keys, tally.bytes = tally.keys + #fresh / 2, tally.bytes + fresh_bytes + changed_bytes
+    tally.changes, tally.log_bytes = tally.changes + #keys, tally.log_bytes + told_bytes
+    -- The log goes first: whatever somebody else may have put in its place, nothing is done then.
+    call('XADD', log_key, format('%d-0', tally.revision), 'at', format('%d', now), 'puts', group, unpack(entries))
+    call('HSET', data_key, '', packed_tally(), unpack(entries))
     if #fresh > 0 then
         call('ZADD', base .. 'data:keys', unpack(fresh))
     end
-    tally.revision = first + #keys
-    call('XADD', log_key, format('%d-0', tally.revision), 'at', format('%d', now), 'puts', group, unpack(entries))
-    tally.keys, tally.bytes = tally.keys + #fresh / 2, tally.bytes + fresh_bytes + changed_bytes
-    tally.changes, tally.log_bytes = tally.changes + #keys, tally.log_bytes + told_bytes
-    save_tally()
     return {'put', now, first, cmsgpack.pack(answer)}
 end
 
 if ARGV[1] == 'put' then
-    local kept = begin()
-    if kept then
-        return kept
-    end
     plain_keys, plain_values = unpack(cmsgpack.unpack(ARGV[6]))
-    local answer = tally.late == 0 and put_plainly(plain_keys, plain_values, ARGV[5])
+    local found = call('HMGET', data_key, '', unpack(plain_keys))
+    local answer = begin(found[1]) or tally.late == 0 and put_plainly(found, ARGV[5])
     if answer then
         return answer
     end
@@ -149,6 +149,10 @@ end
 local function head(entry)
     return struct.pack(HEAD, entry.version, entry.revision, entry.created, entry.created_ms, entry.updated_ms,
         entry.expires_ms, entry.size, #entry.meta, string.byte(entry.kind)) .. entry.meta
+end
+
+local function save_tally()
+    call('HSET', data_key, '', packed_tally())
 end
 
 local function find(family, key)
@@ -654,7 +658,9 @@ local function commit_all(batches, group)
 end
 
 function verb.commit()
-    return begin() or commit_all(cmsgpack.unpack(ARGV[6]), ARGV[5])
+    -- Whatever somebody else may have put in the place of the log, it must fail before anything is written.
+    call('XLEN', log_key)
+    return begin(call('HGET', data_key, '')) or commit_all(cmsgpack.unpack(ARGV[6]), ARGV[5])
 end
 
 -- Another server, or one that forgot: nothing that was given out may be given out again.

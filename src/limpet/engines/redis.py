@@ -21,7 +21,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
 from limpet.engine import Address, new_request_id
-from limpet.engines.remote import Outcome, Remote, Ticket, group_of
+from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
 from limpet.keys import Span
 from limpet.model import (
@@ -69,6 +69,10 @@ from limpet.model import (
     Write,
 )
 from limpet.transition import recall, remember
+
+_pack_fast: Any = None
+with contextlib.suppress(ImportError):
+    from hiredis import pack_command as _pack_fast
 
 CONNECT_S: Final = 10.0
 COMMAND_S: Final = 60.0
@@ -126,6 +130,9 @@ def script() -> tuple[bytes, str]:
 class RedisEngine(Remote):
     """A handle on a Redis server."""
 
+    _reads_at_once = 2
+    _commits_at_once = 2
+
     def __init__(self, pool: Any, shown: str, *, braces: bool = True, replicas: int = 0) -> None:
         self.traits = Traits(engine="redis", durability="none", log="every", clock="server", inline=False)
         self._pool = pool
@@ -133,6 +140,8 @@ class RedisEngine(Remote):
         self._replicas = replicas
         self._servers: dict[Any, str] = {}
         self._store_id = ""
+        # Where the last read met something that a plain command cannot tell.
+        self._needs_script: set[str] = set()
         super().__init__(self._lay_line, shown)
 
     # The eight primitives, but for those that are shared ------------------------
@@ -154,7 +163,7 @@ class RedisEngine(Remote):
         is_whole = values or where is not None
         most = SLICE_BYTES_MAX if is_whole else 2**53
         asked = ("scan", family, start, stop, limit, most, int(is_whole))
-        cursor, found = await self._ask(namespace, *asked)
+        cursor, found = await self._run(namespace, *asked)
         pairs = zip(found[::2], found[1::2], strict=True)
         entries = [_entry(key.decode(), text, with_value=is_whole) for key, text in pairs]
         if where is not None:
@@ -165,20 +174,20 @@ class RedisEngine(Remote):
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
         self._check_open()
-        found = await self._ask(namespace, "due", limit)
+        found = await self._run(namespace, "due", limit)
         return [Expire(key.decode(), revision, family.decode()) for family, key, revision in found]
 
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
         self._check_open()
         bounds = (window.age_ms, window.changes, window.size_bytes, window.age_ms_min)
-        dropped: int = await self._ask(namespace, "trim", *bounds)
+        dropped: int = await self._run(namespace, "trim", *bounds)
         return dropped
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._ask(namespace, "status")
+        revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._run(namespace, "status")
         return Status(
             store_id=self._store_id,
             epoch=1,
@@ -193,15 +202,32 @@ class RedisEngine(Remote):
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
-        found = await self._ask(namespace, "read", family, *keys)
-        shown: Callable[[str, Any], Entry | Exception] = _receipt if family == "receipt" else _entry_or_error
-        return {key: shown(key, text) for key, text in zip(keys, found, strict=True) if text is not None}
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+        if family != "data" or namespace in self._needs_script:
+            return await self._read_by_script(namespace, family, keys)
+        entries: list[Found] = []
+        for key, text in zip(keys, await self._ask("HMGET", self._key(namespace, "data"), *keys), strict=True):
+            entry = None if text is None else _entry(key, text)
+            if entry is not None and _needs_script(entry):
+                self._needs_script.add(namespace)
+                return await self._read_by_script(namespace, family, keys)
+            entries.append(entry)
+        return entries
+
+    async def _read_by_script(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+        """Read also what expires, by the server's time, and records with their fields."""
+        texts = await self._run(namespace, "read", family, *keys)
+        if family == "receipt":
+            return [None if kept is None else _receipt(key, kept) for key, kept in zip(keys, texts, strict=True)]
+        found = [None if text is None else _entry_or_error(key, text) for key, text in zip(keys, texts, strict=True)]
+        if not any(isinstance(one, Entry) and _needs_script(one) for one in found):
+            self._needs_script.discard(namespace)
+        return found
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         while True:
             asked = ("feed", after, limit, SLICE_BYTES_MAX)
-            revision, floor, survived, more, items = await self._ask(namespace, *asked)
+            revision, floor, survived, more, items = await self._run(namespace, *asked)
             if after < floor:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
             if after > revision:
@@ -239,12 +265,15 @@ class RedisEngine(Remote):
 
     # Committing ---------------------------------------------------------------
 
-    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Outcome]:
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         batches = [ticket.batch for ticket in group]
+        puts = [put for batch in batches if (put := _plain_put(batch)) is not None]
+        if len(puts) == len(batches):
+            return await self._put(namespace, puts, batches, since)
         outcomes: list[Outcome | None] = [None] * len(group)
         waiting = list(range(len(group)))
         for _ in range(LOOKS_MAX):
-            found = await self._commit_batches(namespace, [batches[number] for number in waiting])
+            found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
             again = []
             for number, outcome in zip(waiting, found, strict=True):
                 if isinstance(outcome, Batch):
@@ -265,34 +294,34 @@ class RedisEngine(Remote):
             for ticket, outcome in zip(group, outcomes, strict=True)
         ]
 
-    async def _commit_batches(self, namespace: str, batches: list[Batch]) -> Sequence[Outcome | Batch]:
+    async def _put(self, namespace: str, puts: list[Put], batches: list[Batch], since: int) -> Sequence[Outcome]:
+        """Put plain values, the short way if the server finds that it can."""
+        name = new_request_id()
+        body = _pack([[put.key for put in puts], [_json_text(put) for put in puts]])
+        try:
+            answer = await self._decide(namespace, "put", name, body)
+        except _Lost as error:
+            return [self._unknown(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
+        if answer[0] == b"put":
+            commits = _put_commits(puts, *answer[1:])
+            self._changed(namespace, commits[-1].revision)
+            return commits
+        found = await self._outcomes(namespace, batches, answer)
+        return [outcome for outcome in found if not isinstance(outcome, Batch)]
+
+    async def _commit_batches(self, namespace: str, batches: list[Batch], since: int) -> list[Outcome | Batch]:
         """Let the server decide batches. One that it cannot decide comes back, to be asked for again."""
         name = new_request_id()
-        raw: list[bytes] = []
         causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
-        puts = [put for batch in batches if (put := _plain_put(batch)) is not None]
-        if len(puts) == len(batches):
-            verb, body = "put", _pack([[put.key for put in puts], [_json_text(put) for put in puts]])
-        else:
-            verb = "commit"
-            body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
+        raw: list[bytes] = []
+        body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
         try:
-            answer = await self._decide(namespace, verb, name, body, raw)
+            answer = await self._decide(namespace, "commit", name, body, *raw)
         except _Lost as error:
-            return [self._unknown(namespace, cause, error.__cause__) for cause in causes]
-        if answer[0] == b"late":
-            raise Unavailable("this request was overtaken by its own retry")
-        outcomes: list[Outcome | Batch] = []
-        if answer[0] == b"put":
-            outcomes = _put_commits(puts, *answer[1:])
-        else:
-            _, at_ms, found = answer
-            for batch, one in zip(batches, found, strict=True):
-                outcomes.append(await self._outcome(namespace, batch, one, at_ms))
-        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
-        return outcomes
+            return [self._unknown(cause, since, error.__cause__) for cause in causes]
+        return await self._outcomes(namespace, batches, answer)
 
-    async def _decide(self, namespace: str, verb: str, name: str, body: bytes, raw: list[bytes]) -> Any:
+    async def _decide(self, namespace: str, verb: str, *parameters: Any) -> Any:
         """What the server answers to a group."""
         seen = self._latest.get(namespace, 0)
         while True:
@@ -301,16 +330,26 @@ class RedisEngine(Remote):
                 async with self._connection() as line:
                     server = self._servers[line]
                     sent = True
-                    answer = await self._call(line, namespace, verb, server, seen, name, body, *raw)
+                    answer = await self._call(line, namespace, verb, server, seen, *parameters)
                     if answer[0] in (b"ok", b"put") and self._replicas:
                         await self._await_replicas(line)
             except Exception as error:
                 if sent and self._is_lost(error):
                     raise _Lost from error
                 raise self._translated(error) from error
+            if answer[0] == b"late":
+                raise Unavailable("this request was overtaken by its own retry")
             if answer[0] != b"lost":
                 return answer
             seen = await self._mend(namespace, seen)
+
+    async def _outcomes(self, namespace: str, batches: list[Batch], answer: Any) -> list[Outcome | Batch]:
+        _, at_ms, found = answer
+        outcomes = [
+            await self._outcome(namespace, batch, one, at_ms) for batch, one in zip(batches, found, strict=True)
+        ]
+        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        return outcomes
 
     async def _outcome(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> Outcome | Batch:
         """What became of a batch."""
@@ -349,9 +388,11 @@ class RedisEngine(Remote):
 
     async def _mend(self, namespace: str, seen: int) -> int:
         """Raise the counter of a server that is another, or that forgot, beyond what anybody has seen of it."""
-        async with self._translating(), self._connection() as line:
-            server = self._servers[line]
-            revision: int = await self._call(line, namespace, "mend", server, seen)
+        try:
+            async with self._connection() as line:
+                revision: int = await self._call(line, namespace, "mend", self._servers[line], seen)
+        except Exception as error:
+            raise self._translated(error) from error
         self._bell.ring(namespace)
         return min(seen, revision)
 
@@ -364,17 +405,20 @@ class RedisEngine(Remote):
 
     async def prepare(self, *, evicts: bool = False) -> None:
         """Look at the server: whether it may serve, and what its writes survive."""
-        async with self._translating(), self._connection() as line:
-            role = await self._info(line, "replication", "role")
-            if role != "master":
-                raise Unavailable(f"{self._shown} is a replica, which takes no writes")
-            policy = await self._info(line, "memory", "maxmemory_policy")
-            limit = await self._info(line, "memory", "maxmemory")
-            appends = await self._info(line, "persistence", "aof_enabled") == "1"
-            sync = await self._setting(line, "appendfsync") if appends else "no"
-            # Of several who find no name, one gives it.
-            await self._command(line, "SET", _STORE, os.urandom(8).hex(), "NX")
-            self._store_id = (await self._command(line, "GET", _STORE)).decode()
+        try:
+            async with self._connection() as line:
+                role = await self._info(line, "replication", "role")
+                if role != "master":
+                    raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+                policy = await self._info(line, "memory", "maxmemory_policy")
+                limit = await self._info(line, "memory", "maxmemory")
+                appends = await self._info(line, "persistence", "aof_enabled") == "1"
+                sync = await self._setting(line, "appendfsync") if appends else "no"
+                # Of several who find no name, one gives it.
+                await self._command(line, "SET", _STORE, os.urandom(8).hex(), "NX")
+                self._store_id = (await self._command(line, "GET", _STORE)).decode()
+        except Exception as error:
+            raise self._translated(error) from error
         if policy.startswith("allkeys") and limit != "0" and not evicts:
             raise InvalidValue(
                 f"{self._shown} forgets keys when its memory is full (maxmemory-policy {policy}): "
@@ -393,9 +437,13 @@ class RedisEngine(Remote):
         return line
 
     async def _command(self, line: Any, *words: Any) -> Any:
-        async with asyncio.timeout(COMMAND_S):
-            await line.send_command(*words)
+        """Say something to the server, and hear its answer. A line that takes too long is cut."""
+        late = asyncio.get_running_loop().call_later(COMMAND_S, self._cut, line)
+        try:
+            await line.send_packed_command(_packed(line, words), check_health=False)
             return await line.read_response(disable_decoding=True)
+        finally:
+            late.cancel()
 
     async def _info(self, line: Any, section: str, name: str) -> str:
         text: bytes = await self._command(line, "INFO", section)
@@ -413,33 +461,39 @@ class RedisEngine(Remote):
             return "everysec"
         return found[1].decode() if found else "everysec"
 
-    async def _ask(self, namespace: str, *parameters: Any) -> Any:
+    async def _ask(self, *words: Any) -> Any:
+        """Say a command that may be said again."""
+        try:
+            async with self._connection() as line:
+                return await self._command(line, *words)
+        except Exception as error:
+            raise self._translated(error) from error
+
+    async def _run(self, namespace: str, *parameters: Any) -> Any:
         """Call the script for something that may be asked again."""
-        async with self._translating(), self._connection() as line:
-            return await self._call(line, namespace, *parameters)
+        try:
+            async with self._connection() as line:
+                return await self._call(line, namespace, *parameters)
+        except Exception as error:
+            raise self._translated(error) from error
 
     async def _call(self, line: Any, namespace: str, verb: str, *parameters: Any) -> Any:
-        if namespace == "limpet" and not self._braces:
-            raise InvalidValue("without a hash tag no namespace may be called 'limpet', as our own keys are")
         text, name = script()
-        tail = ("1", self._key(namespace, "tally"), verb, self._prefix(namespace), *parameters)
+        tail = ("1", self._key(namespace, "data"), verb, self._prefix(namespace), *parameters)
         try:
             return await self._command(line, "EVALSHA", name, *tail)
         except exceptions.NoScriptError:
             return await self._command(line, "EVAL", text, *tail)
 
     def _key(self, namespace: str, name: str) -> str:
-        return f"limpet:{{{namespace}}}:{name}" if self._braces else f"limpet:{namespace}:{name}"
+        if self._braces:
+            return f"limpet:{{{namespace}}}:{name}"
+        if namespace == "limpet":
+            raise InvalidValue("without a hash tag no namespace may be called 'limpet', as our own keys are")
+        return f"limpet:{namespace}:{name}"
 
     def _prefix(self, namespace: str) -> str:
         return f"{{{namespace}}}:" if self._braces else f"{namespace}:"
-
-    @contextlib.asynccontextmanager
-    async def _translating(self) -> Any:
-        try:
-            yield
-        except Exception as error:
-            raise self._translated(error) from error
 
     async def _leave(self, connection: Any) -> None:
         self._servers.pop(connection, None)
@@ -494,6 +548,11 @@ def _durability(appends: bool, sync: str, replicas: int) -> Durability:
 
 class _Lost(Exception):
     """The line broke while a group was on it."""
+
+
+def _packed(line: Any, words: tuple[Any, ...]) -> Any:
+    """A command as it travels. The driver packs slowly, and hiredis may be there to do it."""
+    return line.pack_command(*words) if _pack_fast is None else _pack_fast(words)
 
 
 # What is asked ------------------------------------------------------------------
@@ -644,6 +703,11 @@ def _stored(kind: bytes, value: bytes) -> Stored:
     return fields
 
 
+def _needs_script(entry: Entry) -> bool:
+    """Whether it takes more than its text to tell what an entry is: the server's time, or the hash of a record."""
+    return entry.expires_ms is not None or not isinstance(entry.stored, bytes)
+
+
 def _found(key: str, text: bytes | None) -> Entry | None:
     return None if text is None else _entry(key, text)
 
@@ -690,10 +754,10 @@ def _commit(
     return Commit(revision, tuple(entries), tuple(ended), at_ms, replayed)
 
 
-def _put_commits(puts: list[Put], at_ms: int, revision: int, packed: bytes) -> list[Outcome | Batch]:
+def _put_commits(puts: list[Put], at_ms: int, revision: int, packed: bytes) -> list[Commit]:
     """The commits of puts that came one after the other."""
     numbers = _unpack(packed)
-    commits: list[Outcome | Batch] = []
+    commits = []
     for put, version, created, created_ms in zip(puts, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
         revision += 1
         entry = Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, None)

@@ -1,8 +1,9 @@
 """What engines behind a network share: connections that are kept, and calls that travel together.
 
 All reads of one turn of the loop are one request to the server, and so are all commits of one
-namespace; while one of them travels, the next gathers. What a request looks like, and what an
-error of the driver means, is the engine's own.
+namespace; while these travel, the next gather. Where two may travel at a time, many callers are
+split in halves, so that the server works for some while this process works for others. What a
+request looks like, and what an error of the driver means, is the engine's own.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import os
 import re
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Generic, TypeVar
 
 from limpet import codec
 from limpet.engine import Bell
@@ -26,6 +27,7 @@ __all__ = [
     "CONNECTIONS_MAX",
     "GROUP_MAX",
     "POLL_S",
+    "Found",
     "Outcome",
     "Remote",
     "Ticket",
@@ -39,11 +41,20 @@ GROUP_BYTES_MAX: Final = 16_000_000
 CONNECTIONS_MAX: Final = 8
 POLL_S: Final = 0.5
 
+SPLIT_MIN: Final = 32
+
 Outcome = Commit | Refusal | Exception
+Found = Entry | Exception | None
+Question = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
+T = TypeVar("T")
 
 
 class Remote(ABC):
     """An engine whose state is on a server."""
+
+    # How many groups of a namespace travel at a time.
+    _reads_at_once = 1
+    _commits_at_once = 1
 
     def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
         self._connect_anew = connect
@@ -57,8 +68,8 @@ class Remote(ABC):
         self._idle: list[Any] = []
         self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         self._bell = Bell()
-        self._queues: dict[str, list[Ticket]] = {}
-        self._asked: dict[tuple[str, Family], list[tuple[Sequence[str], asyncio.Future[list[Entry | None]]]]] = {}
+        self._commits: dict[str, Queue[Ticket]] = {}
+        self._reads: dict[tuple[str, Family], Queue[Question]] = {}
         self._work: set[asyncio.Task[None]] = set()
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, int] = {}
@@ -66,12 +77,12 @@ class Remote(ABC):
     # What an engine must know -------------------------------------------------
 
     @abstractmethod
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Mapping[str, Entry | Exception]:
-        """Read entries by key, in one request. Those that are absent are left out; one may be broken by itself."""
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+        """Read entries by key, in one request. A key may come twice; an entry may be broken by itself."""
 
     @abstractmethod
-    async def _commit_group(self, namespace: str, group: list[Ticket]) -> Sequence[Outcome]:
-        """Commit batches in their order, and tell what became of each."""
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+        """Commit batches in their order, and tell what became of each. None of them is as old as ``since``."""
 
     @abstractmethod
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
@@ -103,77 +114,84 @@ class Remote(ABC):
         """See `Engine.read`."""
         self._check_open()
         place = (namespace, family)
-        asked = self._asked.get(place)
-        if asked is None:
-            asked = self._asked[place] = []
-            self._start(self._answer_reads(namespace, family))
+        queue = self._reads.get(place)
+        if queue is None:
+            queue = self._reads[place] = Queue()
         answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
-        asked.append((keys, answer))
+        queue.waiting.append((keys, answer))
+        if queue.workers < self._reads_at_once:
+            self._start(self._answer_reads(namespace, family, queue))
+            queue.workers += 1
         return await answer
 
-    async def _answer_reads(self, namespace: str, family: Family) -> None:
+    async def _answer_reads(self, namespace: str, family: Family, queue: Queue[Question]) -> None:
         """Read what is asked for in one request, and again until nobody asks."""
-        place = (namespace, family)
-        while asked := self._asked[place]:
-            self._asked[place] = []
+        while queue.waiting:
+            asked = queue.take(len(queue.waiting), self._reads_at_once)
             try:
-                found = await self._read_all(namespace, family, list({key for keys, _ in asked for key in keys}))
+                found = await self._read_all(namespace, family, [key for keys, _ in asked for key in keys])
             except Exception as error:
-                for _, answer in asked:
-                    if not answer.done():
-                        answer.set_exception(error)
-                continue
+                found = [error] * sum(len(keys) for keys, _ in asked)
+            queue.travelling -= 1
+            at = 0
             for keys, answer in asked:
                 if not answer.done():
-                    _answer(answer, [found.get(key) for key in keys])
-        del self._asked[place]
+                    _answer(answer, found[at : at + len(keys)])
+                at += len(keys)
+        queue.workers -= 1
+        if not queue.workers:
+            del self._reads[namespace, family]
 
     # Committing ---------------------------------------------------------------
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
         self._check_open()
-        ticket = Ticket(batch, asyncio.get_running_loop().create_future())
-        queue = self._queues.get(namespace)
+        queue = self._commits.get(namespace)
         if queue is None:
-            queue = self._queues[namespace] = []
+            queue = self._commits[namespace] = Queue()
+        ticket = Ticket(batch, asyncio.get_running_loop().create_future())
+        queue.waiting.append(ticket)
+        if queue.workers < self._commits_at_once:
             self._start(self._commit_queued(namespace, queue))
-        queue.append(ticket)
+            queue.workers += 1
         try:
             return await ticket.answer
         except asyncio.CancelledError:
             # Not begun: it never will. Begun: it will be finished, whoever hears of it.
             with contextlib.suppress(ValueError):
-                queue.remove(ticket)
+                queue.waiting.remove(ticket)
             raise
 
-    async def _commit_queued(self, namespace: str, queue: list[Ticket]) -> None:
+    async def _commit_queued(self, namespace: str, queue: Queue[Ticket]) -> None:
         """Commit group after group until nobody is left."""
-        try:
-            while queue:
-                size = _group_size(queue)
-                group, queue[:] = queue[:size], queue[size:]
-                try:
-                    outcomes = await self._commit_group(namespace, group)
-                except Exception as error:
-                    outcomes = [error] * len(group)
-                for ticket, outcome in zip(group, outcomes, strict=True):
-                    if not ticket.answer.done():
-                        if isinstance(outcome, Exception):
-                            ticket.answer.set_exception(outcome)
-                        else:
-                            ticket.answer.set_result(outcome)
-        finally:
-            del self._queues[namespace]
+        while queue.waiting:
+            group = queue.take(_group_size(queue.waiting), self._commits_at_once)
+            # As known before they leave: other groups may come back while these are on their way.
+            since = self._latest.get(namespace, 0)
+            try:
+                outcomes = await self._commit_group(namespace, group, since)
+            except Exception as error:
+                outcomes = [error] * len(group)
+            queue.travelling -= 1
+            for ticket, outcome in zip(group, outcomes, strict=True):
+                if not ticket.answer.done():
+                    if isinstance(outcome, Exception):
+                        ticket.answer.set_exception(outcome)
+                    else:
+                        ticket.answer.set_result(outcome)
+        queue.workers -= 1
+        if not queue.workers:
+            del self._commits[namespace]
 
     def _changed(self, namespace: str, revision: int) -> None:
         if revision > self._latest.get(namespace, 0):
             self._latest[namespace] = revision
             self._bell.ring(namespace)
 
-    def _unknown(self, namespace: str, request_id: str, problem: object) -> Ambiguous:
+    def _unknown(self, request_id: str, since: int, problem: object) -> Ambiguous:
         text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
-        return Ambiguous(text, request_id=request_id, since=self._latest.get(namespace, 0))
+        return Ambiguous(text, request_id=request_id, since=since)
 
     # Following ----------------------------------------------------------------
 
@@ -289,7 +307,26 @@ class Remote(ABC):
         return Closed() if self._closed else self._meaning(error)
 
 
-def _answer(answer: asyncio.Future[list[Entry | None]], found: list[Entry | Exception | None]) -> None:
+class Queue(Generic[T]):
+    """Calls that wait to travel together, those that see to it, and how many groups are on their way."""
+
+    __slots__ = ("travelling", "waiting", "workers")
+
+    def __init__(self) -> None:
+        self.waiting: list[T] = []
+        self.workers = 0
+        self.travelling = 0
+
+    def take(self, size: int, at_once: int) -> list[T]:
+        """The next group: as many as may go, or half of many when another group can travel beside it."""
+        if at_once > 1 and not self.travelling and size >= SPLIT_MIN:
+            size = (size + 1) // 2
+        group, self.waiting = self.waiting[:size], self.waiting[size:]
+        self.travelling += 1
+        return group
+
+
+def _answer(answer: asyncio.Future[list[Entry | None]], found: Sequence[Found]) -> None:
     entries: list[Entry | None] = []
     for one in found:
         if isinstance(one, Exception):
@@ -307,7 +344,10 @@ class Ticket:
     def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
         self.batch = batch
         self.answer = answer
-        self.weight_bytes = sum(weight_bytes(write) for write in batch.writes if isinstance(write, Put))
+        self.weight_bytes = 0
+        for write in batch.writes:
+            if type(write) is Put:
+                self.weight_bytes += weight_bytes(write)
 
     @property
     def asked(self) -> Iterable[Write | Guard]:
@@ -317,8 +357,9 @@ class Ticket:
 
 def weight_bytes(put: Put) -> int:
     """What a put counts in totals: its key and its value."""
-    key = put.key
-    return codec.size_bytes(put.stored) + (len(key) if key.isascii() else len(key.encode()))
+    key, stored = put.key, put.stored
+    size_bytes = len(stored) - (stored[0] == 0) if type(stored) is bytes else codec.size_bytes(stored)
+    return size_bytes + (len(key) if key.isascii() else len(key.encode()))
 
 
 def marked(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
