@@ -32,7 +32,7 @@ local JSON, RECORD = 106, 114
 local TALLY, TALLY_BYTES = '>I8I8I8I8I8I8I8B', 57
 local data_key, base = KEYS[1], sub(KEYS[1], 1, -5)
 local prefix = ARGV[2]
-local due_key, log_key, late_key, gaps_key = base .. 'due', base .. 'log', base .. 'late', base .. 'gaps'
+local log_key = base .. 'log'
 
 local function now_ms()
     local time = call('TIME')
@@ -134,6 +134,8 @@ if ARGV[1] == 'put' then
 end
 
 -- Entries ----------------------------------------------------------------------------------------------------
+
+local due_key, late_key, gaps_key = base .. 'due', base .. 'late', base .. 'gaps'
 
 local function parse(key, packed)
     local version, revision, created, created_ms, updated_ms, expires_ms, size, meta_bytes, kind =
