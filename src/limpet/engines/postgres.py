@@ -281,6 +281,8 @@ def _data_source(address: Address) -> str:
 class PostgresEngine(Remote):
     """A handle on the tables of one schema."""
 
+    _reads_at_once = 2
+
     def __init__(
         self,
         connect: Callable[[], Awaitable[Any]],
