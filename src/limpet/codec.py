@@ -12,6 +12,7 @@ strings. `encode` refuses all of that first, by path, before anything leaves the
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal
 
@@ -132,6 +133,18 @@ def counter(stored: Stored) -> int | None:
     if not isinstance(stored, bytes) or not stored.lstrip(b"-").isdigit():
         return None
     return int(stored)
+
+
+DIGITS_MAX: Final = 200
+_DECIMAL: Final = re.compile(rb"-?[0-9]{1,%d}\Z" % DIGITS_MAX)
+
+
+def number(field: bytes) -> int | float | None:
+    """The number that an encoded field is: a JSON number, or raw bytes of decimal digits."""
+    if field[:1] == b"\0":
+        return int(field[1:]) if _DECIMAL.match(field, 1) else None
+    value = decode(field)
+    return value if type(value) in (int, float) else None
 
 
 def _is_json(value: Any, depth: int) -> bool:

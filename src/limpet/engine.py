@@ -17,13 +17,14 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, runtime_checkable
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.errors import InvalidValue
+from limpet.index import Sought
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
 
@@ -34,6 +35,7 @@ __all__ = [
     "Bell",
     "Budget",
     "Engine",
+    "Indexing",
     "is_made_here",
     "new_request_id",
     "open_engine",
@@ -143,6 +145,36 @@ class Engine(Protocol):
         Behaviour:
         - Commits that began are finished; later calls raise Closed.
         - Whoever waits for changes is woken and told.
+        """
+        ...
+
+
+@runtime_checkable
+class Indexing(Protocol):
+    """What an engine can do beside its primitives where it pays: find entries by a field without reading them all.
+
+    Behaviour:
+    - An index changes no answer of a scan, only how long it takes.
+    - It holds what was written before it was made and what is written after, by whomever.
+    - Making one that there is, or dropping one that there is not, changes nothing.
+    """
+
+    async def index(self, namespace: str, field: str) -> None:
+        """Keep an index of a field from now on."""
+        ...
+
+    async def unindex(self, namespace: str, field: str) -> None:
+        """Keep it no more."""
+        ...
+
+    async def indexes(self, namespace: str) -> list[str]:
+        """The fields that have an index, in their order."""
+        ...
+
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+        """The keys of a span that an index finds, in any order; None when there is none to help, or it finds too many.
+
+        Each of ``wanted`` finds all that match; so one of them is enough.
         """
         ...
 

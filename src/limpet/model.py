@@ -523,17 +523,24 @@ _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 class Test(msgspec.Struct, frozen=True, gc=False):
-    """One test of one field. ``operands`` are encoded values."""
+    """One test of one field. ``operands`` are encoded values.
+
+    A ``raw`` test takes every field as bytes, JSON as its text. Numbers, also those that are raw bytes of decimal
+    digits, are ordered as numbers among themselves.
+    """
 
     __test__ = False  # Not for pytest to collect.
 
     name: str
     comparison: Comparison
     operands: tuple[bytes, ...] = ()
+    raw: bool = False
 
     def matches(self, stored: Stored) -> bool:
         """Whether the value passes. Equality is of encodings; order only within one type."""
         found = codec.member(stored, self.name)
+        if self.raw and found is not None:
+            return self._matches_raw(found)
         match self.comparison:
             case "exists":
                 return found is not None
@@ -546,6 +553,16 @@ class Test(msgspec.Struct, frozen=True, gc=False):
                     return False
                 left, right = codec.decode(found), codec.decode(self.operands[0])
                 return _comparable(left, right) and _ORDER[self.comparison](left, right)
+
+    def _matches_raw(self, found: bytes) -> bool:
+        text = found.removeprefix(b"\0")
+        texts = [operand.removeprefix(b"\0") for operand in self.operands]
+        if self.comparison in _ORDER:
+            left, right = codec.number(found), codec.number(self.operands[0])
+            if left is None or right is None:
+                return _ORDER[self.comparison](text, texts[0])
+            return _ORDER[self.comparison](left, right)
+        return self.comparison == "exists" or (text in texts) == (self.comparison in ("eq", "in"))
 
 
 def _comparable(left: object, right: object) -> bool:

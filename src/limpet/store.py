@@ -6,6 +6,7 @@ clock, and returns. What a write does is decided in `limpet.transition`.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -17,9 +18,10 @@ import msgspec
 from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
 from limpet.clock import Clock, SystemClock
 from limpet.codec import decode
-from limpet.engine import is_made_here, open_engine
+from limpet.engine import Indexing, is_made_here, open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
+from limpet.index import check_field, sought
 from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 from limpet.lock import Lock, LockInfo, lock_info
 from limpet.model import ABSENT, ANY, KEEP, Change, Commit, Entry, Event, Feed, Filter, Mark, Status, Traits, Window
@@ -102,12 +104,59 @@ class Store:
             raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
         span: Span | None = _span_after(prefix_span(prefix), after)
         left = limit
+        found = None if where is None or span is None else await self._found_by_index(span, where)
+        if found is not None:
+            async for entry in found:
+                if left == 0:
+                    return
+                yield entry
+                left = None if left is None else left - 1
+            return
         while span is not None and left != 0:
             part = await self._slice(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
             for entry in part.entries:
                 yield entry
             left = None if left is None else left - len(part.entries)
             span = None if part.cursor is None else _span_after(span, part.cursor)
+
+    async def _found_by_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
+        """The entries that match, if there is an index that finds them."""
+        engine, wanted = self._session.engine, sought(where)
+        if not wanted or not isinstance(engine, Indexing):
+            return None
+        keys = await self._session.retrying(lambda: engine.candidates(self.name, span, wanted))
+        return None if keys is None else self._matching(sorted({*keys}), where)
+
+    async def _matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
+        engine = self._session.engine
+        for first in range(0, len(keys), SCAN_PAGE):
+            page = keys[first : first + SCAN_PAGE]
+            for entry in await self._session.retrying(functools.partial(engine.read, self.name, page)):
+                if entry is not None and entry.stored is not None and where.matches(entry.stored):
+                    yield entry
+
+    async def index(self, field: str) -> bool:
+        """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
+
+        It serves equality with numbers, strings and bytes, and the order of numbers. It costs its part of every
+        write, and changes no answer. False on an engine that has no need of one.
+        """
+        engine, field = self._session.engine, check_field(field)
+        if not isinstance(engine, Indexing):
+            return False
+        await engine.index(self.name, field)
+        return True
+
+    async def unindex(self, field: str) -> None:
+        """Keep an index no more."""
+        engine, field = self._session.engine, check_field(field)
+        if isinstance(engine, Indexing):
+            await engine.unindex(self.name, field)
+
+    async def indexes(self) -> list[str]:
+        """The fields that have an index."""
+        engine = self._session.engine
+        return await engine.indexes(self.name) if isinstance(engine, Indexing) else []
 
     async def _slice(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> Any:
         engine = self._session.engine

@@ -187,6 +187,9 @@ class Store(_Face):
     locks = mirror(_store.Store.locks)
     status = mirror(_store.Store.status)
     sweep = mirror(_store.Store.sweep)
+    index = mirror(_store.Store.index)
+    unindex = mirror(_store.Store.unindex)
+    indexes = mirror(_store.Store.indexes)
     trim = mirror(_store.Store.trim)
 
     @property

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import limpet
+from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
 from tests.postgres.proxy import Proxy
-from tests.postgres.support import Spy, connected, new_schema, open_postgres, quoted, server, url_of
+from tests.postgres.support import Spy, connected, new_schema, open_postgres, server, url_of
 from tests.servers import Postgres, postgres
 
 

@@ -17,7 +17,7 @@ import pytest
 
 import limpet
 from limpet.engine import new_request_id, open_engine
-from limpet.engines import postgres
+from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
 from limpet.model import Batch, Entry, Put, Write
 from tests import processes
@@ -43,10 +43,6 @@ def url_of(schema: str, server_url: str | None = None, **options: str) -> str:
     """How to open a schema."""
     more = "".join(f"&{name}={quote(value)}" for name, value in options.items())
     return f"{server_url or server()}?schema={quote(schema)}{more}"
-
-
-def quoted(schema: str) -> str:
-    return postgres._quoted(schema)
 
 
 @contextlib.asynccontextmanager

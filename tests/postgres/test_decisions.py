@@ -17,6 +17,7 @@ import pytest
 
 from limpet.engine import new_request_id
 from limpet.engines import postgres
+from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
 from limpet.engines.remote import Ticket
 from limpet.model import (
@@ -38,7 +39,7 @@ from limpet.model import (
     Write,
 )
 from limpet.transition import Plan, plan
-from tests.postgres.support import LONG, batch, blocked_by, connected, put, quoted
+from tests.postgres.support import LONG, batch, blocked_by, connected, put
 
 ENTRIES = f"SELECT family, {postgres._ENTRY} FROM {{schema}}.limpet_entries WHERE namespace = 'default'"
 TALLY = "SELECT revision FROM {schema}.limpet_namespaces WHERE namespace = 'default'"

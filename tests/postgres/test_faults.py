@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 import limpet
+from limpet.engines.indexing import quoted
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Window
 from tests.faults import VERBS, prepared, seen
 from tests.postgres.proxy import Fault, Proxy
-from tests.postgres.support import Holder, connected, log_of, new_schema, quoted, server, until, url_of
+from tests.postgres.support import Holder, connected, log_of, new_schema, server, until, url_of
 
 # What a function of the server decides, in one round trip. All else is decided here, in a transaction.
 FUNCTION = "limpet_(put|put_one|commit)\\("

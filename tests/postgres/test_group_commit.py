@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from limpet.engines import postgres, remote
+from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
 from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
-from tests.postgres.support import Holder, Spy, batch, connected, put, quoted, stored
+from tests.postgres.support import Holder, Spy, batch, connected, put, stored
 
 KEYS = ("a", "b", "c")
 

@@ -14,8 +14,9 @@ import pytest
 
 import limpet
 from limpet.engine import open_engine
+from limpet.engines.indexing import quoted
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
-from tests.postgres.support import connected, engine_of, log_of, new_schema, quoted, url_of
+from tests.postgres.support import connected, engine_of, log_of, new_schema, url_of
 from tests.servers import Postgres, free_port, postgres
 
 SECRET = "hush-hush"

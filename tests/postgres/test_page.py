@@ -9,8 +9,9 @@ import pytest
 
 import limpet
 from limpet.engines import postgres, remote
+from limpet.engines.indexing import quoted
 from tests.docs_support import SITE, blocks
-from tests.postgres.support import connected, quoted
+from tests.postgres.support import connected
 
 PAGE = SITE / "explanation" / "postgresql.md"
 TEXTS = [block.text for block in blocks(PAGE)]

@@ -14,7 +14,7 @@ import asyncpg
 
 import limpet.sync
 from limpet.engine import Address
-from limpet.engines import postgres
+from limpet.engines.indexing import quoted
 from limpet.schema import ddl
 from limpet.schema.migrate import Place, PostgresPlace, SqlitePlace
 
@@ -64,12 +64,12 @@ def make_by_hand(url: str) -> None:
     if isinstance(place, SqlitePlace):
         run_script(url, ddl("sqlite"))
     else:
-        schema = postgres._quoted(place.schema)
+        schema = quoted(place.schema)
         run_script(url, f"CREATE SCHEMA {schema};\n" + ddl("postgres").replace("{schema}", schema))
 
 
 async def _connect(place: PostgresPlace) -> Any:
-    path = postgres._quoted(place.schema)
+    path = quoted(place.schema)
     return await asyncpg.connect(place.source, server_settings={"search_path": path})
 
 

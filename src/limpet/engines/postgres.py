@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +33,7 @@ from limpet.clock import Clock, wake
 from limpet.codec import Stored
 from limpet.engine import Address, new_request_id
 from limpet.engines.columns import as_stored, as_text
+from limpet.engines.indexing import literal, postgres_expressions, postgres_name, postgres_parts, quoted
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of, marked, weight_bytes
 from limpet.errors import (
     Compacted,
@@ -41,6 +43,7 @@ from limpet.errors import (
     PermissionDenied,
     Unavailable,
 )
+from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import KEY_BYTES_MAX, Span
 from limpet.model import (
     ABSENT,
@@ -128,6 +131,10 @@ _SCAN: Final = (
 _PUT: Final = (
     "SELECT revision, version, created_revision, created_ms, at_ms"
     " FROM {schema}.limpet_put($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
+)
+_INDEXES: Final = (
+    "SELECT obj_description(indexrelid, 'pg_class') FROM pg_catalog.pg_index WHERE indrelid = $1::text::regclass"
+    " AND indisvalid AND obj_description(indexrelid, 'pg_class') LIKE '[\"%'"
 )
 _PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
 _COMMIT: Final = (
@@ -299,7 +306,7 @@ class PostgresEngine(Remote):
         self._has_sessions = has_sessions
         self._store_id, self._epoch, self._channel = "", 1, ""
         self._read = _READ_EACH
-        self._sql = functools.cache(lambda statement: statement.replace("{schema}", _quoted(schema)))
+        self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
 
     # The eight primitives, but for those that are shared ------------------------
 
@@ -478,6 +485,66 @@ class PostgresEngine(Remote):
         is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
         return Feed(changes, changes[-1].revision if is_full else revision)
 
+    # Indexes ------------------------------------------------------------------
+
+    async def index(self, namespace: str, field: str) -> None:
+        """See `Indexing.index`."""
+        name, about = postgres_name(namespace, field), literal(json.dumps([namespace, field]))
+        statements = []
+        for kind, expression in zip("nt", postgres_expressions(field), strict=True):
+            statements += [
+                f"CREATE INDEX IF NOT EXISTS {name}_{kind} ON {self._table} (({expression}), key)"
+                f" WHERE {_indexed(namespace)}",
+                f"COMMENT ON INDEX {self._schema_name}.{name}_{kind} IS {about}",
+            ]
+        # Whoever plans a search has to know how much of the table a part of the index holds.
+        await self._define(*statements, f"ANALYZE {self._table}")
+
+    async def unindex(self, namespace: str, field: str) -> None:
+        """See `Indexing.unindex`."""
+        name = f"{self._schema_name}.{postgres_name(namespace, field)}"
+        await self._define(f"DROP INDEX IF EXISTS {name}_n, {name}_t")
+
+    async def _define(self, *statements: str) -> None:
+        """Change the schema of the database."""
+        try:
+            async with self._transaction() as connection:
+                for statement in statements:
+                    await connection.execute(statement)
+        except Exception as error:
+            raise self._translated(error) from error
+
+    async def indexes(self, namespace: str) -> list[str]:
+        """See `Indexing.indexes`."""
+        told = (json.loads(row[0]) for row in await self._run(_INDEXES, self._table))
+        return sorted({field for space, field in told if space == namespace})
+
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+        """See `Indexing.candidates`."""
+        indexed = await self.indexes(namespace)
+        best: list[str] | None = None
+        for one in wanted:
+            if one.name not in indexed:
+                continue
+            found: list[str] = []
+            for condition, operands in postgres_parts(one, 4):
+                sql = (
+                    f"SELECT key FROM {self._table} WHERE {_indexed(namespace)} AND {condition}"
+                    " AND key >= $1 AND key < $2 LIMIT $3"
+                )
+                found += [row[0] for row in await self._run(sql, *_bounds(span), CANDIDATES_MAX + 1, *operands)]
+            if len(found) <= CANDIDATES_MAX and (best is None or len(found) < len(best)):
+                best = found
+        return best
+
+    @property
+    def _schema_name(self) -> str:
+        return quoted(self._schema)
+
+    @property
+    def _table(self) -> str:
+        return f"{self._schema_name}.limpet_entries"
+
     # Connections --------------------------------------------------------------
 
     async def prepare(self, migrate: Callable[[], None] | None = None) -> None:
@@ -498,7 +565,7 @@ class PostgresEngine(Remote):
             in_recovery = await connection.fetchval("SELECT pg_is_in_recovery()")
             if in_recovery:
                 raise Unavailable(f"{self._shown} is a replica, which takes no writes")
-            found = await connection.fetchval("SELECT to_regclass($1)", f"{_quoted(self._schema)}.limpet_store")
+            found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.limpet_store")
             if found is None:
                 await self._make_tables(connection)
             revision: str | None = await connection.fetchval(self._sql(_REVISION))
@@ -524,8 +591,8 @@ class PostgresEngine(Remote):
         if await connection.fetchval(_IS_MADE, self._schema):
             return
         if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
-            await connection.execute(f"CREATE SCHEMA {_quoted(self._schema)}")
-        await connection.execute(in_schema(ddl("postgres"), _quoted(self._schema)))
+            await connection.execute(f"CREATE SCHEMA {quoted(self._schema)}")
+        await connection.execute(in_schema(ddl("postgres"), quoted(self._schema)))
 
     async def _keep(self, connection: Any) -> None:
         if self._give_back is not None:
@@ -965,6 +1032,11 @@ def _change(row: Sequence[Any]) -> Change:
     return Change(op, _entry(entry), revision, last_revision, at_ms, cause, family)
 
 
+def _indexed(namespace: str) -> str:
+    """The entries of a namespace that can have fields, as an index and its searches both say it."""
+    return f"namespace = {literal(namespace)} AND family = 'data' AND kind IN ('json', 'record')"
+
+
 def _bounds(span: Span) -> tuple[str, str]:
     """A span for SQL, where no text holds U+0000. No key does either, so U+0001 bounds the same keys."""
     return span.start.replace("\0", "\1"), _BEYOND if span.stop is None else span.stop.replace("\0", "\1")
@@ -974,10 +1046,6 @@ def _first_of(path: str) -> str:
     """The first schema that a search_path names."""
     quoted = re.match(r'\s*"((?:[^"]|"")*)"', path)
     return path.partition(",")[0].strip().lower() if quoted is None else quoted[1].replace('""', '"')
-
-
-def _quoted(identifier: str) -> str:
-    return '"' + identifier.replace('"', '""') + '"'
 
 
 # Errors -----------------------------------------------------------------------

@@ -13,8 +13,8 @@
 -- own, so that HGETALL shows them.
 --
 -- The tally is what is counted of a namespace, in the field of the same hash that has no name: revision, floor, time
--- of the last commit, keys and their bytes, changes in the log and their bytes as numbers of eight bytes, a byte that
--- tells whether requests may come late, and the replication id of the server.
+-- of the last commit, keys and their bytes, changes in the log and their bytes as numbers of eight bytes, two bytes that
+-- tell whether requests may come late and whether there are indexes, and the replication id of the server.
 --
 -- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last. It begins
 -- with the time. Then come pairs: a label and an entry for each change, where a label is
@@ -29,7 +29,7 @@ local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
 local HEAD, HEAD_BYTES = '>I8I8I8I8I8I8I4I2B', 55
 local JSON, RECORD = 106, 114
-local TALLY, TALLY_BYTES = '>I8I8I8I8I8I8I8B', 57
+local TALLY, TALLY_BYTES = '>I8I8I8I8I8I8I8BB', 58
 local data_key, base = KEYS[1], sub(KEYS[1], 1, -5)
 local prefix = ARGV[2]
 local log_key = base .. 'log'
@@ -47,8 +47,8 @@ local function read_tally(packed)
     if not packed then
         return false
     end
-    tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes, tally.log_bytes, tally.late =
-        struct.unpack(TALLY, packed)
+    tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes, tally.log_bytes, tally.late,
+        tally.indexed = struct.unpack(TALLY, packed)
     tally.server = sub(packed, TALLY_BYTES + 1)
     return true
 end
@@ -60,11 +60,12 @@ end
 local function new_tally(server)
     tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes = 0, 0, 0, 0, 0, 0
     tally.log_bytes, tally.late, tally.server = 0, 0, server
+    tally.indexed = call('EXISTS', base .. 'indexes')
 end
 
 local function packed_tally()
     return struct.pack(TALLY, tally.revision, tally.floor, tally.at_ms, tally.keys, tally.bytes, tally.changes,
-        tally.log_bytes, tally.late) .. tally.server
+        tally.log_bytes, tally.late, tally.indexed) .. tally.server
 end
 
 -- Make ready to decide, by the tally that was found; or what keeps this call from that.
@@ -82,7 +83,7 @@ end
 -- The short way of plain puts: JSON values, never to expire, without meta or guard ---------------------------
 --
 -- Nothing is built for them that they do not need, and they are written by one command. Nothing is done where one
--- of them meets an entry that expires, or a record: then all go the long way.
+-- of them meets an entry that expires, or a record, or where there are indexes: then all go the long way.
 
 local plain_keys, plain_values
 
@@ -127,7 +128,7 @@ end
 if ARGV[1] == 'put' then
     plain_keys, plain_values = unpack(cmsgpack.unpack(ARGV[6]))
     local found = call('HMGET', data_key, '', unpack(plain_keys))
-    local answer = begin(found[1]) or tally.late == 0 and put_plainly(found, ARGV[5])
+    local answer = begin(found[1]) or tally.late + tally.indexed == 0 and put_plainly(found, ARGV[5])
     if answer then
         return answer
     end
@@ -198,6 +199,64 @@ local function bytes_of_all(items)
         items[i] = bytes(items[i])
     end
     return items
+end
+
+-- Indexes ----------------------------------------------------------------------------------------------------
+--
+-- A field of a record is in one of two sorted sets: among the numbers by its value, or among the texts by the first
+-- bytes of itself, a zero byte and the key. JSON is never looked into: objects are found by every search.
+
+local indexes_key, objects_key = base .. 'indexes', base .. 'index:objects'
+local TEXT_MAX, DIGITS_MAX = 64, 200
+local indexed_fields
+
+local function numbers_of(field)
+    return base .. 'index:n:' .. field
+end
+
+local function texts_of(field)
+    return base .. 'index:t:' .. field
+end
+
+local function number_in(wire)
+    if string.byte(wire) == 0 then
+        local text = sub(wire, 2)
+        return match(text, '^%-?%d[%d%.eE+-]*$') and tonumber(text)
+    end
+    return #match(wire, '^%-?(%d*)') <= DIGITS_MAX and match(wire, '^%-?%d+$') and tonumber(wire)
+end
+
+local function index_field(field, key, is_there)
+    -- What somebody else may have put in the place of a record has no fields.
+    local wire = redis.pcall('HGET', prefix .. key, field)
+    local number = type(wire) == 'string' and number_in(wire)
+    if not is_there then
+        call('ZREM', numbers_of(field), key)
+        if type(wire) == 'string' and not number then
+            call('ZREM', texts_of(field), sub(wire, 1, TEXT_MAX) .. '\0' .. key)
+        end
+    elseif number then
+        call('ZADD', numbers_of(field), format('%.17g', number), key)
+    elseif type(wire) == 'string' then
+        call('ZADD', texts_of(field), 0, sub(wire, 1, TEXT_MAX) .. '\0' .. key)
+    end
+end
+
+-- Bring an entry into the indexes, or take it out before anything of it changes.
+local function index_entry(family, entry, is_there)
+    if tally.indexed == 0 or family ~= 'data' then
+        return
+    end
+    indexed_fields = indexed_fields or call('HKEYS', indexes_key)
+    if entry.kind == 'r' then
+        for i = 1, #indexed_fields do
+            index_field(indexed_fields[i], entry.key, is_there)
+        end
+    elseif is_there and string.byte(entry.value) == 123 then
+        call('ZADD', objects_key, 0, entry.key)
+    elseif not is_there then
+        call('ZREM', objects_key, entry.key)
+    end
 end
 
 -- Guards -----------------------------------------------------------------------------------------------------
@@ -361,6 +420,7 @@ local function set_fields(hash, fields)
 end
 
 local function end_entry(family, entry)
+    index_entry(family, entry, false)
     call('HDEL', base .. family, entry.key)
     call('ZREM', base .. family .. ':keys', entry.key)
     if entry.expires_ms > 0 then
@@ -376,6 +436,9 @@ end
 
 local function set_entry(family, entry, stored)
     local key = entry.key
+    if stored then
+        index_entry(family, stored, false)
+    end
     if entry.patch then
         if not stored then
             call('DEL', prefix .. key)
@@ -405,6 +468,7 @@ local function set_entry(family, entry, stored)
         end
         tally.keys, tally.bytes = tally.keys + 1, tally.bytes + #key + entry.size
     end
+    index_entry(family, entry, true)
 end
 
 -- What this call has to tell, until it is written.
@@ -754,6 +818,99 @@ function verb.feed()
         return count >= limit or size > most
     end)
     return {tally.revision, tally.floor, gap and tonumber(gap) < after and gap or false, more, found}
+end
+
+-- Whoever commits from now on keeps the index; what was there before is brought into it piece by piece.
+function verb.index()
+    call('HSETNX', indexes_key, ARGV[3], 'building')
+    if load_tally() then
+        tally.indexed = 1
+        save_tally()
+    end
+    return call('HGET', indexes_key, ARGV[3])
+end
+
+function verb.build()
+    local field, after = ARGV[3], ARGV[4]
+    local keys = call('ZRANGEBYLEX', base .. 'data:keys', after == '' and '-' or '(' .. after, '+', 'LIMIT', 0, 500)
+    if call('HEXISTS', indexes_key, field) == 0 then
+        return false
+    end
+    load_tally()
+    indexed_fields = {field}
+    for i = 1, #keys do
+        local entry = find('data', keys[i])
+        if entry then
+            index_entry('data', entry, true)
+        end
+    end
+    if #keys < 500 then
+        call('HSET', indexes_key, field, 'ready')
+        return false
+    end
+    return keys[#keys]
+end
+
+function verb.unindex()
+    call('HDEL', indexes_key, ARGV[3])
+    call('UNLINK', numbers_of(ARGV[3]), texts_of(ARGV[3]))
+    if load_tally() and call('EXISTS', indexes_key) == 0 then
+        call('UNLINK', objects_key)
+        tally.indexed = 0
+        save_tally()
+    end
+end
+
+function verb.indexes()
+    return call('HGETALL', indexes_key)
+end
+
+-- The keys that the best index finds of what is sought, if there is one and they are not too many. Each that is
+-- sought is a field, the lowest and the highest number, whether all texts are sought, and how many which follow.
+function verb.candidates()
+    local most, at = tonumber(ARGV[3]), 4
+    local best, best_count = nil, most + 1
+    while at < #ARGV do
+        local one = {
+            field = ARGV[at], low = ARGV[at + 1], high = ARGV[at + 2], odd = ARGV[at + 3] == '1', texts = {},
+        }
+        for i = 1, tonumber(ARGV[at + 4]) do
+            one.texts[i] = sub(ARGV[at + 4 + i], 1, TEXT_MAX)
+        end
+        at = at + 5 + #one.texts
+        if call('HGET', indexes_key, one.field) == 'ready' then
+            local count = call('ZCARD', objects_key) + call('ZCOUNT', numbers_of(one.field), one.low, one.high)
+            if one.odd then
+                count = count + call('ZCARD', texts_of(one.field))
+            end
+            for i = 1, #one.texts do
+                local text = one.texts[i]
+                count = count + call('ZLEXCOUNT', texts_of(one.field), '[' .. text .. '\0', '(' .. text .. '\1')
+            end
+            if count < best_count then
+                best, best_count = one, count
+            end
+        end
+    end
+    if not best then
+        return false
+    end
+    local found = {}
+    local function take(members, is_text)
+        for i = 1, #members do
+            found[#found + 1] = is_text and match(members[i], '%z([^%z]*)$') or members[i]
+        end
+    end
+    take(call('ZRANGE', objects_key, 0, -1))
+    take(call('ZRANGEBYSCORE', numbers_of(best.field), best.low, best.high))
+    if best.odd then
+        take(call('ZRANGE', texts_of(best.field), 0, -1), true)
+    end
+    for i = 1, #best.texts do
+        local text = best.texts[i]
+        take(call('ZRANGEBYLEX', texts_of(best.field), '[' .. text .. '\0', '(' .. text .. '\1'), true)
+    end
+    return found
 end
 
 function verb.due()

@@ -37,6 +37,7 @@ from limpet.codec import Stored
 from limpet.engine import Address, new_request_id
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
+from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import Span
 from limpet.model import (
     KEEP,
@@ -262,6 +263,38 @@ class RedisEngine(Remote):
                     found = await line.read_response(disable_decoding=True)
         finally:
             self._cut(line)
+
+    # Indexes ------------------------------------------------------------------
+
+    async def index(self, namespace: str, field: str) -> None:
+        """See `Indexing.index`."""
+        self._check_open()
+        state = await self._run(namespace, "index", field)
+        after: bytes | None = b"" if state == b"building" else None
+        while after is not None:
+            after = await self._run(namespace, "build", field, after)
+
+    async def unindex(self, namespace: str, field: str) -> None:
+        """See `Indexing.unindex`."""
+        self._check_open()
+        await self._run(namespace, "unindex", field)
+
+    async def indexes(self, namespace: str) -> list[str]:
+        """See `Indexing.indexes`."""
+        self._check_open()
+        found = await self._run(namespace, "indexes")
+        pairs = zip(found[::2], found[1::2], strict=True)
+        return sorted(field.decode() for field, state in pairs if state == b"ready")
+
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+        """See `Indexing.candidates`."""
+        self._check_open()
+        asked: list[Any] = []
+        for one in wanted:
+            texts = [_wire(text) for text in one.texts]
+            asked += [one.name, repr(one.low), repr(one.high), int(one.odd), len(texts), *texts]
+        found = await self._run(namespace, "candidates", CANDIDATES_MAX, *asked)
+        return None if found is None else [key for key in map(bytes.decode, found) if key in span]
 
     # Committing ---------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from limpet.clock import Clock, call_on, has_loop, wake
 from limpet.engine import SCAN_CALLS, Address, Bell, Budget, new_request_id
 from limpet.engines.columns import as_stored, as_text
+from limpet.engines.indexing import literal, quoted, sqlite_expression, sqlite_name, sqlite_parts
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -46,6 +47,7 @@ from limpet.errors import (
     PermissionDenied,
     Unavailable,
 )
+from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import Span
 from limpet.model import (
     Batch,
@@ -296,6 +298,69 @@ class SqliteEngine:
         if not self._needs_trim(namespace, window):
             return 0
         return await self._aside(lambda: self._trim(namespace, window))
+
+    # Indexes ------------------------------------------------------------------
+
+    async def index(self, namespace: str, field: str) -> None:
+        """See `Indexing.index`."""
+        name, expression = quoted(sqlite_name(namespace, field)), sqlite_expression(field)
+        await self._aside(
+            lambda: self._define(
+                f"CREATE INDEX IF NOT EXISTS {name} ON limpet_entries ({expression}) WHERE {_indexed(namespace)}"
+            )
+        )
+
+    async def unindex(self, namespace: str, field: str) -> None:
+        """See `Indexing.unindex`."""
+        await self._aside(lambda: self._define(f"DROP INDEX IF EXISTS {quoted(sqlite_name(namespace, field))}"))
+
+    async def indexes(self, namespace: str) -> list[str]:
+        """See `Indexing.indexes`."""
+        prefix = sqlite_name(namespace, "")
+        with self._reading() as reader:
+            rows = reader.execute("SELECT name FROM sqlite_master WHERE type = 'index'").fetchall()
+        names = [name.decode() for (name,) in rows]
+        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+        """See `Indexing.candidates`."""
+        indexed = await self.indexes(namespace)
+        helpful = [one for one in wanted if one.name in indexed]
+        if not helpful:
+            return None
+        return await self._aside(lambda: self._candidates(namespace, span, helpful))
+
+    def _candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+        best: list[str] | None = None
+        with self._reading() as reader:
+            for one in wanted:
+                found: list[str] = []
+                source = f"limpet_entries INDEXED BY {quoted(sqlite_name(namespace, one.name))}"
+                for condition, operands in sqlite_parts(one):
+                    sql = (
+                        f"SELECT CAST(key AS BLOB) FROM {source} WHERE {_indexed(namespace)} AND {condition}"
+                        " AND key >= ? AND key < ? LIMIT ?"
+                    )
+                    rows = reader.execute(sql, (*operands, span.start, _upper(span), CANDIDATES_MAX + 1))
+                    found += [key.decode() for (key,) in rows]
+                if len(found) <= CANDIDATES_MAX and (best is None or len(found) < len(best)):
+                    best = found
+        return best
+
+    def _define(self, sql: str) -> None:
+        """Change the schema of the file."""
+        with self._writing:
+            self._check_open()
+            writer = self._begin()
+            try:
+                writer.execute(sql)
+                writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                self._abandon()
+                raise self._translated(error) from error
+            except BaseException:
+                self._abandon()
+                raise
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
@@ -1094,6 +1159,11 @@ def _first_changes(rows: Iterable[Sequence[Any]], limit: int) -> tuple[list[Chan
         if len(changes) == limit or size_bytes > SLICE_BYTES_MAX:
             return changes, True
     return changes, False
+
+
+def _indexed(namespace: str) -> str:
+    """The entries of a namespace that can have fields, as an index and its searches both say it."""
+    return f"namespace = {literal(namespace)} AND family = 'data' AND kind IN ('json', 'record')"
 
 
 def _upper(span: Span) -> str | bytes:

@@ -22,7 +22,7 @@ from limpet.codec import Fields
 from limpet.engine import new_request_id
 from limpet.errors import Conflict, InvalidKey, InvalidValue, TransientError
 from limpet.keys import check_key, check_namespace
-from limpet.model import ABSENT, Entry, Mark
+from limpet.model import ABSENT, Entry, Filter, Mark, Test
 from limpet.store import Store
 from limpet.store import open as open_store
 
@@ -60,31 +60,10 @@ class ScanFilter(msgspec.Struct, frozen=True):
     value: bytes
     max_results: int | None = None
 
-    def matches(self, fields: Mapping[str, bytes]) -> bool:
-        """Whether a record passes."""
-        found = fields.get(self.field)
-        if self.op in ("eq", "ne"):
-            return (found == self.value) == (self.op == "eq")
-        return found is not None and _COMPARE[self.op](*_comparable(found, self.value))
-
-
-_COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
-
-
-def _comparable(left: bytes, right: bytes) -> tuple[Any, Any]:
-    """Two fields as they are ordered: as numbers if both are, else by their bytes."""
-    if _is_decimal(left) and _is_decimal(right):
-        return int(left), int(right)
-    return left, right
-
-
-def _is_decimal(field: bytes) -> bool:
-    return field.removeprefix(b"-").isdigit()
+    @property
+    def where(self) -> Filter:
+        """This as a filter of the store."""
+        return Filter((Test(self.field, self.op, (b"\0" + _check_bytes(self.field, self.value),), raw=True),))
 
 
 class StateStore:
@@ -203,16 +182,21 @@ class StateStore:
         store = self._store.namespace(check_namespace(space))
         now_ms = (await store.status()).now_ms
         left = None if filter is None else filter.max_results
-        async for entry in store.scan(self._inner(prefix, rest)):
+        async for entry in store.scan(self._inner(prefix, rest), where=None if filter is None else filter.where):
             if left == 0:
                 return
             if entry.kind != "record":
                 continue
             lasting = None if entry.expires_ms is None else max(0.0, (entry.expires_ms - now_ms) / 1000)
-            record = _record(entry, lasting)
-            if filter is None or filter.matches(record.fields):
-                left = None if left is None else left - 1
-                yield f"{space}.{entry.key.replace(self._separator, '.')}", record
+            left = None if left is None else left - 1
+            yield f"{space}.{entry.key.replace(self._separator, '.')}", _record(entry, lasting)
+
+    async def index(self, prefix: str, field: str) -> bool:
+        """Keep an index of a field, so that scans that filter by it need not read every record.
+
+        It is of the whole namespace that the prefix names. Fields of decimal digits are in it as numbers.
+        """
+        return await self._store.namespace(check_namespace(prefix.partition(".")[0])).index(field)
 
     def task(self, task_type: str, task_id: str, *, root: str = "gbe.state.tasks") -> Task:
         """The state of one task: ``gbe.state.tasks.{task_type}.{task_id}``."""
