@@ -38,7 +38,7 @@ COMMANDS = dict(all_commands())
 def test_these_are_the_commands() -> None:
     assert set(COMMANDS) == {
         *("get", "put", "del", "ls", "incr", "field get", "field set", "field swap"),
-        *("watch", "history", "lock", "stat", "doctor", "grant"),
+        *("watch", "history", "lock", "stat", "doctor", "index", "grant"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,19 +13,12 @@ import pytest
 import limpet
 from limpet.errors import InvalidKey, InvalidNamespace, InvalidValue
 from limpet.faces.fields import Record, ScanFilter, StateStore, StateStoreConfig, Task, requeue_stuck
-
-ENGINES = ("memory", "sqlite", "postgres", "redis")
+from tests.engines import ENGINES, unique, url_of
 
 
 @pytest.fixture(params=ENGINES)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    word = uuid.uuid4().hex[:12]
-    return {
-        "memory": f"memory:{word}",
-        "sqlite": f"sqlite:///{tmp_path}/state.db",
-        "postgres": f"{os.environ['LIMPET_TEST_POSTGRES']}?schema=fields_{os.getpid()}",
-        "redis": os.environ["LIMPET_TEST_REDIS"].rpartition("/")[0] + "/61",
-    }[request.param]
+    return url_of(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -38,7 +30,7 @@ async def states(url: str) -> AsyncIterator[StateStore]:
 @pytest.fixture
 def root() -> str:
     """A namespace of a test's own."""
-    return f"gbe-{uuid.uuid4().hex[:12]}"
+    return unique("gbe")
 
 
 # Lifecycle --------------------------------------------------------------------

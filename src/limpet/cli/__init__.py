@@ -551,6 +551,36 @@ def doctor(setup: Setup) -> None:
         sys.exit(6)
 
 
+@main.command(
+    epilog=examples("limpet index", "limpet index updated_at", "limpet -n gbe index updated_at --drop"),
+)
+@click.argument("field", required=False)
+@click.option("--drop", is_flag=True, help="Keep the index no more.")
+@pass_setup
+def index(setup: Setup, field: str | None, drop: bool) -> None:
+    """Keep an index of a field, or list the fields that have one.
+
+    A scan that filters by such a field reads what it finds instead of everything. Answers stay the same; each write
+    costs a little more. Making one reads the whole namespace once.
+    """
+    if drop and field is None:
+        raise click.UsageError("say which index to drop: limpet index FIELD --drop")
+    with setup.open() as store:
+        if field is None:
+            fields = store.indexes()
+            for name in fields:
+                if setup.as_json:
+                    output.show({"field": name})
+                else:
+                    output.show_line(output.visible(name))
+            if not fields and not setup.as_json:
+                output.say("no field has an index")
+        elif drop:
+            store.unindex(field)
+        elif not store.index(field):
+            output.say(f"{store.traits.engine} keeps no indexes: its scans need none")
+
+
 main.add_command(grant_command)
 main.add_command(migrate)
 

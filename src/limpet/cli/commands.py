@@ -20,7 +20,7 @@ SECTIONS: Final = {
     "Values": ("get", "put", "del", "ls", "incr", "field"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
-    "Care": ("stat", "doctor", "grant", "migrate"),
+    "Care": ("stat", "doctor", "index", "grant", "migrate"),
 }
 
 _NEGATIVE: Final = re.compile(r"-[\d.]")
