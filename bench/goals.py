@@ -49,5 +49,8 @@ POSTGRES_ALONE: Final = {"put": Goal(1.1, 1.5), "get": Goal(1.4, 2.2)}
 POSTGRES_PROCESSES: Final = Goal(1)
 REDIS: Final = {"put": (Goal(4.5, 8), Goal(0.4, 0.6)), "get": (Goal(6.5, 10), Goal(0.6, 0.9))}
 REDIS_ALONE: Final = {"put": Goal(0.7, 1.1), "get": Goal(0.75, 1.2)}
+FILTER_SQLITE: Final = Goal(100, 190)
+FILTER_POSTGRES: Final = Goal(30, 55)
+FILTER_REDIS: Final = Goal(1000, 10_000)
 POSTGRES_SWEEP_S: Final = Goal(1, lower=True)
 POSTGRES_PREFIX: Final = Goal(50)

@@ -22,4 +22,3 @@ def test_the_command_says_what_it_cannot_do(run: Limpet) -> None:
     run("put", "key", "1")
     assert "limpet index FIELD --drop" in run("index", "--drop").stderr
     assert "quotation mark" in run("index", 'a"b').stderr
-    assert "keeps no indexes" in run("--url", "memory:", "index", "a").stderr

@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 SLICE_BYTES_MAX: Final = 4_000_000
 EXAMINED_MAX: Final = 5_000
 CONNECT_S: Final = 10.0
+INDEXES_KNOWN_S: Final = 5.0
 COMMAND_S: Final = 60.0
 
 _KEEP_MS: Final = -1
@@ -300,6 +301,8 @@ class PostgresEngine(Remote):
         give_back: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
+        self._indexed: set[tuple[str, str]] = set()
+        self._indexed_until = 0.0
         super().__init__(connect, shown)
         self._give_back = give_back
         self._schema = schema
@@ -497,8 +500,7 @@ class PostgresEngine(Remote):
                 f" WHERE {_indexed(namespace)}",
                 f"COMMENT ON INDEX {self._schema_name}.{name}_{kind} IS {about}",
             ]
-        # Whoever plans a search has to know how much of the table a part of the index holds.
-        await self._define(*statements, f"ANALYZE {self._table}")
+        await self._define(*statements)
 
     async def unindex(self, namespace: str, field: str) -> None:
         """See `Indexing.unindex`."""
@@ -513,29 +515,32 @@ class PostgresEngine(Remote):
                     await connection.execute(statement)
         except Exception as error:
             raise self._translated(error) from error
+        self._indexed_until = 0.0
 
     async def indexes(self, namespace: str) -> list[str]:
         """See `Indexing.indexes`."""
-        told = (json.loads(row[0]) for row in await self._run(_INDEXES, self._table))
-        return sorted({field for space, field in told if space == namespace})
+        told = [json.loads(row[0]) for row in await self._run(_INDEXES, self._table)]
+        self._indexed = {(space, field) for space, field in told}
+        self._indexed_until = asyncio.get_running_loop().time() + INDEXES_KNOWN_S
+        return sorted(field for space, field in self._indexed if space == namespace)
 
     async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
         """See `Indexing.candidates`."""
-        indexed = await self.indexes(namespace)
+        if asyncio.get_running_loop().time() >= self._indexed_until:
+            await self.indexes(namespace)
         best: list[str] | None = None
         for one in wanted:
-            if one.name not in indexed:
+            # Should somebody have dropped it meanwhile, this takes longer, and finds the same.
+            if (namespace, one.name) not in self._indexed:
                 continue
             found: list[str] = []
-            for condition, operands in postgres_parts(one, 4):
-                sql = (
-                    f"SELECT key FROM {self._table} WHERE {_indexed(namespace)} AND {condition}"
-                    " AND key >= $1 AND key < $2 LIMIT $3"
-                )
-                found += [row[0] for row in await self._run(sql, *_bounds(span), CANDIDATES_MAX + 1, *operands)]
+            for condition, operands in postgres_parts(one, 2):
+                # Not the span as well: a plan that is made once for all spans would rather go by that.
+                sql = f"SELECT key FROM {self._table} WHERE {_indexed(namespace)} AND {condition} LIMIT $1"
+                found += [row[0] for row in await self._run(sql, CANDIDATES_MAX + 1, *operands)]
             if len(found) <= CANDIDATES_MAX and (best is None or len(found) < len(best)):
                 best = found
-        return best
+        return None if best is None else [key for key in best if key in span]
 
     @property
     def _schema_name(self) -> str:
