@@ -141,7 +141,9 @@ def _let_redis_be_turned() -> None:
     text, _ = redis.script()
     begin = b"local function now_ms()\n"
     assert text.count(begin) == 1
-    asked = f"    local set = call('GET', '{REDIS_CLOCK}')\n    if set then\n        return tonumber(set)\n    end\n"
+    # In a cluster the key may be on another server: then the time is the server's.
+    look = f"    local set = redis.pcall('GET', '{REDIS_CLOCK}')\n    if type(set) == 'string' then\n"
+    asked = f"{look}        return tonumber(set)\n    end\n"
     turned = text.replace(begin, begin + asked.encode())
     redis.script = lambda: (turned, hashlib.sha1(turned, usedforsecurity=False).hexdigest())  # type: ignore[assignment]
 

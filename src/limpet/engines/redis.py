@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 from redis import exceptions
@@ -34,7 +35,7 @@ from redis.backoff import NoBackoff
 from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
-from limpet.engine import Address, new_request_id
+from limpet.engine import Address, Engine, new_request_id
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
 from limpet.index import CANDIDATES_MAX, Sought
@@ -92,33 +93,59 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(list[int]).decode
 
 
-async def open(address: Address, clock: Clock) -> RedisEngine:
-    """Open ``redis://host:6379/0``; ``rediss:`` is the same over TLS."""
+async def open(address: Address, clock: Clock) -> Engine:
+    """Open ``redis://host:6379/0``; ``rediss:`` is the same over TLS. Any server of a cluster stands for all of it."""
     address.allow("hash_tag", "eviction", "wait")
     braces = address.take("hash_tag", "namespace", ("namespace", "none")) == "namespace"
     evicts = address.take("eviction", "refuse", ("refuse", "allow")) == "allow"
     wait = address.options.get("wait", "0")
     if not wait.isdigit():
         raise InvalidValue(f"{address}: wait is a number of replicas")
+    parts = urlsplit(address.url.partition("?")[0])
+
+    async def connect(place: tuple[str, int] | None = None) -> RedisEngine:
+        login, at, _ = parts.netloc.rpartition("@")
+        netloc = parts.netloc if place is None else f"{login}{at}{place[0]}:{place[1]}"
+        try:
+            pool = _pool(urlunsplit(parts._replace(netloc=netloc)))
+        except ValueError as error:
+            raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host, port and path") from error
+        engine = RedisEngine(pool, str(address), braces=braces, replicas=int(wait))
+        try:
+            await engine.prepare(evicts=evicts)
+            if not engine.in_cluster:
+                await engine.name_store()
+        except BaseException:
+            await engine.close()
+            raise
+        return engine
+
+    engine = await connect()
+    if not engine.in_cluster:
+        return engine
+    from limpet.engines.redis_cluster import RedisCluster
+
+    cluster = RedisCluster(engine, (parts.hostname or "localhost", parts.port or 6379), connect)
     try:
-        pool = ConnectionPool.from_url(
-            address.url.partition("?")[0],
-            socket_connect_timeout=CONNECT_S,
-            # We have our own; the driver's way of keeping one can lose a cancellation.
-            socket_timeout=None,
-            # What the driver sends again by itself could be applied twice.
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except ValueError as error:
-        raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host, port and path") from error
-    engine = RedisEngine(pool, str(address), braces=braces, replicas=int(wait))
-    try:
-        await engine.prepare(evicts=evicts)
+        if not braces:
+            raise InvalidValue(f"{address}: in a cluster the keys of a namespace must have a hash tag")
+        await cluster.prepare()
     except BaseException:
-        await engine.close()
+        await cluster.close()
         raise
-    return engine
+    return cluster
+
+
+def _pool(url: str) -> Any:
+    return ConnectionPool.from_url(
+        url,
+        socket_connect_timeout=CONNECT_S,
+        # We have our own; the driver's way of keeping one can lose a cancellation.
+        socket_timeout=None,
+        # What the driver sends again by itself could be applied twice.
+        retry=Retry(NoBackoff(), 0),
+        protocol=2,
+    )
 
 
 @functools.cache
@@ -141,6 +168,7 @@ class RedisEngine(Remote):
         self._replicas = replicas
         self._servers: dict[Any, str] = {}
         self._store_id = ""
+        self.in_cluster = False
         # Where the last read met something that a plain command cannot tell.
         self._needs_script: set[str] = set()
         super().__init__(self._lay_line, shown)
@@ -441,15 +469,13 @@ class RedisEngine(Remote):
         try:
             async with self._connection() as line:
                 role = await self._info(line, "replication", "role")
-                if role != "master":
+                self.in_cluster = await self._info(line, "cluster", "cluster_enabled") == "1"
+                if role != "master" and not self.in_cluster:
                     raise Unavailable(f"{self._shown} is a replica, which takes no writes")
                 policy = await self._info(line, "memory", "maxmemory_policy")
                 limit = await self._info(line, "memory", "maxmemory")
                 appends = await self._info(line, "persistence", "aof_enabled") == "1"
                 sync = await self._setting(line, "appendfsync") if appends else "no"
-                # Of several who find no name, one gives it.
-                await self._command(line, "SET", _STORE, os.urandom(8).hex(), "NX")
-                self._store_id = (await self._command(line, "GET", _STORE)).decode()
         except Exception as error:
             raise self._translated(error) from error
         if policy.startswith("allkeys") and limit != "0" and not evicts:
@@ -458,6 +484,12 @@ class RedisEngine(Remote):
                 "set noeviction, or give ?eviction=allow"
             )
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
+
+    async def name_store(self) -> str:
+        """The name of the store. Of several who find none, one gives it."""
+        await self._ask("SET", _STORE, os.urandom(8).hex(), "NX")
+        self._store_id = (await self._ask("GET", _STORE)).decode()
+        return self._store_id
 
     async def _lay_line(self) -> Any:
         line = self._pool.make_connection()
@@ -553,6 +585,8 @@ class RedisEngine(Remote):
         match error:
             case exceptions.AuthenticationError() | exceptions.NoPermissionError():
                 return PermissionDenied(f"{shown}: {error}")
+            case exceptions.AskError():
+                return Unavailable(f"{shown}: the namespace has moved to another server of the cluster")
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
                 return Unavailable(f"{shown}: {error}")
             case exceptions.ResponseError():
