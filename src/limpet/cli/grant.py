@@ -1,4 +1,4 @@
-"""Granting: the script of `limpet.grants`, printed for an administrator or run as one."""
+"""Granting: the script of `limpet.grants` or `limpet.acl`, printed for an administrator or run as one."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class GrantCommand(Command):
         "limpet grant bot -n games -n scores > grants.sql",
         "limpet grant grafana --read-only --apply",
         "limpet grant trivia --revoke --apply",
+        "limpet grant trivia -n trivia --url redis://cache:6379/0",
     ),
 )
 @click.argument("role")
@@ -58,12 +59,12 @@ class GrantCommand(Command):
 def grant_command(
     setup: Setup, role: str, namespaces: tuple[str, ...], read_only: bool, login: bool, revoke: bool, apply: bool
 ) -> None:
-    """Let ROLE use this store and nothing else, on PostgreSQL.
+    """Let ROLE use this store and nothing else, on PostgreSQL or Redis.
 
-    Prints a script for psql, without connecting. The role is made if there is none. What it may do is what the last
-    grant says, and nothing that an earlier one did. LIMPET_NAMESPACE is not looked at.
+    Prints a script for psql, or a command for redis-cli, without connecting. The role is made if there is none. What it
+    may do is what the last grant says, and nothing that an earlier one did. LIMPET_NAMESPACE is not looked at.
     """
-    from limpet import grants
+    from limpet import acl, grants
 
     if revoke and (namespaces or read_only or login):
         raise click.UsageError("--revoke takes everything back: give no --namespace, --read-only or --login with it")
@@ -72,32 +73,51 @@ def grant_command(
         # It would be without effect, and the grant wider than somebody believed.
         raise click.UsageError("--namespace stands behind grant, because it may be repeated there")
     address = Address.parse(setup.url)
-    if address.scheme not in ("postgresql", "postgres"):
-        raise InvalidValue(f"{address}{setup.why} has no roles: only a postgresql: store can be granted")
-    schema = address.options.get("schema", "public")
-    if revoke:
-        script = grants.revoking(role, schema=schema)
+    how: dict[str, Any] = {"namespaces": namespaces, "read_only": read_only, "login": login}
+    access = "none" if revoke else "read" if read_only else "write"
+    told = {"role": role, "namespaces": sorted(set(namespaces)) or None, "access": access, "applied": apply}
+    if address.scheme in ("redis", "rediss"):
+        words = acl.revoking(role) if revoke else acl.granting(role, hash_tag=_has_hash_tag(address), **how)
+        script = acl.shown(words)
+        told["acl"] = script
+    elif address.scheme in ("postgresql", "postgres"):
+        schema = address.options.get("schema", "public")
+        script = grants.revoking(role, schema=schema) if revoke else grants.granting(role, schema=schema, **how)
+        told |= {"schema": schema, "sql": script}
     else:
-        script = grants.granting(role, schema=schema, namespaces=namespaces, read_only=read_only, login=login)
+        raise InvalidValue(f"{address}{setup.why} has no roles: only a postgresql: or redis: store can be granted")
     if apply:
         if not revoke:
-            # The role will not be able to make the tables, so they are made before.
+            # The role will not be able to make the tables, or name the store, so that is done before.
             setup.open(make=True).close()
-        asyncio.run(_apply(address, script))
+        asyncio.run(_apply_acl(address, words) if "acl" in told else _apply(address, script))
     if setup.as_json:
-        access = "none" if revoke else "read" if read_only else "write"
-        output.show(
-            {
-                "role": role,
-                "schema": schema,
-                "namespaces": sorted(set(namespaces)) or None,
-                "access": access,
-                "applied": apply,
-                "sql": script,
-            }
-        )
+        output.show(told)
     elif not apply:
         output.write(script.encode())
+
+
+def _has_hash_tag(address: Address) -> bool:
+    return address.options.get("hash_tag", "namespace") == "namespace"
+
+
+async def _apply_acl(address: Address, words: list[str]) -> None:
+    """Say the command to the server."""
+    try:
+        from redis import exceptions
+        from redis.asyncio import Redis
+    except ModuleNotFoundError as missing:
+        raise InvalidValue("redis: URLs need redis: pip install 'limpet[redis]'") from missing
+
+    try:
+        async with Redis.from_url(address.url.partition("?")[0], socket_connect_timeout=CONNECT_S) as client:
+            await client.execute_command(*words)  # type: ignore[no-untyped-call]
+    except exceptions.NoPermissionError as error:
+        raise PermissionDenied(f"{address}: {error}. Grants need a user who may say ACL SETUSER") from error
+    except exceptions.ResponseError as error:
+        raise InvalidValue(f"{address}: {error}") from error
+    except (exceptions.RedisError, OSError) as error:
+        raise Unavailable(f"{address} cannot be reached now: {type(error).__name__}") from error
 
 
 async def _apply(address: Address, script: str) -> None:

@@ -437,7 +437,8 @@ class RedisEngine(Remote):
                 guard = batch.guards[found[1] - 1]
                 return Refusal("guard", guard.key, _found(guard.key, found[2]), at_ms, guard=guard)
             case b"failed":
-                return Corrupt(f"{self._shown}: {found[1].decode()}")
+                problem = found[1].decode()
+                return _from_server(f"{self._shown}: {problem}", problem)
             case b"look":
                 return _looked(batch, found[1] - 1, found[2], at_ms)
             case _:
@@ -487,8 +488,11 @@ class RedisEngine(Remote):
 
     async def name_store(self) -> str:
         """The name of the store. Of several who find none, one gives it."""
-        await self._ask("SET", _STORE, os.urandom(8).hex(), "NX")
-        self._store_id = (await self._ask("GET", _STORE)).decode()
+        name = await self._ask("GET", _STORE)
+        if name is None:
+            await self._ask("SET", _STORE, os.urandom(8).hex(), "NX")
+            name = await self._ask("GET", _STORE)
+        self._store_id = name.decode()
         return self._store_id
 
     async def _lay_line(self) -> Any:
@@ -590,9 +594,7 @@ class RedisEngine(Remote):
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
                 return Unavailable(f"{shown}: {error}")
             case exceptions.ResponseError():
-                word = str(error).partition(" ")[0]
-                made = Unavailable if word in _PASSING else PermissionDenied if word in _FORBIDDEN else Corrupt
-                return made(f"{shown}: {error}")
+                return _from_server(f"{shown}: {error}", str(error))
             case exceptions.RedisError() | OSError() | TimeoutError():
                 return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
             case _:
@@ -603,6 +605,14 @@ _PASSING: Final = frozenset(
     ["LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "OOM", "MISCONF"]
 )
 _FORBIDDEN: Final = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
+
+
+def _from_server(text: str, problem: str) -> Exception:
+    """What the server says, by its first word; a script that may not do something is told so in other words."""
+    word = problem.partition(" ")[0]
+    if word in _FORBIDDEN or "ACL failure" in problem or "The user executing the script can't" in problem:
+        return PermissionDenied(text)
+    return Unavailable(text) if word in _PASSING else Corrupt(text)
 
 
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:
