@@ -216,6 +216,35 @@ async def test_a_scan_stops_at_its_most_results(states: StateStore, root: str) -
     assert found == [f"{root}.a.{number}" for number in (3, 4, 5)]
 
 
+async def test_a_scan_can_give_certain_fields_alone(states: StateStore, root: str) -> None:
+    for number in range(3):
+        fields = {"state": b"open", "updated_at": b"%d" % number, "payload": b"x" * 1000}
+        await states.put(f"{root}.tasks.{number}", fields, ttl=60)
+
+    recent = ScanFilter("updated_at", "gt", b"0")
+    found = [record async for _, record in states.scan(f"{root}.", recent, fields=("state", "absent"))]
+    assert [record.fields for record in found] == [{"state": b"open"}, {"state": b"open"}]
+    assert all(record.ttl is not None and 0 < record.ttl <= 60 for record in found)
+    # What is sought need not be among what is given.
+    assert [record.fields async for _, record in states.scan(f"{root}.", fields=[])] == [{}, {}, {}]
+
+
+async def test_an_index_finds_the_same_records(states: StateStore, root: str) -> None:
+    times = [b"9", b"10", b"099", b"-3", b"", b"soon", b"\xff", b"1.5"]
+    for number, time in enumerate(times):
+        await states.put(f"{root}.tasks.{number}", {"updated_at": time, "state": b"open"})
+    filters = [ScanFilter("updated_at", op, time) for op in ("eq", "lt", "le", "gt", "ge") for time in times]
+    filters += [ScanFilter("state", "eq", b"open", 3), ScanFilter("state", "ne", b"open")]
+
+    async def found() -> list[list[str]]:
+        return [[key async for key, _ in states.scan(f"{root}.", one)] for one in filters]
+
+    expected = await found()
+    assert await states.index(f"{root}.", "updated_at") == await states.index(f"{root}.", "state")
+    assert await found() == expected
+    assert sum(map(len, expected)) > len(filters)
+
+
 async def test_on_redis_the_key_has_colons_and_the_hash_the_fields(root: str) -> None:
     from redis.asyncio import Redis
 

@@ -10,13 +10,12 @@ are compared as numbers, because as text "9" comes after "10".
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from datetime import timedelta
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal, Self
 
 import msgspec
 
-from limpet import codec
 from limpet.batch import Fence, Fencing
 from limpet.codec import Fields
 from limpet.engine import new_request_id
@@ -131,8 +130,8 @@ class StateStore:
     async def get_field(self, key: str, field: str) -> bytes | None:
         """One field; None when there is no such record or field."""
         store, name = self._place(key)
-        found = await store.record(name).get(field)
-        return None if found is None else _raw(found)
+        entry = await store.record(name).entry()
+        return None if entry is None else _record(entry, None).fields.get(field)
 
     async def set_field(self, key: str, field: str, value: bytes | None) -> None:
         """Write one field and leave the others alone; None clears it."""
@@ -174,8 +173,13 @@ class StateStore:
 
     # Finding ------------------------------------------------------------------
 
-    async def scan(self, prefix: str, filter: ScanFilter | None = None) -> AsyncIterator[tuple[str, Record]]:
-        """The records whose keys start so, in the order of their keys. The prefix names the namespace."""
+    async def scan(
+        self, prefix: str, filter: ScanFilter | None = None, *, fields: Collection[str] | None = None
+    ) -> AsyncIterator[tuple[str, Record]]:
+        """The records whose keys start so, in the order of their keys. The prefix names the namespace.
+
+        With ``fields``, the records have these alone, and nothing is made of the others.
+        """
         space, dot, rest = prefix.partition(".")
         if not dot:
             raise InvalidKey(prefix, "a scan names the first segment, which is the namespace: 'gbe.'")
@@ -189,7 +193,7 @@ class StateStore:
                 continue
             lasting = None if entry.expires_ms is None else max(0.0, (entry.expires_ms - now_ms) / 1000)
             left = None if left is None else left - 1
-            yield f"{space}.{entry.key.replace(self._separator, '.')}", _record(entry, lasting)
+            yield f"{space}.{entry.key.replace(self._separator, '.')}", _record(entry, lasting, fields)
 
     async def index(self, prefix: str, field: str) -> bool:
         """Keep an index of a field, so that scans that filter by it need not read every record.
@@ -220,14 +224,11 @@ class StateStore:
         return rest.replace(".", self._separator)
 
 
-def _record(entry: Entry, ttl: float | None) -> Record:
-    fields: Fields = entry.value
-    return Record({name: _raw(value) for name, value in fields.items()}, ttl)
-
-
-def _raw(value: Any) -> bytes:
-    """A field as bytes; what others wrote there as JSON is its text."""
-    return value if isinstance(value, bytes) else codec.encode_field(value)
+def _record(entry: Entry, ttl: float | None, only: Collection[str] | None = None) -> Record:
+    """Its fields as bytes; what others wrote there as JSON is its text."""
+    assert isinstance(entry.stored, Mapping)
+    stored = entry.stored.items()
+    return Record({name: item.removeprefix(b"\0") for name, item in stored if only is None or name in only}, ttl)
 
 
 def _check_bytes(name: str, value: object) -> bytes:
@@ -331,13 +332,13 @@ async def requeue_stuck(
     given_back = 0
     now_ms = await states.now_ms(f"{prefix.rstrip('.')}.x")
     stuck = ScanFilter("updated_at", "lt", b"%d" % (now_ms - int(1000 * threshold_s)))
-    async for key, record in states.scan(prefix, stuck):
+    async for key, record in states.scan(prefix, stuck, fields=("state", "updated_at")):
         if record.fields.get("state", b"").decode() in TERMINAL:
             continue
         anew: dict[str, bytes | None] = {"state": b"pending", "claim": None, "worker": None, "timeout_at": None}
         seen = record.fields["updated_at"]
         if await states.compare_and_swap(key, "updated_at", seen, b"%d" % now_ms, set=anew):
-            await publish(key, record)
+            await publish(key, await states.get(key) or record)
             given_back += 1
     return given_back
 
