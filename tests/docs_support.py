@@ -23,6 +23,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.processes import unmeasured
+
 ROOT = Path(__file__).parent.parent
 SITE = ROOT / "docs"
 PAGES = sorted(SITE.rglob("*.md"))
@@ -96,7 +98,7 @@ class Reader:
         for command, expected in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block.text, re.MULTILINE):
             done = subprocess.run(
                 ["sh", "-c", command],
-                env={**os.environ, "PATH": path},
+                env={**unmeasured(), "PATH": path},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -350,6 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ended_by = signal.SIGTERM
         signal.raise_signal(signal.SIGINT)
 
+    # A shell has what it starts in the background ignore Ctrl-C. This has to end all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
     terminal = sys.stdout.isatty()
     try:

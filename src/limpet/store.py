@@ -121,8 +121,8 @@ class Store:
 
     async def _found_by_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
         """The entries that match, if there is an index that finds them."""
-        engine, wanted = self._session.engine, sought(where)
-        if not wanted or not isinstance(engine, Indexing):
+        engine, wanted = self._indexing, sought(where)
+        if not wanted or engine is None:
             return None
         keys = await self._session.retrying(lambda: engine.candidates(self.name, span, wanted))
         return None if keys is None else self._matching(sorted({*keys}), where)
@@ -141,22 +141,29 @@ class Store:
         It serves equality with numbers, strings and bytes, and the order of numbers. It costs its part of every
         write, and changes no answer. False on an engine that has no need of one.
         """
-        engine, field = self._session.engine, check_field(field)
-        if not isinstance(engine, Indexing):
+        engine, field = self._indexing, check_field(field)
+        if engine is None:
             return False
         await engine.index(self.name, field)
         return True
 
     async def unindex(self, field: str) -> None:
         """Keep an index no more."""
-        engine, field = self._session.engine, check_field(field)
-        if isinstance(engine, Indexing):
+        engine, field = self._indexing, check_field(field)
+        if engine is not None:
             await engine.unindex(self.name, field)
 
     async def indexes(self) -> list[str]:
         """The fields that have an index."""
+        engine = self._indexing
+        return [] if engine is None else await engine.indexes(self.name)
+
+    @property
+    def _indexing(self) -> Indexing | None:
+        """The engine, if it keeps indexes."""
+        self._session.check_open()
         engine = self._session.engine
-        return await engine.indexes(self.name) if isinstance(engine, Indexing) else []
+        return engine if isinstance(engine, Indexing) else None
 
     async def _slice(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> Any:
         engine = self._session.engine

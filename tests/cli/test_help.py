@@ -18,6 +18,7 @@ from limpet.cli import main
 from limpet.cli.commands import SECTIONS, Command
 from tests.cli.support import Limpet, command
 from tests.docs_support import ROOT, blocks
+from tests.processes import unmeasured
 
 PAGE = ROOT / "docs" / "reference" / "cli.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -121,7 +122,7 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     }.items():
         (tools / name).write_text(f"#!/bin/sh\n{script}\n")
         (tools / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    environment = {**unmeasured(), "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
     Limpet("sqlite:///limpet.db")("put", "theme", "dark")
     # A watch goes on for ever, and says nothing about its use after it has begun.
     example = re.sub(r"limpet watch", "timeout -s INT 2 limpet watch", example.replace("POSITION", "0"))

@@ -720,6 +720,9 @@ VERBS: dict[str, Verb] = {
     "status": lambda store: store.status(),
     "sweep": lambda store: store.sweep(),
     "trim": lambda store: store.trim(),
+    "index": lambda store: store.index("n"),
+    "unindex": lambda store: store.unindex("n"),
+    "indexes": lambda store: store.indexes(),
     "namespace": lambda store: store.namespace("b").get("k"),
 }
 

@@ -349,18 +349,8 @@ class SqliteEngine:
 
     def _define(self, sql: str) -> None:
         """Change the schema of the file."""
-        with self._writing:
-            self._check_open()
-            writer = self._begin()
-            try:
-                writer.execute(sql)
-                writer.execute("COMMIT")
-            except sqlite3.Error as error:
-                self._abandon()
-                raise self._translated(error) from error
-            except BaseException:
-                self._abandon()
-                raise
+        with self._alone() as writer:
+            writer.execute(sql)
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
@@ -660,22 +650,30 @@ class SqliteEngine:
         return window.excess(oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms)[0] > 0
 
     def _trim(self, namespace: str, window: Window) -> int:
+        with self._alone() as writer:
+            now_ms = self._now_ms()
+            writer.execute(_DROP_RECEIPTS, (namespace, now_ms))
+            tally = _Tally.load(writer, namespace)
+            oldest = writer.execute(_OLDEST, (namespace, EXAMINED_MAX)).fetchall()
+            dropped, freed_bytes, floor = window.excess(
+                oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms
+            )
+            if dropped:
+                writer.execute(_DROP_CHANGES, (namespace, floor))
+                tally.floor = floor
+                tally.log_changes -= dropped
+                tally.log_bytes -= freed_bytes
+                tally.save(writer)
+        return dropped
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[_Connection]:
+        """The writer's connection in a transaction of its own, apart from the groups of commits."""
         with self._writing:
             self._check_open()
-            writer, now_ms = self._begin(), self._now_ms()
+            writer = self._begin()
             try:
-                writer.execute(_DROP_RECEIPTS, (namespace, now_ms))
-                tally = _Tally.load(writer, namespace)
-                oldest = writer.execute(_OLDEST, (namespace, EXAMINED_MAX)).fetchall()
-                dropped, freed_bytes, floor = window.excess(
-                    oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms
-                )
-                if dropped:
-                    writer.execute(_DROP_CHANGES, (namespace, floor))
-                    tally.floor = floor
-                    tally.log_changes -= dropped
-                    tally.log_bytes -= freed_bytes
-                    tally.save(writer)
+                yield writer
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
@@ -683,7 +681,6 @@ class SqliteEngine:
             except BaseException:
                 self._abandon()
                 raise
-            return dropped
 
     # The file -----------------------------------------------------------------
 
