@@ -41,8 +41,8 @@ def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     ratios = [line for line in findings.lines if line.unit in ("x", "of") and line.passing is not None and line.rounds]
-    # An audit that counts to exactly one is no ratio to look at.
-    ratios = [line for line in ratios if line.moonshot is not None]
+    # An audit that counts to exactly one is no ratio to look at, and beside thousands nothing else would be seen.
+    ratios = [line for line in ratios if line.moonshot is not None and line.group != "filter"]
     if ratios:
         drawn.append(folder / "bench.svg")
         drawn[-1].write_text(bars(ratios, _under(findings)), encoding="utf-8")
