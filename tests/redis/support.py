@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from typing import Any
 
 import limpet
@@ -12,11 +11,6 @@ from limpet.engines.redis import RedisEngine
 
 def server() -> str:
     return os.environ["LIMPET_TEST_REDIS"].rpartition("/")[0] + "/62"
-
-
-def unique() -> str:
-    """A namespace of a test's own."""
-    return f"test-{uuid.uuid4().hex[:12]}"
 
 
 def engine_of(store: limpet.Store) -> RedisEngine:

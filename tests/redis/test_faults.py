@@ -9,9 +9,10 @@ import pytest
 
 import limpet
 from limpet.errors import Ambiguous
+from tests.engines import unique
 from tests.faults import VERBS, prepared, seen
 from tests.redis.proxy import Fault, Proxy
-from tests.redis.support import command, server, unique
+from tests.redis.support import command, server
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 
 import limpet
 from limpet.errors import Corrupt
-from tests.redis.support import command, server, unique
+from tests.engines import unique
+from tests.redis.support import command, server
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import pytest
 
 import limpet
 from limpet.errors import InvalidValue, PermissionDenied, Unavailable
-from tests.redis.support import command, server, unique
+from tests.engines import unique
+from tests.redis.support import command, server
 from tests.servers import redis
 
 
