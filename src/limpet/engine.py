@@ -236,8 +236,9 @@ _BUILT_IN: Final = {
     "sqlite": "limpet.engines.sqlite",
     "postgresql": "limpet.engines.postgres",
     "redis": "limpet.engines.redis",
+    "nats": "limpet.engines.nats",
 }
-_ALSO: Final = {"postgres": "postgresql", "rediss": "redis"}
+_ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats"}
 
 
 async def open_engine(url: str, clock: Clock) -> Engine:

@@ -45,7 +45,7 @@ from limpet.model import (
     live,
 )
 
-__all__ = ["Find", "Plan", "Receipt", "plan", "read_receipt", "recall", "remember"]
+__all__ = ["Find", "Plan", "Receipt", "keep", "plan", "read_receipt", "recall", "remember"]
 
 Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
@@ -130,7 +130,7 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
         changes = [msgspec.structs.replace(change, commit=revision) for change in changes]
     # A batch that changes nothing uses no revision; its commit names the latest.
     commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
-    receipt = None if batch.receipt_ms is None else _receipt(batch, commit, batch.receipt_ms)
+    receipt = None if batch.receipt_ms is None else keep(batch, commit, batch.receipt_ms)
     return Plan(commit, tuple(changes), receipt)
 
 
@@ -268,7 +268,8 @@ _encode_receipt = msgspec.msgpack.Encoder().encode
 _decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
 
 
-def _receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
+def keep(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
+    """The receipt of a batch."""
     entries = tuple(
         entry.without_value() if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)

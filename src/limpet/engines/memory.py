@@ -14,14 +14,14 @@ import random
 import threading
 import uuid
 import weakref
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from limpet.clock import Clock, has_loop
 from limpet.engine import SCAN_CALLS, Address, Bell, Budget
+from limpet.engines.order import KeyOrder
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
@@ -41,8 +41,6 @@ from limpet.model import (
     live,
 )
 from limpet.transition import plan, recall
-
-FRESH_MAX: Final = 64
 
 _shared: dict[str, _Place] = {}
 _shared_lock = threading.Lock()
@@ -86,7 +84,7 @@ class _Space:
         self.revision = 0
         self.floor = 0
         self.map: dict[Family, dict[str, Entry]] = {"data": {}, "lock": {}, "receipt": {}}
-        self.order: dict[Family, _KeyOrder] = {"data": _KeyOrder(), "lock": _KeyOrder(), "receipt": _KeyOrder()}
+        self.order: dict[Family, KeyOrder] = {"data": KeyOrder(), "lock": KeyOrder(), "receipt": KeyOrder()}
         self.expiries: list[tuple[int, Family, str, int]] = []
         self.log: list[Change] = []
         self.size_bytes = 0
@@ -120,42 +118,6 @@ class _Space:
 
     def keep(self, receipt: Entry) -> None:
         self.map["receipt"][receipt.key] = receipt
-
-
-class _KeyOrder:
-    """Keys in order, sorted when somebody asks. Writers only append."""
-
-    def __init__(self) -> None:
-        self._sorted: list[str] = []
-        self._fresh: list[str] = []
-
-    def add(self, key: str) -> None:
-        # Beyond so many, sorting all of them again is quicker than putting each in its place.
-        if len(self._fresh) <= FRESH_MAX:
-            self._fresh.append(key)
-
-    def between(self, span: Span, entries: dict[str, Entry]) -> Iterator[str]:
-        """The keys of a span that are still in the map."""
-        if len(self._fresh) > FRESH_MAX or self._is_stale(entries):
-            self._sorted = sorted(entries)
-        else:
-            for key in self._fresh:
-                at = bisect_left(self._sorted, key)
-                if at == len(self._sorted) or self._sorted[at] != key:
-                    insort(self._sorted, key, lo=at)
-        self._fresh = []
-        start = bisect_left(self._sorted, span.start)
-        stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
-        return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
-
-    def tidy(self, entries: dict[str, Entry]) -> None:
-        """Forget keys that are gone, when they are many."""
-        if self._is_stale(entries):
-            self._sorted, self._fresh = sorted(entries), []
-
-    def _is_stale(self, entries: dict[str, Entry]) -> bool:
-        # A deleted key stays until somebody tidies, and comes twice when it was written again.
-        return len(self._sorted) + len(self._fresh) > 64 + 2 * len(entries)
 
 
 class MemoryEngine:

@@ -1,0 +1,303 @@
+"""What a namespace looks like in a stream of NATS: its subjects, and the message that a key is.
+
+A key is one message: the value is its body, all else about the entry is in one header. Where a key
+ended, a message without a body says so, until it is trimmed. So the stream is the map and the log at
+once, and any tool for NATS key-value buckets can look into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from limpet import codec
+from limpet.codec import Stored
+from limpet.errors import Corrupt
+from limpet.model import Change, Entry, Family, Op
+
+__all__ = [
+    "Message",
+    "Place",
+    "Subjects",
+    "body_of",
+    "decode_name",
+    "encode_name",
+    "headers_of",
+    "parse",
+    "recalled",
+    "remembered",
+]
+
+Place = tuple[Family, str]
+"""Where an entry is: its family and its key."""
+
+# Names ------------------------------------------------------------------------
+#
+# A subject is words between dots, none of them empty. Letters, digits, '_', '-' and '/' stand for
+# themselves, and so does a dot between two words. Every other byte is '=' and two digits.
+
+_PLAIN: Final = re.compile(r"[A-Za-z0-9_/-]+(?:\.[A-Za-z0-9_/-]+)*\Z")
+_ODD: Final = re.compile(rb"[^A-Za-z0-9_/.-]|(?:\A|(?<=\.))\.|\.\Z")
+_ESCAPED: Final = re.compile(rb"=([0-9A-F]{2})")
+
+
+def encode_name(name: str) -> str:
+    """A key, a lock's name or a request id as words of a subject."""
+    if _PLAIN.match(name):
+        return name
+    return _ODD.sub(lambda odd: b"=%02X" % odd[0][0], name.encode()).decode()
+
+
+def decode_name(words: str) -> str:
+    """The name that these words stand for."""
+    if "=" not in words:
+        return words
+    return _ESCAPED.sub(lambda escaped: bytes([int(escaped[1], 16)]), words.encode()).decode()
+
+
+_FAMILIES: Final[dict[str, Family]] = {"l": "lock", "r": "receipt"}
+
+
+class Subjects:
+    """The subjects of a namespace: ``$KV.<bucket>.`` is its data, ``$LMP.<bucket>.`` all that a bucket does not know."""
+
+    def __init__(self, bucket: str) -> None:
+        self.data = f"$KV.{bucket}."
+        self.own = f"$LMP.{bucket}."
+        self.floor = f"{self.own}floor"
+        self.locks = f"{self.own}l.>"
+        self.alarms = f"{self.own}a.>"
+        self.logged = (f"{self.data}>", self.locks)
+        self.all = [f"{self.data}>", f"{self.own}>"]
+
+    def of(self, place: Place) -> str:
+        """The subject of an entry."""
+        family, key = place
+        return self.data + encode_name(key) if family == "data" else f"{self.own}{family[0]}.{encode_name(key)}"
+
+    def place(self, subject: str) -> Place | None:
+        """The entry of a subject; None for what is not one."""
+        if subject.startswith(self.data):
+            return "data", decode_name(subject[len(self.data) :])
+        family = _FAMILIES.get(subject[len(self.own) : subject.find(".", len(self.own))])
+        return None if family is None else (family, decode_name(subject[len(self.own) + 2 :]))
+
+    def alarm(self, place: Place, expires_ms: int) -> str:
+        """The subject that says when to look at an entry."""
+        return f"{self.alarms_of(expires_ms // 1000)}{expires_ms}.{place[0]}.{encode_name(place[1])}"
+
+    def alarms_of(self, second: int) -> str:
+        """What the subjects of all alarms of a second begin with."""
+        return f"{self.own}a.{second}."
+
+    def alarmed(self, subject: str) -> tuple[int, Place]:
+        """When to look, and at what."""
+        _, expires_ms, family, name = subject[len(self.own) + 2 :].split(".", 3)
+        return int(expires_ms), ("lock" if family == "lock" else "data", decode_name(name))
+
+    def carrier(self, number: int) -> str:
+        """The subject of a message that does nothing but carry a guard."""
+        return f"{self.own}c.{number}"
+
+
+# Messages ---------------------------------------------------------------------
+
+
+class Message(msgspec.Struct, frozen=True, gc=False):
+    """The last message of a key.
+
+    Attributes:
+        seq: Its number in the stream, which is the revision of the change.
+        entry: The entry after the change; after a delete or expire, the one that ended.
+        value_seq: The number under which the value was written: a touch leaves it as it was.
+        commit: The number of the last message of its batch.
+        cause: The request that made it; None for an expiry.
+        size_bytes: The size of its value.
+        lost: Requests up to this number may be missing in ``past``.
+        past: Earlier requests that changed this key, which may still be asked for again.
+    """
+
+    seq: int
+    op: Op
+    entry: Entry
+    value_seq: int
+    commit: int
+    at_ms: int
+    cause: str | None
+    size_bytes: int = 0
+    lost: int = 0
+    past: str = ""
+
+    @property
+    def held(self) -> Entry | None:
+        """What is stored, expired or not."""
+        return None if self.op in ("delete", "expire") else self.entry
+
+    def change(self, family: Family) -> Change:
+        """This message as a change of the log."""
+        return Change(self.op, self.entry, self.seq, self.commit, self.at_ms, self.cause, family)
+
+
+_OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", "delete": "delete", "expire": "expire"}
+_HEADER: Final = b"\r\nLimpet: "
+_META: Final = b"\r\nLimpet-Meta: "
+_split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(dict[str, bytes]).decode
+_json = msgspec.json.Encoder().encode
+
+
+def headers_of(message: Message, kind: str, expected: int, after: int = 0, more: bytes = b"") -> bytes:
+    """The headers of a message that is to be the next of its key.
+
+    ``expected`` is the number of the key's last message, ``after`` how many of its batch follow. What has the number of
+    the message itself, which only the server knows, is written as 0.
+    """
+    entry, seq = message.entry, message.seq
+    created = 0 if entry.created_revision == seq else entry.created_revision
+    value_seq = 0 if message.value_seq == seq else message.value_seq
+    cause = "-" if message.cause is None else encode_name(message.cause)
+    text = (
+        f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\n"
+        f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
+        f"{entry.expires_ms or 0} {value_seq} {after} {message.at_ms} {message.size_bytes} {cause} {message.lost} "
+        f"{message.past}\r\n"
+    ).encode()
+    if entry.meta_json is not None:
+        text += b"Limpet-Meta: %b\r\n" % entry.meta_json
+    if message.op in ("delete", "expire"):
+        text += b"KV-Operation: DEL\r\n"
+    return text + more + b"\r\n"
+
+
+def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
+    """A message as it came from the server; without a body, its entry has no value."""
+    at = headers.find(_HEADER)
+    if at < 0:
+        return _foreign(key, seq, headers, body)
+    line = headers[at + len(_HEADER) : headers.index(b"\r\n", at + 2)].decode()
+    try:
+        (op, kind, version, created, created_ms, updated_ms, expires_ms, value_seq, after, at_ms, size, *rest) = (
+            line.split(" ")
+        )
+        cause, lost, past = rest
+        meta = None
+        if (at := headers.find(_META)) >= 0:
+            meta = headers[at + len(_META) : headers.index(b"\r\n", at + 2)]
+        entry = Entry(
+            key,
+            None if body is None or kind == "-" else _stored(kind, body),
+            int(version),
+            seq,
+            int(created) or seq,
+            int(created_ms),
+            int(updated_ms),
+            int(expires_ms) or None,
+            meta,
+        )
+        if op in ("delete", "expire"):
+            # It names what ended, as it was.
+            entry = msgspec.structs.replace(entry, revision=int(value_seq))
+        return Message(
+            seq,
+            _OPS[op],
+            entry,
+            int(value_seq) or seq,
+            seq + int(after),
+            int(at_ms),
+            None if cause == "-" else decode_name(cause),
+            int(size),
+            int(lost),
+            past,
+        )
+    except (ValueError, KeyError, msgspec.DecodeError) as error:
+        raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error
+
+
+def _foreign(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
+    """What another program has written there: raw bytes of version 1, or an end."""
+    over = b"\r\nKV-Operation: " in headers
+    stored = None if over or body is None else b"\0" + body
+    return Message(seq, "delete" if over else "put", Entry(key, stored, 1, seq, seq, 0, 0), seq, seq, 0, None)
+
+
+def body_of(stored: Stored) -> tuple[str, bytes]:
+    """The kind and the body of a value."""
+    if isinstance(stored, bytes):
+        return ("b", stored[1:]) if stored[:1] == b"\0" else ("j", stored)
+    if any(field[:1] == b"\0" for field in stored.values()):
+        return "m", _pack(dict(stored))
+    return "o", b"{%b}" % b",".join(_json(name) + b":" + field for name, field in stored.items())
+
+
+def _stored(kind: str, body: bytes) -> Stored:
+    match kind:
+        case "j":
+            return body
+        case "b":
+            return b"\0" + body
+        case "m":
+            return _unpack(body)
+        case _:
+            return {name: bytes(field) for name, field in _split_fields(body).items()}
+
+
+# Requests that a key remembers ----------------------------------------------------
+#
+# Whoever writes a key may lose the answer, and somebody else may write it before the first can look
+# what became of it. So a message carries on who wrote before, with what a repeated request is answered.
+
+PAST_MAX: Final = 32
+PAST_MS: Final = 120_000
+
+
+def remembered(message: Message, now_ms: int, is_settled: Callable[[str], bool]) -> tuple[int, str]:
+    """What the next message of a key must carry on of this one: up to where requests may be missing, and which."""
+    if not message.past and (message.cause is None or is_settled(message.cause)):
+        return message.lost, ""
+    lost = message.lost
+    items = message.past.split(";") if message.past else []
+    if message.cause is not None:
+        items.append(_item(message))
+    kept: list[str] = []
+    for item in items:
+        cause, _, seq, at_ms, *_ = item.split(",")
+        if is_settled(decode_name(cause)):
+            continue
+        if now_ms - int(at_ms) > PAST_MS:
+            lost = max(lost, int(seq))
+        else:
+            kept.append(item)
+    for item in kept[:-PAST_MAX]:
+        lost = max(lost, int(item.split(",")[2]))
+    return lost, ";".join(kept[-PAST_MAX:])
+
+
+def _item(message: Message) -> str:
+    entry = message.entry
+    number = entry.stored.decode() if isinstance(entry.stored, bytes) and codec.counter(entry.stored) is not None else ""
+    return (
+        f"{encode_name(message.cause or '')},{message.op},{message.seq},{message.at_ms},{message.commit},{entry.version},"
+        f"{entry.revision},{entry.created_revision},{entry.created_ms},{entry.updated_ms},{entry.expires_ms or 0},"
+        f"{number if len(number) <= 20 else ''}"
+    )
+
+
+def recalled(message: Message, cause: str) -> Message | None:
+    """The message that a request left, if this is it or carries it on; then only a counter has its value."""
+    if message.cause == cause:
+        return message
+    name = encode_name(cause)
+    for item in message.past.split(";"):
+        if item.startswith(f"{name},"):
+            _, op, seq, at_ms, commit, *numbers, counter = item.split(",")
+            version, revision, created, created_ms, updated_ms, expires_ms = map(int, numbers)
+            stored = counter.encode() or None
+            key = message.entry.key
+            entry = Entry(key, stored, version, revision, created, created_ms, updated_ms, expires_ms or None)
+            return Message(int(seq), _OPS[op], entry, int(seq), int(commit), int(at_ms), cause)
+    return None
+

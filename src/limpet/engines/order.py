@@ -1,0 +1,51 @@
+"""Keys in the order of a scan, for maps that are kept in the memory of this process."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from limpet.keys import Span
+
+__all__ = ["KeyOrder"]
+
+FRESH_MAX: Final = 64
+
+
+class KeyOrder:
+    """Keys in order, sorted when somebody asks. Writers only append."""
+
+    def __init__(self) -> None:
+        self._sorted: list[str] = []
+        self._fresh: list[str] = []
+
+    def add(self, key: str) -> None:
+        """Take a key that is new in the map."""
+        # Beyond so many, sorting all of them again is quicker than putting each in its place.
+        if len(self._fresh) <= FRESH_MAX:
+            self._fresh.append(key)
+
+    def between(self, span: Span, entries: Mapping[str, object]) -> Iterator[str]:
+        """The keys of a span that are still in the map."""
+        if len(self._fresh) > FRESH_MAX or self._is_stale(entries):
+            self._sorted = sorted(entries)
+        else:
+            for key in self._fresh:
+                at = bisect_left(self._sorted, key)
+                if at == len(self._sorted) or self._sorted[at] != key:
+                    insort(self._sorted, key, lo=at)
+        self._fresh = []
+        start = bisect_left(self._sorted, span.start)
+        stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
+        return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
+
+    def tidy(self, entries: Mapping[str, object]) -> None:
+        """Forget keys that are gone, when they are many."""
+        if self._is_stale(entries):
+            self._sorted, self._fresh = sorted(entries), []
+
+    def _is_stale(self, entries: Mapping[str, object]) -> bool:
+        # A deleted key stays until somebody tidies, and comes twice when it was written again.
+        return len(self._sorted) + len(self._fresh) > 64 + 2 * len(entries)
