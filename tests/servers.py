@@ -310,8 +310,8 @@ class Nats:
 
 
 def jetstream(folder: Path, more: str = "") -> str:
-    """The part of a server's configuration that keeps streams in a folder."""
-    return f'jetstream {{\n  store_dir: "{folder}/streams"\n  {more}\n}}\n'
+    """The configuration of a server that keeps streams in a folder, and takes values as large as any engine does."""
+    return f'max_payload: 5MB\njetstream {{\n  store_dir: "{folder}/streams"\n  {more}\n}}\n'
 
 
 @contextlib.contextmanager

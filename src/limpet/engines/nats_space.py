@@ -361,7 +361,7 @@ class Space:
     async def commit(self, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
         writes = batch.writes
-        if writes and all(type(write) is Expire for write in writes) and not batch.guards:
+        if _only_expires(batch):
             return await self._expire(batch)
         if _is_lone(batch):
             return await self._commit_alone(batch)
@@ -721,6 +721,13 @@ def _is_lone(batch: Batch) -> bool:
     if type(write) is Delete and write.take:
         return False
     return all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
+
+
+def _only_expires(batch: Batch) -> bool:
+    """Whether a batch is what a sweeper asks for: nothing in it depends on the rest."""
+    if not batch.writes or batch.guards or batch.receipt_ms is not None:
+        return False
+    return all(type(write) is Expire for write in batch.writes)
 
 
 def _commit_of(message: Message) -> Commit:
