@@ -54,6 +54,7 @@ PAGE: Final = 500
 
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_-]{0,100}\Z")
 
+
 async def open(address: Address, clock: Clock) -> NatsEngine:
     """Open ``nats://host:4222``, or several servers of a cluster: ``nats://one:4222,two:4222``."""
     address.allow("bucket_prefix", "replicas", "sync", "storage", "credentials", "inbox")
@@ -260,7 +261,7 @@ class NatsEngine:
         if where is None and not values:
             return Slice([heads[key].entry for key in page], cursor)
         messages = await held.space.lasts((family, key) for key in page)
-        entries = [live(message and message.held, now_ms) for message in messages.values()]
+        entries = [live(message.held, now_ms) for message in messages.values() if message is not None]
         found = [entry for entry in entries if entry is not None and (where is None or _matches(where, entry))]
         if len(found) > limit:
             found, cursor = found[:limit], found[limit - 1].key

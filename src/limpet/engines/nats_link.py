@@ -22,7 +22,7 @@ from limpet.errors import PermissionDenied
 
 __all__ = ["Link", "LinkLost", "Refused", "Silent", "Unheard"]
 
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 5
 REQUEST_S: Final = 5.0
 TICK_S: Final = 0.25
 PING_S: Final = 5
@@ -72,7 +72,7 @@ class Link:
         """Connect to the first of these servers that answers."""
         problem: Exception = OSError("no server is known")
         for server in servers:
-            client = Client()  # type: ignore[no-untyped-call]
+            client = Client()
             heard: list[Link] = []
             problems: list[Exception] = []
 
@@ -80,9 +80,7 @@ class Link:
                 for link in heard:
                     link.break_off()
 
-            async def failed(
-                error: Exception, heard: list[Link] = heard, problems: list[Exception] = problems
-            ) -> None:
+            async def failed(error: Exception, heard: list[Link] = heard, problems: list[Exception] = problems) -> None:
                 problems.append(error)
                 for link in heard:
                     link.complain(str(error))
@@ -257,7 +255,7 @@ class _Parser(Parser):
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._needed_bytes = 0
-        super().__init__(client)  # type: ignore[no-untyped-call]
+        super().__init__(client)
 
     def reset(self) -> None:
         super().reset()

@@ -301,12 +301,12 @@ class Space:
         """The live entries of these keys, all of one moment."""
         if len(keys) == 1:
             message = await self.last((family, keys[0]))
-            held = None if message is None else message.held
+            held = _held(message)
             return [held if held is None or held.expires_ms is None else live(held, self.now_ms())]
         places = [(family, key) for key in dict.fromkeys(keys)]
         found = await self._at_one_moment(places)
         now_ms = self.now_ms()
-        entries = {place[1]: live(message and message.held, now_ms) for place, message in found.items()}
+        entries = {place[1]: live(_held(message), now_ms) for place, message in found.items()}
         return [entries[key] for key in keys]
 
     async def _at_one_moment(self, places: list[Place]) -> dict[Place, Message | None]:
@@ -321,9 +321,8 @@ class Space:
 
     async def revision(self) -> int:
         """The revision of the latest change."""
-        asked = (self.get({"last_by_subj": subject}) for subject in self.subjects.logged)
-        floor, *found = await asyncio.gather(self.floor(), *asked)
-        return max(floor, *(0 if one is None else one[1] for one in found))
+        found = await asyncio.gather(*(self.get({"last_by_subj": subject}) for subject in self.subjects.logged))
+        return max(await self.floor(), *(0 if one is None else one[1] for one in found))
 
     async def first_after(self, seq: int, subject: str) -> Message | None:
         """The oldest message of these subjects after a number."""
@@ -418,7 +417,7 @@ class Space:
                     return earlier
                 since = None
             now_ms = self._time_of((message,))
-            outcome = plan(batch, lambda *_: message and message.held, now_ms=now_ms, revision=_BASE, cause=cause)
+            outcome = plan(batch, _finder({place: message}), now_ms=now_ms, revision=_BASE, cause=cause)
             if isinstance(outcome, Refusal) or not outcome.changes:
                 if known:
                     # By now it may be otherwise.
@@ -499,7 +498,7 @@ class Space:
 
     # One message ----------------------------------------------------------------
 
-    def _next(self, place: Place, before: Message | None, change: Change, cause: str, now_ms: int) -> Message:
+    def _next(self, before: Message | None, change: Change, cause: str, now_ms: int) -> Message:
         """The message that a change is, before it has a number."""
         lost, past = (0, "") if before is None else remembered(before, now_ms, self._is_settled)
         entry, op = change.entry, change.op
@@ -513,7 +512,7 @@ class Space:
 
     async def _publish(self, place: Place, before: Message | None, change: Change, cause: str, now_ms: int) -> Message:
         """Send a change; returns the message as it now stands."""
-        draft = self._next(place, before, change, cause, now_ms)
+        draft = self._next(before, change, cause, now_ms)
         kind, body = _body(draft)
         expected = 0 if before is None else before.seq
         link = await self._server.link()
@@ -613,9 +612,7 @@ class Space:
         receipt_ms = MADE_RECEIPT_MS if batch.receipt_ms is None else batch.receipt_ms
         asked = msgspec.structs.replace(batch, request_id=request_id, receipt_ms=receipt_ms)
         receipt: Place = ("receipt", request_id)
-        places = list(
-            dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))])
-        )
+        places = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
         since: int | None = None
         for attempt in range(ATTEMPTS):
             try:
@@ -666,7 +663,8 @@ class Space:
         offsets = {change.revision: number for number, change in enumerate(last.values(), 1 + len(untouched))}
         count = 1 + len(untouched) + len(last)
         link = await self._server.link()
-        drafts = {place: self._next(place, found[place], change, batch.request_id or "", now_ms) for place, change in last.items()}
+        cause = batch.request_id or ""
+        drafts = {place: self._next(found[place], change, cause, now_ms) for place, change in last.items()}
         alarms = {}
         for place, draft in drafts.items():
             if (alarm := self._alarm(place, found[place], draft)) is not None:
@@ -781,9 +779,7 @@ def _receipt_in(message: Message) -> Message:
     receipt: Receipt = read_receipt(entry)
     base, commit = message.seq - _BASE, receipt.commit
     entries = tuple(
-        one
-        if one is None or one.revision < _BASE
-        else _entry_at(one, base + one.revision, one.created_revision + base)
+        one if one is None or one.revision < _BASE else _entry_at(one, base + one.revision, one.created_revision + base)
         for one in commit.entries
     )
     revision = commit.revision if commit.revision < _BASE else base + commit.revision
@@ -794,11 +790,11 @@ def _receipt_in(message: Message) -> Message:
 
 
 def _finder(found: dict[Place, Message | None]) -> Callable[[Family, str], Entry | None]:
-    def find(family: Family, key: str) -> Entry | None:
-        message = found[family, key]
-        return None if message is None else message.held
+    return lambda family, key: _held(found[family, key])
 
-    return find
+
+def _held(message: Message | None) -> Entry | None:
+    return None if message is None else message.held
 
 
 def _body(draft: Message) -> tuple[str, bytes]:

@@ -62,7 +62,7 @@ _FAMILIES: Final[dict[str, Family]] = {"l": "lock", "r": "receipt"}
 
 
 class Subjects:
-    """The subjects of a namespace: ``$KV.<bucket>.`` is its data, ``$LMP.<bucket>.`` all that a bucket does not know."""
+    """The subjects of a namespace: ``$KV.<bucket>.`` is its data, ``$LMP.<bucket>.`` what a bucket knows nothing of."""
 
     def __init__(self, bucket: str) -> None:
         self.data = f"$KV.{bucket}."
@@ -277,13 +277,21 @@ def remembered(message: Message, now_ms: int, is_settled: Callable[[str], bool])
 
 
 def _item(message: Message) -> str:
+    """A request as the next messages of its key carry it on: what it made of the key, and a counter's value."""
     entry = message.entry
-    number = entry.stored.decode() if isinstance(entry.stored, bytes) and codec.counter(entry.stored) is not None else ""
-    return (
-        f"{encode_name(message.cause or '')},{message.op},{message.seq},{message.at_ms},{message.commit},{entry.version},"
-        f"{entry.revision},{entry.created_revision},{entry.created_ms},{entry.updated_ms},{entry.expires_ms or 0},"
-        f"{number if len(number) <= 20 else ''}"
+    counter = "" if entry.stored is None or codec.counter(entry.stored) is None else str(entry.value)
+    numbers = (
+        message.seq,
+        message.at_ms,
+        message.commit,
+        entry.version,
+        entry.revision,
+        entry.created_revision,
+        entry.created_ms,
+        entry.updated_ms,
+        entry.expires_ms or 0,
     )
+    return ",".join([encode_name(message.cause or ""), message.op, *map(str, numbers), counter])
 
 
 def recalled(message: Message, cause: str) -> Message | None:
@@ -300,4 +308,3 @@ def recalled(message: Message, cause: str) -> Message | None:
             entry = Entry(key, stored, version, revision, created, created_ms, updated_ms, expires_ms or None)
             return Message(int(seq), _OPS[op], entry, int(seq), int(commit), int(at_ms), cause)
     return None
-
