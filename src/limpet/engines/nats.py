@@ -156,8 +156,8 @@ class NatsEngine:
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
-        async with self._at_work(namespace) as held:
-            if not keys or not await held.space.ensure(create=False):
+        with self._at_work(namespace) as held:
+            if not keys or not (held.space.is_there or await held.space.ensure(create=False)):
                 return [None] * len(keys)
             return await held.space.read(family, keys)
 
@@ -172,7 +172,7 @@ class NatsEngine:
         limit: int = 500,
     ) -> Slice:
         """See `Engine.scan`."""
-        async with self._at_work(namespace) as held:
+        with self._at_work(namespace) as held:
             if not await held.space.ensure(create=False):
                 return Slice([], None)
             await held.mirror.catch_up()
@@ -180,8 +180,9 @@ class NatsEngine:
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
-        async with self._at_work(namespace) as held:
-            await held.space.ensure()
+        with self._at_work(namespace) as held:
+            if not held.space.is_there:
+                await held.space.ensure()
             return await held.space.commit(batch)
 
     async def changes(
@@ -192,7 +193,7 @@ class NatsEngine:
         deadline = loop.time() + wait_s
         while True:
             mark = self._bell.mark(namespace)
-            async with self._at_work(namespace) as held:
+            with self._at_work(namespace) as held:
                 await held.space.ensure()
                 await held.mirror.catch_up()
                 feed = await self._feed(held, after, limit, span)
@@ -203,7 +204,7 @@ class NatsEngine:
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
-        async with self._at_work(namespace) as held:
+        with self._at_work(namespace) as held:
             if not await held.space.ensure(create=False):
                 return []
             await held.alarms.catch_up()
@@ -211,7 +212,7 @@ class NatsEngine:
 
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
-        async with self._at_work(namespace) as held:
+        with self._at_work(namespace) as held:
             if not await held.space.ensure(create=False) or not await self._is_excessive(held, window):
                 return 0
             await held.mirror.catch_up()
@@ -219,7 +220,7 @@ class NatsEngine:
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
-        async with self._at_work(namespace) as held:
+        with self._at_work(namespace) as held:
             await held.space.ensure()
             await held.mirror.catch_up()
             return held.mirror.status()
@@ -398,16 +399,16 @@ class _Work:
         self._engine = engine
         self._held = held
 
-    async def __aenter__(self) -> _Held:
+    def __enter__(self) -> _Held:
         self._engine._busy += 1
         return self._held
 
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         engine = self._engine
         engine._busy -= 1
         if engine._quiet is not None and not engine._busy and not engine._quiet.done():
             engine._quiet.set_result(None)
-        if isinstance(error, Exception):
+        if error is not None and isinstance(error, Exception):
             if isinstance(error, Unheard) or (isinstance(error, Refused) and error.code == 10059):
                 self._held.space.forget()
             translated = engine._translated(error)

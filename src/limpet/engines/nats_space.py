@@ -20,7 +20,7 @@ import os
 import random
 from base64 import b64decode
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -52,6 +52,7 @@ BATCHES_MAX: Final = 24
 GROUP_MIN: Final = 16
 GROUP_MAX: Final = 500
 UNSETTLED_MAX: Final = 1000
+SMALL_BYTES: Final = 100_000
 
 # What a plan takes for the revision before it. What lies above is not known before the server has answered.
 _BASE: Final = 1 << 60
@@ -140,7 +141,7 @@ class Space:
         self._batches = asyncio.Semaphore(BATCHES_MAX)
         self._group: list[tuple[str, Callable[[bytes], bytes], bytes, asyncio.Future[int]]] = []
         self._grouping: asyncio.Task[None] | None = None
-        self._is_there = False
+        self.is_there = False
         self._clock: tuple[float, float] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._latest_ms = 0
@@ -149,7 +150,7 @@ class Space:
 
     async def ensure(self, *, create: bool = True) -> bool:
         """Whether there is such a namespace; made if it is wanted."""
-        if self._is_there:
+        if self.is_there:
             return True
         try:
             await self._look()
@@ -160,7 +161,7 @@ class Space:
                 return False
             await self._create()
             await self._look()
-        return self._is_there
+        return self.is_there
 
     async def _create(self) -> None:
         config = {
@@ -194,7 +195,7 @@ class Space:
             )
         self.direct = bool(config.get("allow_direct"))
         self.store_id = hashlib.sha256(f"{self.stream} {info['created']}".encode()).hexdigest()[:16]
-        self._is_there = True
+        self.is_there = True
 
     async def info(self) -> dict[str, Any]:
         """What the server says of the stream. Its time is taken from this."""
@@ -204,7 +205,7 @@ class Space:
 
     def forget(self) -> None:
         """Look again at everything: the line broke, and the world may have changed."""
-        self._is_there = False
+        self.is_there = False
         self._known.clear()
 
     def now_ms(self) -> int:
@@ -344,7 +345,7 @@ class Space:
         headers = f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\nLimpet-Floor: {floor}\r\n\r\n"
         link = await self._server.link()
         try:
-            _number(await _answer(link.ask(self.subjects.floor, b"%d" % floor, headers.encode())))
+            await _number(link.ask(self.subjects.floor, b"%d" % floor, headers.encode()))
         except TooLate:
             return False
         except Lost as error:
@@ -359,39 +360,45 @@ class Space:
 
     async def commit(self, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
-        writes = batch.writes
+        if _is_lone(batch):
+            write = batch.writes[0]
+            place = (write.family, write.key)
+            if place in self._turns:
+                await self._take_turn(place)
+            else:
+                self._turns[place] = deque()
+            try:
+                return await self._commit_one(batch, place)
+            finally:
+                self._pass_on(place)
         if _only_expires(batch):
             return await self._expire(batch)
-        if _is_lone(batch):
-            return await self._commit_alone(batch)
-        async with self._turn([(write.family, write.key) for write in writes]):
-            return await self._commit_all(batch)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, places: list[Place]) -> AsyncIterator[None]:
-        """One commit of a key at a time: others of this process would only come too late."""
         taken: list[Place] = []
         try:
-            for place in sorted(places) if len(places) > 1 else places:
-                queue = self._turns.get(place)
-                if queue is None:
-                    self._turns[place] = deque()
-                else:
-                    waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    queue.append(waiting)
-                    try:
-                        await waiting
-                    except asyncio.CancelledError:
-                        if waiting.done() and not waiting.cancelled():
-                            self._pass_on(place)
-                        else:
-                            queue.remove(waiting)
-                        raise
+            for place in sorted((write.family, write.key) for write in batch.writes):
+                await self._take_turn(place)
                 taken.append(place)
-            yield
+            return await self._commit_all(batch)
         finally:
             for place in taken:
                 self._pass_on(place)
+
+    async def _take_turn(self, place: Place) -> None:
+        """One commit of a key at a time: others of this process would only come too late."""
+        queue = self._turns.get(place)
+        if queue is None:
+            self._turns[place] = deque()
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(waiting)
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if waiting.cancelled():
+                queue.remove(waiting)
+            else:
+                self._pass_on(place)
+            raise
 
     def _pass_on(self, place: Place) -> None:
         queue = self._turns[place]
@@ -416,7 +423,7 @@ class Space:
                 if earlier is not None:
                     return earlier
                 since = None
-            now_ms = self._time_of((message,))
+            now_ms = self._time_of(message)
             outcome = plan(batch, _finder({place: message}), now_ms=now_ms, revision=_BASE, cause=cause)
             if isinstance(outcome, Refusal) or not outcome.changes:
                 if known:
@@ -475,23 +482,22 @@ class Space:
         """Whether a request is this process's own and was answered, so that it will not come back."""
         return cause.startswith(self._writer) and cause not in self._unsettled
 
-    def _time_of(self, messages: Iterable[Message | None]) -> int:
+    def _time_of(self, *messages: Message | None) -> int:
         """The time of a commit: never before what is there, though another process may have told it a little later."""
-        return max(self.now_ms(), *(0 if message is None else message.at_ms for message in messages), 0)
+        now_ms = self.now_ms()
+        for message in messages:
+            if message is not None and message.at_ms > now_ms:
+                now_ms = message.at_ms
+        return now_ms
 
     async def _unchanged(self, commit: Commit) -> Commit:
         """A commit that changed nothing names the latest revision."""
         return msgspec.structs.replace(commit, revision=await self.revision())
 
-    async def _commit_alone(self, batch: Batch) -> Commit | Refusal:
-        place = (batch.writes[0].family, batch.writes[0].key)
-        async with self._turn([place]):
-            return await self._commit_one(batch, place)
-
     async def _expire(self, batch: Batch) -> Commit:
         """End what is due, each by itself: whoever was there first has done the same."""
         each = [msgspec.structs.replace(batch, writes=(write,)) for write in batch.writes]
-        commits = [one for one in await asyncio.gather(*map(self._commit_alone, each)) if isinstance(one, Commit)]
+        commits = [one for one in await asyncio.gather(*map(self.commit, each)) if isinstance(one, Commit)]
         ended = tuple(commit.ended[0] for commit in commits)
         revision, at_ms = max((commit.revision, commit.at_ms) for commit in commits)
         return Commit(revision, (None,) * len(ended), ended, at_ms)
@@ -515,24 +521,18 @@ class Space:
         draft = self._next(before, change, cause, now_ms)
         kind, body = _body(draft)
         expected = 0 if before is None else before.seq
-        link = await self._server.link()
-        alarm = self._alarm(place, before, draft)
-        ringing = None
-        if alarm is not None:
-            # Before the entry, on the same line: an entry without its alarm would stay for ever.
-            ringing = link.ask(alarm)
-
-        def headers(more: bytes) -> bytes:
-            return headers_of(draft, kind, expected, more=more)
-
         subject = self.subjects.of(place)
+        link = self._server.live_link or await self._server.link()
         self._check_size(place[1], body, draft, link)
-        if self._server.syncs and self._server.storage == "file":
-            number = await self._send_grouped(subject, headers, body)
+        alarm = self._alarm(place, before, draft)
+        # Before the entry, on the same line: an entry without its alarm would stay for ever.
+        ringing = None if alarm is None else link.ask(alarm)
+        if self._server.syncs:
+            number = await self._send_grouped(subject, _headers(draft, kind, expected, 0), body)
         else:
-            number = _number(await _answer(link.ask(subject, body, headers(b""))))
-        if ringing is not None:
-            await self._ring(alarm or "", ringing)
+            number = await _number(link.ask(subject, body, headers_of(draft, kind, expected)))
+        if alarm is not None and ringing is not None:
+            await self._ring(alarm, ringing)
         return _numbered(draft, number, number)
 
     def _alarm(self, place: Place, before: Message | None, draft: Message) -> str | None:
@@ -546,12 +546,14 @@ class Space:
         """See that an alarm was taken. It may be set twice."""
         with contextlib.suppress(Exception):
             try:
-                _number(await _answer(ringing))
+                await _number(ringing)
             except Exception:
                 link = await self._server.link()
-                _number(await _answer(link.ask(alarm)))
+                await _number(link.ask(alarm))
 
     def _check_size(self, key: str, body: bytes, draft: Message, link: Link) -> None:
+        if len(body) < SMALL_BYTES:
+            return
         most = int(link.facts.get("max_payload", 1_048_576))
         size = len(body) + len(draft.past) + len(draft.entry.meta_json or b"") + 4_096
         if size > most:
@@ -591,7 +593,7 @@ class Space:
         asked = [link.ask(subject, body, headers(b"")) for subject, headers, body, _ in group]
         for (*_, answer), one in zip(group, asked, strict=True):
             try:
-                _settle(answer, _number(await _answer(one)))
+                _settle(answer, await _number(one))
             except Exception as error:
                 _settle(answer, error)
 
@@ -604,7 +606,7 @@ class Space:
         for number, (one, its_headers, its_body) in enumerate(others, 1):
             link.tell(one, its_body, its_headers(b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)))
         last = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\nNats-Batch-Commit: 1\r\n" % (name, len(messages))
-        return _number(await _answer(link.ask(subject, body, headers(last)))) - len(others)
+        return await _number(link.ask(subject, body, headers(last))) - len(others)
 
     async def _commit_all(self, batch: Batch) -> Commit | Refusal:
         """Commit a batch as messages that are taken together, with a receipt among them."""
@@ -621,7 +623,7 @@ class Space:
                 if since is None:
                     raise
                 raise self._unknown(request_id, since, error) from error
-            now_ms = self._time_of(found.values())
+            now_ms = self._time_of(*found.values())
             outcome = plan(asked, _finder(found), now_ms=now_ms, revision=_BASE)
             if isinstance(outcome, Refusal):
                 return outcome
@@ -683,7 +685,7 @@ class Space:
         async with self._batches:
             if count == 1:
                 subject, headers, body = messages[0]
-                first = _number(await _answer(link.ask(subject, body, headers(b""))))
+                first = await _number(link.ask(subject, body, headers(b"")))
             else:
                 first = await self._send_batch(link, messages)
         for alarm, ringing in alarms.items():
@@ -832,19 +834,14 @@ def _settle(answer: asyncio.Future[int], outcome: int | Exception) -> None:
         answer.set_result(outcome)
 
 
-async def _answer(asked: asyncio.Future[tuple[bytes, bytes]]) -> bytes:
-    """The answer to something that was sent and must not be sent twice."""
+async def _number(asked: asyncio.Future[tuple[bytes, bytes]]) -> int:
+    """The number that a message got, which must not be sent twice."""
     try:
         headers, body = await asked
     except (LinkLost, Silent) as error:
         raise Lost from error
-    if headers.startswith(b"NATS/1.0 503"):
+    if headers:
         raise Unheard("503")
-    return body
-
-
-def _number(body: bytes) -> int:
-    """The number that a message got."""
     answer = _ack(body)
     if answer.error is None:
         return answer.seq
