@@ -48,24 +48,41 @@ async def prepared(store: limpet.Store) -> limpet.Lock:
     return await store.lock("door", ttl=60).acquire()
 
 
-def plainly(result: Any) -> Any:
+def plainly(result: Any, number: Callable[[int], int] = lambda revision: revision) -> Any:
     """A result without its times."""
     match result:
         case Entry():
-            return result.key, result.version, result.revision, result.created_revision, result.value, result.meta
+            revisions = (number(result.revision), number(result.created_revision))
+            return result.key, result.version, *revisions, result.value, result.meta
         case Commit():
-            return result.revision, [*map(plainly, result.entries)], [*map(plainly, result.ended)]
+            entries, ended = ([plainly(entry, number) for entry in both] for both in (result.entries, result.ended))
+            return number(result.revision), entries, ended
         case limpet.Lock():
-            return result.token
+            return number(result.token or 0)
         case _:
             return result
 
 
-async def seen(store: limpet.Store, result: Any) -> Any:
-    """Everything that a caller or an onlooker can tell afterwards, but for the times."""
+async def seen(store: limpet.Store, result: Any, *, ranked: bool = False) -> Any:
+    """Everything that a caller or an onlooker can tell afterwards, but for the times.
+
+    Ranked, revisions are told by their order alone: where a repeated request uses up some.
+    """
     log = (await store._session.engine.changes(store.name, 0)).changes
-    told = [(change.op, change.family, change.commit, plainly(change.entry)) for change in log]
-    entries = [plainly(entry) async for entry in store.scan()]
+    entries = [entry async for entry in store.scan()]
     status = await store.status()
-    totals = (status.revision, status.keys, status.size_bytes, status.log_changes, status.log_bytes)
-    return plainly(result), told, entries, totals, [(lock.name, lock.token) for lock in await store.locks()]
+    used: set[int] = set()
+
+    def everything(number: Callable[[int], int]) -> Any:
+        told = [(change.op, change.family, number(change.commit), plainly(change.entry, number)) for change in log]
+        totals = (number(status.revision), status.keys, status.size_bytes, status.log_changes, status.log_bytes)
+        held = [(lock.name, number(lock.token)) for lock in locks]
+        return plainly(result, number), told, [plainly(entry, number) for entry in entries], totals, held
+
+    def noted(revision: int) -> int:
+        used.add(revision)
+        return revision
+
+    locks = await store.locks()
+    found = everything(noted)
+    return everything(sorted(used).index) if ranked else found

@@ -327,3 +327,24 @@ def nats(settings: Callable[[Path], str] = jetstream) -> Iterator[Nats]:
             server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def nats_cluster(size: int = 3, more: str = "") -> Iterator[list[Nats]]:
+    """Running servers that keep each other's streams."""
+    folder = Path(tempfile.mkdtemp(prefix="limpet-nats-"))
+    folder.chmod(0o755)
+    routes = [free_port() for _ in range(size)]
+    known = ", ".join(f"nats://127.0.0.1:{port}" for port in routes)
+    servers: list[Nats] = []
+    try:
+        for number, route in enumerate(routes):
+            place = folder / str(number)
+            cluster = f"cluster {{ name: test, listen: 127.0.0.1:{route}, routes: [{known}] }}\n"
+            servers.append(Nats(place, f"server_name: n{number}\n{cluster}{jetstream(place, more)}"))
+            servers[-1].start()
+        yield servers
+    finally:
+        for server in servers:
+            server.stop("immediate")
+        shutil.rmtree(folder, ignore_errors=True)

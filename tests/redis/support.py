@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from typing import Any
 
 import limpet
 from limpet.engines.redis import RedisEngine
+from tests.proxy import Proxy
 
 
 def server() -> str:
     return os.environ["LIMPET_TEST_REDIS"].rpartition("/")[0] + "/62"
+
+
+def proxy_of(url: str) -> Proxy:
+    """A proxy before a Redis server."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SELECT %s\r\n" % url.rpartition("/")[2].encode())
+        await reader.readline()
+
+    return Proxy(url, rb"\r\n(commit|put)\r\n", greet)
 
 
 def engine_of(store: limpet.Store) -> RedisEngine:

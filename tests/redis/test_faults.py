@@ -11,13 +11,13 @@ import limpet
 from limpet.errors import Ambiguous
 from tests.engines import unique
 from tests.faults import VERBS, prepared, seen
-from tests.redis.proxy import Fault, Proxy
-from tests.redis.support import command, server
+from tests.proxy import Fault, Proxy
+from tests.redis.support import command, proxy_of, server
 
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    with Proxy(server()) as running:
+    with proxy_of(server()) as running:
         yield running
 
 

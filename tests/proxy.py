@@ -1,8 +1,8 @@
-"""A proxy between a client and its Redis server that does something to one certain request.
+"""A proxy between a client and its server that does something to one certain request.
 
 It passes everything on, until a request has a pattern in it: then it loses the reply, or cuts the
 line before the request arrives, or keeps the request and delivers it when the client has long gone.
-A client of this engine has one request on a line at a time, and so a read of the line is a request.
+It takes what it reads from a line at once for one request, so tests have one on a line at a time.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import asyncio
 import contextlib
 import re
 import threading
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 Fault = Literal["lose", "cut", "keep"]
-COMMIT = rb"\r\n(commit|put)\r\n"
+Greet = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Proxy:
     """Runs on a thread of its own."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, commit: bytes, greet: Greet) -> None:
+        """Stand before a server; ``commit`` tells a write by, ``greet`` says what a new line begins with."""
         self._server = urlsplit(url)
+        self._commit = commit
+        self._greet = greet
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._rule: tuple[Fault, bytes] | None = None
@@ -44,10 +48,10 @@ class Proxy:
         self._thread.join()
         self._loop.close()
 
-    def fault(self, fault: Fault, pattern: bytes = COMMIT, *, after_s: float = 0.0) -> None:
+    def fault(self, fault: Fault, pattern: bytes | None = None, *, after_s: float = 0.0) -> None:
         """Do this to the next request that has the pattern in it, and to no other. A lost reply is noticed later."""
         self.is_done = False
-        self._rule = (fault, pattern)
+        self._rule = (fault, pattern or self._commit)
         self._after_s = after_s
 
     def deliver(self) -> bytes:
@@ -103,8 +107,7 @@ class Proxy:
 
     async def _deliver(self) -> bytes:
         reader, writer = await self._connect()
-        writer.write(b"SELECT %s\r\n" % self._server.path.strip("/").encode())
-        await reader.readline()
+        await self._greet(reader, writer)
         writer.write(self._kept.pop())
         answer = await reader.read(2**16)
         writer.close()

@@ -1,0 +1,51 @@
+"""What tests of the NATS engine share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import limpet
+from limpet.engines.nats import NatsEngine
+from limpet.engines.nats_space import Space
+from tests.proxy import Proxy
+
+
+def server() -> str:
+    return os.environ["LIMPET_TEST_NATS"]
+
+
+def engine_of(store: limpet.Store) -> NatsEngine:
+    engine = store._session.engine
+    assert isinstance(engine, NatsEngine)
+    return engine
+
+
+def space_of(store: limpet.Store) -> Space:
+    return engine_of(store)._spaces[store.name].space
+
+
+@asynccontextmanager
+async def client(url: str = "") -> AsyncIterator[Any]:
+    """The driver itself, as another program would use it."""
+    import nats
+
+    connected = await nats.connect(url or server())
+    try:
+        yield connected
+    finally:
+        await connected.close()
+
+
+def proxy_of(url: str) -> Proxy:
+    """A proxy before a NATS server. A write is a message with headers: nothing else of ours has any."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nPING\r\n')
+        await reader.readline()
+
+    return Proxy(url, rb"HPUB \$(KV|LMP)\.", greet)

@@ -1,0 +1,139 @@
+"""A line that fails at the worst moment: each write happens once, and its caller is told the truth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+import limpet
+from limpet.engines import nats_link
+from limpet.errors import Ambiguous, Unavailable
+from tests.engines import unique
+from tests.faults import VERBS, prepared, seen
+from tests.nats.support import engine_of, proxy_of, server
+from tests.proxy import Fault, Proxy
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with proxy_of(server()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_line_that_breaks_at_a_write_leaves_it_done_once(proxy: Proxy, verb: str, fault: Fault) -> None:
+    """An answer that is lost, and a request that never arrives, look alike to a client."""
+    async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+        expected = await seen(store, await VERBS[verb](store, await prepared(store)), ranked=True)
+        broken = store.namespace(unique())
+        lock = await prepared(broken)
+        proxy.fault(fault)
+
+        result = await VERBS[verb](broken, lock)
+
+        assert proxy.is_done
+        assert await seen(broken, result, ranked=True) == expected
+
+
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothing(proxy: Proxy, verb: str) -> None:
+    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+        expected = await seen(store, await VERBS[verb](store, await prepared(store)), ranked=True)
+        late = store.namespace(unique())
+        lock = await prepared(late)
+        proxy.fault("keep")
+
+        result = await VERBS[verb](late, lock)
+        await asyncio.to_thread(proxy.deliver)
+
+        assert await seen(late, result, ranked=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [("add", 8), ("put", "new"), ("delete", True), ("touch", None), ("set", None), ("swap", True)],
+)
+async def test_a_lost_answer_is_found_though_others_have_written_since(
+    proxy: Proxy, verb: str, expected: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key carries on who wrote it, so what became of a write can be told after others wrote the key too."""
+    async with (
+        limpet.open(proxy.url, namespace=unique(), sweep=False) as store,
+        limpet.open(server(), namespace=store.name, sweep=False) as other,
+    ):
+        lock = await prepared(store)
+        key = {"add": "count", "put": "plain", "delete": "plain", "touch": "plain"}.get(verb, "job")
+        wait = asyncio.Event()
+        look = store._session.engine.link  # type: ignore[attr-defined]
+
+        async def link_when_told() -> Any:
+            await wait.wait()
+            return await look()
+
+        proxy.fault("lose")
+        doing: asyncio.Future[Any] = asyncio.ensure_future(VERBS[verb](store, lock))
+        while not proxy.is_done:
+            monkeypatch.setattr(store._session.engine, "link", link_when_told)
+            await asyncio.sleep(0)
+        before = await _version(other, key)
+        for number in range(20):
+            await (other.record(key).set(other=number) if key == "job" else other.put(key, number))
+        wait.set()
+
+        result = await doing
+
+        found = result.value if isinstance(result, limpet.Entry) and result.stored is not None else result
+        assert expected is None or found == expected
+        if isinstance(result, limpet.Entry):
+            assert result.version == before
+        assert await _version(other, key) == (20 if verb == "delete" else (before or 0) + 20)
+
+
+async def _version(store: limpet.Store, key: str) -> int | None:
+    entry = await store.entry(key)
+    return None if entry is None else entry.version
+
+
+async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+        await store.put("key", 0)
+        engine = engine_of(store)
+        proxy.fault("lose")
+
+        async def away() -> Any:
+            raise OSError("nobody is there")
+
+        batch = store.batch().put("key", 1)._batch()
+        with monkeypatch.context() as patch:
+            writing = asyncio.ensure_future(engine.commit(store.name, batch))
+            await asyncio.sleep(0)
+            patch.setattr(engine, "link", away)
+            with pytest.raises(Ambiguous) as unknown:
+                await writing
+
+        since = unknown.value.since
+        again = msgspec.structs.replace(batch, request_id=unknown.value.request_id, retry_since=since)
+        commit = await engine.commit(store.name, again)
+        assert isinstance(commit, limpet.Commit)
+        assert commit.replayed
+        assert commit.entries[0] is not None
+        assert commit.entries[0].version == 2
+        assert await _version(store, "key") == 2
+
+
+async def test_a_server_that_does_not_answer_is_unavailable(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody hangs for ever: after its time a request is told that no answer came."""
+    monkeypatch.setattr(nats_link, "REQUEST_S", 0.3)
+    async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+        await store.put("key", 0)
+        link = await engine_of(store).link()
+        monkeypatch.setattr(link, "_flush", link._out.clear)
+
+        with pytest.raises(Unavailable):
+            await engine_of(store).read(store.name, ["key"])
