@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from limpet.batch import Fence
-from limpet.errors import Closed
+from limpet.errors import Closed, InvalidValue
 from limpet.lock import Lock, LockInfo, lock_info
 
 if TYPE_CHECKING:
@@ -127,10 +127,12 @@ class Election:
         return leader
 
     async def _lead(self, *, cancel: bool) -> None:
+        if self.token is not None and not self.lost:
+            raise InvalidValue(f"this candidate leads {self.name!r} already")
         # A lock of its own for each lead: what is left of a lost one cannot disturb the next.
-        if self.token is None or self.lost:
-            self._lock = self._new_lock(self.name, cancel=cancel)
-        await self._lock.__aenter__()
+        lock = self._new_lock(self.name, cancel=cancel)
+        await lock.__aenter__()
+        self._lock = lock
 
     def _new_lock(self, name: str, *, cancel: bool) -> Lock:
         return Lock(
