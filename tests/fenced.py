@@ -50,10 +50,10 @@ def lead(url: str, namespace: str, name: str) -> None:
 async def _lead(url: str, namespace: str, name: str) -> None:
     async with limpet.open(url, namespace=namespace) as store:
         election = store.election("leader", ttl=TTL_S, candidate=name)
-        leading = asyncio.create_task(_write_when_elected(store, election, name))
-        await asyncio.to_thread(sys.stdin.readline)
-        leading.cancel()
-        await asyncio.gather(leading, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:
+            leading = group.create_task(_write_when_elected(store, election, name))
+            await asyncio.to_thread(sys.stdin.readline)
+            leading.cancel()
 
 
 async def _write_when_elected(store: limpet.Store, election: limpet.Election, name: str) -> None:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from limpet.batch import Fence
-from limpet.errors import Closed, InvalidValue
+from limpet.errors import Closed, InvalidValue, LockExpired
 from limpet.lock import Lock, LockInfo, lock_info
 
 if TYPE_CHECKING:
@@ -128,7 +128,10 @@ class Election:
 
     async def _lead(self, *, cancel: bool) -> None:
         if self.token is not None and not self.lost:
-            raise InvalidValue(f"this candidate leads {self.name!r} already")
+            # Whoever was refused a fenced write comes here before its renewal has noticed.
+            with contextlib.suppress(LockExpired):
+                await self._lock.refresh()
+                raise InvalidValue(f"this candidate leads {self.name!r} already")
         # A lock of its own for each lead: what is left of a lost one cannot disturb the next.
         lock = self._new_lock(self.name, cancel=cancel)
         await lock.__aenter__()

@@ -53,6 +53,16 @@ async def replaced(store: limpet.Store, other: limpet.Store, first: limpet.Elect
     return second
 
 
+async def end_unnoticed(store: limpet.Store, election: limpet.Election) -> None:
+    """End a lead behind the leader's back, by a lock that has its token."""
+    lock: Any = store.lock("leader", ttl=LONG_S)
+    inside = lock
+    while hasattr(inside, "_twin"):
+        inside = inside._twin
+    inside.token = election.token
+    await lock.release()
+
+
 async def renewed(election: limpet.Election, elapse: Elapse) -> None:
     """Let as much of a lead of two seconds pass as makes it renew itself."""
     # First a moment in which it falls asleep, or it would sleep from the later time on.
@@ -214,6 +224,27 @@ async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStor
 
     first.check()
     await store.put("plan", "mine again", fence=first)
+
+
+async def test_whoever_hears_of_the_loss_by_a_refused_write_may_campaign_at_once(
+    store: limpet.Store, open_store: OpenStore
+) -> None:
+    """Losing the lead sets `lost` and makes `check` raise LockLost, and one may campaign again.
+
+    Its renewal sleeps on and knows nothing yet. So a candidate that was refused was told that it leads already.
+    """
+    first = await leading(store, "first")
+    other = await open_store()
+    await end_unnoticed(other, first)
+    second = await leading(other, "second")
+    with pytest.raises(LockLost):
+        await store.put("plan", 1, fence=first)
+    await second.resign()
+
+    await first.campaign()
+
+    await store.put("plan", 2, fence=first)
+    assert await name_of_leader(second) == "first"
 
 
 async def test_a_body_runs_while_it_leads(store: limpet.Store) -> None:
