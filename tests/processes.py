@@ -23,6 +23,7 @@ class Process:
     """A function of a module in a process of its own."""
 
     module: ClassVar[str]
+    measured: ClassVar[bool] = True
 
     def __init__(self, name: str, *args: object) -> None:
         self._process = subprocess.Popen(
@@ -31,6 +32,7 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
+            env=None if self.measured else unmeasured(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

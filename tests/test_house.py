@@ -42,6 +42,7 @@ LAYERS: list[set[str]] = [
     {"sweep"},
     {"session"},
     {"record", "lock"},
+    {"election"},
     {"store"},
     {"sync"},
     {"__init__"},
@@ -220,13 +221,14 @@ def test_every_name_of_the_blocking_face_is_explained(name: str) -> None:
 
 FACES = [
     *((kind, getattr(limpet.sync, kind.__name__)) for kind in (limpet.Store, limpet.Record, limpet.Draft)),
-    *((kind, getattr(limpet.sync, kind.__name__)) for kind in (limpet.Lock, limpet.Watch)),
+    *((kind, getattr(limpet.sync, kind.__name__)) for kind in (limpet.Lock, limpet.Election, limpet.Watch)),
 ]
 SECTIONS = {
     limpet.Store: "The verbs of a store",
     limpet.Record: "The verbs of a record",
     limpet.Draft: "The verbs of a batch",
     limpet.Lock: "The verbs of a lock",
+    limpet.Election: "The verbs of an election",
     limpet.Watch: "The verbs of a watch",
 }
 

@@ -8,6 +8,7 @@ from limpet import errors, sync
 from limpet.batch import Draft, Fence, equals, field
 from limpet.clock import Clock, ManualClock, SystemClock
 from limpet.codec import Fields
+from limpet.election import Election
 from limpet.engine import new_request_id
 from limpet.errors import LimpetError
 from limpet.hub import Watch
@@ -41,6 +42,7 @@ __all__ = [
     "Clock",
     "Commit",
     "Draft",
+    "Election",
     "Entry",
     "Event",
     "Fence",

@@ -18,6 +18,7 @@ import msgspec
 from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
 from limpet.clock import Clock, SystemClock
 from limpet.codec import decode
+from limpet.election import Election
 from limpet.engine import Indexing, is_made_here, open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
@@ -365,6 +366,26 @@ class Store:
             cancel: Whether losing the lock cancels the body.
         """
         return Lock(self._session, self.name, name, ttl=ttl, wait=wait, holder=holder, cancel=cancel)
+
+    def election(
+        self,
+        name: str,
+        *,
+        ttl: float | timedelta,
+        wait: float | None = None,
+        candidate: str | None = None,
+        cancel: bool = True,
+    ) -> Election:
+        """A candidate to lead, to be used with ``async with``.
+
+        Args:
+            name: What to lead. The lead is the lock of this name.
+            ttl: How long the others wait for a leader that is not heard of.
+            wait: How many seconds to wait for the lead, then `LockHeld` is raised; None for as long as it takes.
+            candidate: Who is shown as the leader; the host and process when not given.
+            cancel: Whether losing the lead cancels the body.
+        """
+        return Election(self._session, self.name, name, ttl=ttl, wait=wait, candidate=candidate, cancel=cancel)
 
     async def locks(self, prefix: str = "") -> list[LockInfo]:
         """The locks that are held now, with their holders."""

@@ -22,6 +22,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
 
+from limpet import election as _election
 from limpet import hub as _hub
 from limpet import lock as _lock
 from limpet import record as _record
@@ -31,10 +32,11 @@ from limpet.batch import Draft as _Draft
 from limpet.clock import Clock, has_loop
 from limpet.errors import Closed, Conflict
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
+from limpet.lock import LockInfo
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
 from limpet.session import Session
 
-__all__ = ["Draft", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
+__all__ = ["Draft", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -160,11 +162,11 @@ def mirror(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Cal
     return call
 
 
-def _iterate(runner: Runner, items: AsyncIterator[R]) -> Iterator[R]:
+def _iterate(run: Callable[[Coroutine[Any, Any, Any]], Any], items: AsyncIterator[R]) -> Iterator[R]:
     async def advance() -> Any:
         return await anext(items, _MISSING)
 
-    while (item := runner.run(advance())) is not _MISSING:
+    while (item := run(advance())) is not _MISSING:
         yield item
 
 
@@ -224,11 +226,11 @@ class Store(_Face):
         self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
     ) -> Iterator[Entry]:
         """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
-        return _iterate(self._runner, self._twin.scan(prefix, where=where, limit=limit, after=after))
+        return _iterate(self._runner.run, self._twin.scan(prefix, where=where, limit=limit, after=after))
 
     def history(self, key: str) -> Iterator[Event]:
         """The changes of a key that are still in the log, oldest first."""
-        return _iterate(self._runner, self._twin.history(key))
+        return _iterate(self._runner.run, self._twin.history(key))
 
     def watch(
         self,
@@ -244,6 +246,12 @@ class Store(_Face):
     def lock(self, name: str, *, ttl: float | timedelta, wait: float = 0.0, holder: str | None = None) -> Lock:
         """A lease on a name, to be used with ``with``. Losing it sets ``lost`` and raises at exit."""
         return Lock(self._twin.lock(name, ttl=ttl, wait=wait, holder=holder, cancel=False), self._runner)
+
+    def election(
+        self, name: str, *, ttl: float | timedelta, wait: float | None = None, candidate: str | None = None
+    ) -> Election:
+        """A candidate to lead, to be used with ``with``. Losing the lead sets ``lost`` and raises at exit."""
+        return Election(self._twin.election(name, ttl=ttl, wait=wait, candidate=candidate, cancel=False), self._runner)
 
     def batch(self, *, request_id: str | None = None) -> Draft:
         """Guards and writes that happen together or not at all."""
@@ -376,14 +384,14 @@ class Watch(_Face):
         self.close()
 
 
-class Lock(_Face):
-    """A lease on a name. It renews itself on the store's own loop while a ``with`` body runs."""
+class _Leased(_Face):
+    """What a lock and a lead have in common."""
 
-    _twin: _lock.Lock
+    _twin: _lock.Lock | _election.Election
 
     @property
     def name(self) -> str:
-        """What is locked."""
+        """What is locked, or led."""
         return self._twin.name
 
     @property
@@ -402,8 +410,23 @@ class Lock(_Face):
         return self._twin.fence
 
     def check(self) -> None:
-        """Raise `LockLost` when the lock is lost or its time may be over."""
+        """Raise `LockLost` when it is lost or its time may be over."""
         self._twin.check()
+
+    def __enter__(self) -> Self:
+        self._runner.wait(self._twin.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._runner.wait(self._twin.__aexit__(kind, error, trace))
+
+
+class Lock(_Leased):
+    """A lease on a name. It renews itself on the store's own loop while a ``with`` body runs."""
+
+    _twin: _lock.Lock
 
     def acquire(self) -> Self:
         """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
@@ -418,14 +441,31 @@ class Lock(_Face):
         """Give the lock back."""
         self._runner.wait(self._twin.release())
 
-    def __enter__(self) -> Self:
-        self._runner.wait(self._twin.__aenter__())
+
+class Election(_Leased):
+    """A candidate in an election. Its lead is renewed on the store's own loop."""
+
+    _twin: _election.Election
+
+    def campaign(self) -> Self:
+        """Wait until nobody else leads, and lead: until `resign`, or until the lead is lost. Raises `LockHeld`."""
+        self._runner.wait(self._twin.campaign())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._runner.wait(self._twin.__aexit__(kind, error, trace))
+    def resign(self) -> None:
+        """Let another lead."""
+        self._runner.wait(self._twin.resign())
+
+    def leader(self) -> LockInfo | None:
+        """Who leads now; None when nobody does."""
+        return self._runner.wait(self._twin.leader())
+
+    def observe(self) -> Iterator[LockInfo | None]:
+        """Who leads now, and again whenever that has changed. Ends when the store is closed in another thread."""
+        observed = _iterate(self._runner.wait, self._twin.observe())
+        yield next(observed)
+        with contextlib.suppress(Closed):
+            yield from observed
 
 
 class Mapping(MutableMapping[str, Any]):

@@ -38,8 +38,8 @@ class Blocking:
 
     _PLAIN = frozenset({"name", "traits", "key", "token", "lost", "fence", "dropped"})
     _AT_ONCE = frozenset({"check"})
-    _MAKES = frozenset({"namespace", "batch", "record", "lock"})
-    _ITERATES = frozenset({"scan", "history"})
+    _MAKES = frozenset({"namespace", "batch", "record", "lock", "election"})
+    _ITERATES = frozenset({"scan", "history", "observe"})
 
     def __init__(self, twin: Any) -> None:
         self._twin = twin

@@ -80,8 +80,8 @@ def public(kind: type) -> set[str]:
 
 @pytest.mark.parametrize(
     ("face", "twin"),
-    [(sync.Store, limpet.Store), (sync.Record, limpet.Record), (sync.Lock, limpet.Lock), (sync.Draft, limpet.Draft)],
-    ids=["Store", "Record", "Lock", "Draft"],
+    [(getattr(sync, name), getattr(limpet, name)) for name in ("Store", "Record", "Lock", "Election", "Draft")],
+    ids=["Store", "Record", "Lock", "Election", "Draft"],
 )
 def test_no_verb_is_missing(face: type, twin: type) -> None:
     """The same verbs work without await, in any thread."""
@@ -93,8 +93,8 @@ def test_a_verb_takes_the_same_arguments(name: str) -> None:
     """The same verbs work without await, in any thread."""
     ours = inspect.signature(getattr(sync.Store, name)).parameters
     theirs = inspect.signature(getattr(limpet.Store, name)).parameters
-    # A thread cannot be cancelled, so a lock is not asked whether it should.
-    expected = [each for each in theirs if (name, each) != ("lock", "cancel")]
+    # A thread cannot be cancelled, so nobody asks whether losing a lock or a lead should.
+    expected = [each for each in theirs if (name, each) not in (("lock", "cancel"), ("election", "cancel"))]
 
     assert list(ours) == expected
     assert [ours[each].default for each in ours] == [theirs[each].default for each in expected]

@@ -1,0 +1,379 @@
+"""Elections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+import limpet
+from limpet.conformance.conftest import Elapse, OpenStore
+from limpet.conformance.support import PATIENCE_S, fail
+from limpet.errors import InvalidTTL, InvalidValue, LockExpired, LockHeld, LockLost, LockNotHeld
+
+TTL_S = 0.8
+LONG_S = 60.0
+
+
+def candidate(store: limpet.Store, name: str, *, ttl: float = LONG_S, wait: float = LONG_S) -> limpet.Election:
+    return store.election("leader", ttl=ttl, wait=wait, candidate=name)
+
+
+async def leading(store: limpet.Store, name: str, *, ttl: float = LONG_S) -> limpet.Election:
+    """A candidate that was just elected."""
+    election = candidate(store, name, ttl=ttl)
+    await election.campaign()
+    return election
+
+
+async def name_of_leader(election: limpet.Election) -> str | None:
+    leader = await election.leader()
+    return None if leader is None else leader.holder
+
+
+async def while_time_passes(elapse: Elapse, fact: Callable[[], bool]) -> None:
+    """Let time pass until something is so."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not fact():
+            await elapse(0.05)
+
+
+async def replaced(store: limpet.Store, other: limpet.Store, first: limpet.Election, elapse: Elapse) -> limpet.Election:
+    """Cut the leader's line until its time is over and another leads, and mend it."""
+    line = fail(store, before=10**9)
+    second = candidate(other, "second")
+    following = asyncio.ensure_future(second.campaign())
+    await while_time_passes(elapse, following.done)
+    await following
+    await while_time_passes(elapse, lambda: first.lost)
+    line.before = 0
+    return second
+
+
+async def end_unnoticed(store: limpet.Store, election: limpet.Election) -> None:
+    """End a lead behind the leader's back, by a lock that has its token."""
+    lock: Any = store.lock("leader", ttl=LONG_S)
+    inside = lock
+    while hasattr(inside, "_twin"):
+        inside = inside._twin
+    inside.token = election.token
+    await lock.release()
+
+
+async def renewed(election: limpet.Election, elapse: Elapse) -> None:
+    """Let as much of a lead of two seconds pass as makes it renew itself."""
+    # First a moment in which it falls asleep, or it would sleep from the later time on.
+    await elapse(0.001)
+    await elapse(0.7)
+    async with asyncio.timeout(PATIENCE_S):
+        while (leader := await election.leader()) is not None and leader.remaining < 1.5:
+            await elapse(0.005)
+
+
+@contextlib.asynccontextmanager
+async def observing(election: limpet.Election) -> AsyncIterator[list[str | None]]:
+    """What an observer has heard so far, from the moment it has heard who leads now."""
+    heard: list[str | None] = []
+
+    async def observe() -> None:
+        async for leader in election.observe():
+            heard.append(None if leader is None else leader.holder)
+
+    observer = asyncio.ensure_future(observe())
+    await come(heard, 1)
+    yield heard
+    observer.cancel()
+
+
+async def come(heard: list[Any], count: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while len(heard) < count:  # noqa: ASYNC110 - an observer of the blocking face is in a thread
+            await asyncio.sleep(0.005)
+
+
+# Campaigning ------------------------------------------------------------------
+
+
+async def test_one_of_many_candidates_leads(store: limpet.Store, open_store: OpenStore) -> None:
+    """Of all who campaign, one leads."""
+    stores = [store, await open_store()]
+    elections = [candidate(stores[number % 2], f"c{number}", wait=0) for number in range(8)]
+
+    answers = await asyncio.gather(*(election.campaign() for election in elections), return_exceptions=True)
+
+    leaders = [number for number, answer in enumerate(answers) if not isinstance(answer, LockHeld)]
+    assert len(leaders) == 1
+    assert [number for number, election in enumerate(elections) if election.token is not None] == leaders
+    assert await name_of_leader(elections[0]) == f"c{leaders[0]}"
+
+
+async def test_a_leader_does_not_campaign_again(store: limpet.Store) -> None:
+    """Of all who campaign, one leads."""
+    election = await leading(store, "first")
+
+    with pytest.raises(InvalidValue):
+        await election.campaign()
+    await store.put("plan", 1, fence=election)
+
+
+async def test_an_election_needs_a_time_to_live(store: limpet.Store) -> None:
+    """A leader that is not heard of is followed by another when its time is over."""
+    with pytest.raises(InvalidTTL):
+        store.election("leader", ttl=0)
+
+
+async def test_campaigning_waits_for_the_lead(store: limpet.Store) -> None:
+    """Campaigning waits until nobody else leads, and a wait that is over raises LockHeld."""
+    first = await leading(store, "first")
+    with pytest.raises(LockHeld) as held:
+        await candidate(store, "hasty", wait=0).campaign()
+    assert (held.value.holder, held.value.token) == ("first", first.token)
+
+    second = store.election("leader", ttl=LONG_S, candidate="second")
+    waiting = asyncio.ensure_future(second.campaign())
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await first.resign()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+    assert await name_of_leader(first) == "second"
+
+
+async def test_tokens_grow_from_lead_to_lead(store: limpet.Store, elapse: Elapse) -> None:
+    """Each lead has a token that is greater than every earlier one of that election."""
+    election = candidate(store, "first")
+    tokens: list[int | None] = []
+    for _ in range(3):
+        await election.campaign()
+        tokens.append(election.token)
+        await election.resign()
+
+    assert None not in tokens
+    assert tokens == sorted({*tokens})  # type: ignore[type-var]
+
+
+# Keeping and losing the lead --------------------------------------------------
+
+
+async def test_a_lead_outlasts_its_time_to_live(store: limpet.Store, elapse: Elapse) -> None:
+    """A lead renews itself until it is resigned or lost."""
+    election = await leading(store, "first", ttl=2)
+    token = election.token
+
+    for _ in range(6):
+        await renewed(election, elapse)
+
+    election.check()
+    assert (election.token, election.lost) == (token, False)
+    assert await name_of_leader(election) == "first"
+
+
+async def test_resigning_frees_the_lead(store: limpet.Store) -> None:
+    """Resigning ends the lead at once."""
+    first = await leading(store, "first")
+
+    await first.resign()
+
+    assert first.token is None
+    assert await first.leader() is None
+    await candidate(store, "second", wait=0).campaign()
+
+
+async def test_only_a_leader_resigns(store: limpet.Store, elapse: Elapse) -> None:
+    """Resigning without leading is LockNotHeld, and after the time is over LockExpired."""
+    with pytest.raises(LockNotHeld):
+        await candidate(store, "never").resign()
+    election = await leading(store, "first", ttl=TTL_S)
+    line = fail(store, before=10**9)
+    await while_time_passes(elapse, lambda: election.lost)
+    line.before = 0
+
+    with pytest.raises(LockExpired):
+        await election.resign()
+
+
+async def test_a_silent_leader_is_followed_by_another(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """A leader that is not heard of is followed by another when its time is over."""
+    first = await leading(store, "first", ttl=TTL_S)
+    token = first.token
+    assert token is not None
+
+    second = await replaced(store, await open_store(), first, elapse)
+
+    leader = await first.leader()
+    assert leader is not None
+    assert (leader.holder, leader.token) == ("second", second.token)
+    assert leader.token > token
+
+
+async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """Losing the lead sets `lost` and makes `check` raise LockLost, and one may campaign again."""
+    first = await leading(store, "first", ttl=TTL_S)
+    second = await replaced(store, await open_store(), first, elapse)
+
+    assert first.lost
+    with pytest.raises(LockLost):
+        first.check()
+    await second.resign()
+    await first.campaign()
+
+    first.check()
+    await store.put("plan", "mine again", fence=first)
+
+
+async def test_whoever_hears_of_the_loss_by_a_refused_write_may_campaign_at_once(
+    store: limpet.Store, open_store: OpenStore
+) -> None:
+    """Losing the lead sets `lost` and makes `check` raise LockLost, and one may campaign again.
+
+    Its renewal sleeps on and knows nothing yet. So a candidate that was refused was told that it leads already.
+    """
+    first = await leading(store, "first")
+    other = await open_store()
+    await end_unnoticed(other, first)
+    second = await leading(other, "second")
+    with pytest.raises(LockLost):
+        await store.put("plan", 1, fence=first)
+    await second.resign()
+
+    await first.campaign()
+
+    await store.put("plan", 2, fence=first)
+    assert await name_of_leader(second) == "first"
+
+
+async def test_a_body_runs_while_it_leads(store: limpet.Store) -> None:
+    """An election used as a context leads while its body runs, and losing the lead ends it as losing a lock does."""
+    async with candidate(store, "first") as election:
+        assert await name_of_leader(election) == "first"
+        await store.put("plan", 1, fence=election)
+
+    assert await election.leader() is None
+
+
+async def test_a_body_that_lost_the_lead_ends_with_lock_lost(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """An election used as a context leads while its body runs, and losing the lead ends it as losing a lock does."""
+    first = candidate(store, "first", ttl=TTL_S)
+    other = await open_store()
+
+    async def body() -> None:
+        async with first:
+            started.set()
+            while not first.lost:  # noqa: ASYNC110 - the blocking face has nothing else
+                await asyncio.sleep(0.01)
+
+    started = asyncio.Event()
+    working = asyncio.ensure_future(body())
+    await asyncio.wait_for(started.wait(), PATIENCE_S)
+    await replaced(store, other, first, elapse)
+
+    with pytest.raises(LockLost):
+        await working
+
+
+# Fencing ----------------------------------------------------------------------
+
+
+async def test_a_leader_writes_under_its_fence(store: limpet.Store, elapse: Elapse) -> None:
+    """`fence=election` lets a write happen while it leads."""
+    election = await leading(store, "first", ttl=2)
+
+    for number in range(4):
+        await store.put("plan", number, fence=election)
+        await renewed(election, elapse)
+
+    assert election.token is not None
+    await store.put("plan", 4, fence=limpet.Fence("leader", election.token))
+    assert await store.get("plan") == 4
+
+
+async def test_a_former_leader_writes_nothing(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+    """A fenced write of a former leader is LockLost and changes nothing."""
+    first = await leading(store, "first", ttl=TTL_S)
+    await store.put("plan", "first's", fence=first)
+    other = await open_store()
+    second = await replaced(store, other, first, elapse)
+    plan = await other.put("plan", "second's", fence=second)
+
+    with pytest.raises(LockLost):
+        await store.put("plan", "too late", fence=first)
+    with pytest.raises(LockLost):
+        await store.batch().fence(first).delete("plan").put("other", 1).commit()
+
+    assert await store.entry("plan") == plan
+    assert await store.get("other") is None
+
+
+# Looking on -------------------------------------------------------------------
+
+
+async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
+    """`leader` tells who leads, its token and remaining time, and None when nobody does."""
+    onlooker = candidate(await open_store(), "onlooker")
+    assert await onlooker.leader() is None
+    election = await leading(store, "first")
+
+    leader = await onlooker.leader()
+
+    assert leader is not None
+    assert (leader.name, leader.holder, leader.token) == ("leader", "first", election.token)
+    assert 0 < leader.remaining <= LONG_S
+    assert [info.token for info in await store.locks()] == [leader.token]
+    assert await store.election("other", ttl=LONG_S).leader() is None
+
+
+async def test_an_observer_hears_of_every_change(store: limpet.Store, open_store: OpenStore) -> None:
+    """Observing gives who leads now, and again whenever that has changed."""
+    other = await open_store()
+    async with observing(candidate(other, "onlooker")) as heard:
+        first = await leading(store, "first")
+        await come(heard, 2)
+        await store.put("something", "else")
+        await first.resign()
+        await come(heard, 3)
+        second = await leading(other, "second")
+        await come(heard, 4)
+        await second.resign()
+        await come(heard, 5)
+
+    assert heard == [None, "first", None, "second", None]
+
+
+async def test_an_observer_that_comes_late_hears_who_leads(store: limpet.Store, elapse: Elapse) -> None:
+    """Observing gives who leads now, and again whenever that has changed.
+
+    A lead that is renewed has not changed, and one that has run out has.
+    """
+    election = await leading(store, "first", ttl=2)
+    async with observing(election) as heard:
+        for _ in range(4):
+            await renewed(election, elapse)
+        assert heard == ["first"]
+
+        line = fail(store, before=10**9)
+        await while_time_passes(elapse, lambda: election.lost)
+        line.before = 0
+        await while_time_passes(elapse, lambda: len(heard) > 1)
+
+    assert heard == ["first", None]
+
+
+async def test_closing_the_store_ends_the_observing(store: limpet.Store) -> None:
+    """Closing the store ends the observing normally."""
+    election = await leading(store, "first")
+    observed = election.observe()
+    first = await anext(observed)
+    assert first is not None
+    following = asyncio.ensure_future(anext(observed, "ended"))
+    await asyncio.sleep(0.02)
+
+    await store.close()
+
+    assert await asyncio.wait_for(following, PATIENCE_S) == "ended"

@@ -1,0 +1,438 @@
+"""State that agents share: bytes under dotted keys, with expiry, watching and locks.
+
+All agents that open the same place in the same namespace see the same state. A key has no
+spaces and no dot at either end; a pattern is ``*``, ``prefix.*`` or one exact key; a time to
+live of 0 means never.
+
+The document's store promises less than the one below it: single keys, watchers that may miss
+what they are too slow for. Where an agent needs more, ``fence=lock`` ties a write to a lock,
+and `StateStore.store` is the store itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import importlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Final, Self
+
+import msgspec
+
+from limpet import lock as _lock
+from limpet.batch import TTL, Fence, Fencing
+from limpet.clock import Clock, SystemClock
+from limpet.election import Election
+from limpet.errors import Closed as ErrClosed
+from limpet.errors import InvalidKey as ErrInvalidKey
+from limpet.errors import InvalidTTL as ErrInvalidTTL
+from limpet.errors import InvalidValue, TypeMismatch
+from limpet.errors import LockExpired as ErrLockExpired
+from limpet.errors import LockHeld as ErrLockHeld
+from limpet.errors import LockNotHeld as ErrLockNotHeld
+from limpet.errors import NotFound as ErrNotFound
+from limpet.hub import Watch as _Watch
+from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, check_key
+from limpet.model import Entry, Event, Synced
+from limpet.session import Session
+from limpet.store import Opening, Store
+from limpet.store import open as open_store
+
+__all__ = [
+    "ErrClosed",
+    "ErrInvalidKey",
+    "ErrInvalidTTL",
+    "ErrLockExpired",
+    "ErrLockHeld",
+    "ErrLockNotHeld",
+    "ErrNotFound",
+    "KeyValue",
+    "Lock",
+    "MemoryStore",
+    "NATSStore",
+    "Operation",
+    "StateStore",
+    "Watch",
+    "cached",
+    "configuration",
+    "work_off",
+]
+
+BUCKET: Final = "agent-state"
+
+
+class Operation(enum.IntEnum):
+    """What happened to a key."""
+
+    PUT = 0
+    DELETE = 1
+
+
+class KeyValue(msgspec.Struct, frozen=True):
+    """A key as it is, or what happened to it.
+
+    Attributes:
+        key: The key.
+        value: Its bytes; none of a key that ended.
+        revision: The number of the change. Every change of the store has a greater one than those before.
+        operation: ``PUT``, or ``DELETE`` when the key ended, by hand or by its time.
+        created: When the key began, UTC.
+        modified: When it was written last, or when it ended, UTC.
+    """
+
+    key: str
+    value: bytes
+    revision: int
+    operation: Operation
+    created: datetime
+    modified: datetime
+
+
+class StateStore:
+    """A store that agents share. `open` one, and await it or use it with ``async with``."""
+
+    def __init__(self, opening: Awaitable[Store], *, ttl: TTL = None) -> None:
+        self._opening = opening
+        self._opened: Store | None = None
+        self._ttl = ttl
+
+    @staticmethod
+    def open(
+        url: str | None = None,
+        *,
+        namespace: str = "default",
+        ttl: TTL = None,
+        max_value_size: int = VALUE_BYTES_MAX,
+        clock: Clock | None = None,
+    ) -> StateStore:
+        """Open the store that a URL names.
+
+        Args:
+            url: The URL of an engine; as in `limpet.open`.
+            namespace: The agents that name the same one share their state.
+            ttl: How long an entry lasts that is put without a time to live; None for ever.
+            max_value_size: The largest value that is accepted, in bytes.
+            clock: Where time comes from, for engines that use the host's; a `ManualClock` in tests.
+        """
+        return StateStore(open_store(url, namespace=namespace, max_value_bytes=max_value_size, clock=clock), ttl=ttl)
+
+    @property
+    def store(self) -> Store:
+        """The store below, which can do more."""
+        if self._opened is None:
+            raise ErrClosed("the store is not open yet: await it, or use it with 'async with'")
+        return self._opened
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self._open().__await__()
+
+    async def _open(self) -> Self:
+        if self._opened is None:
+            self._opened = await self._opening
+        return self
+
+    async def close(self) -> None:
+        """End the watches and let go of it. Safe to call twice."""
+        if self._opened is not None:
+            await self._opened.close()
+
+    async def __aenter__(self) -> Self:
+        return await self._open()
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # Keys and values ----------------------------------------------------------
+
+    async def get(self, key: str) -> bytes:
+        """The value under a key. Raises `ErrNotFound` when there is none, or its time is over."""
+        return (await self.get_key_value(key)).value
+
+    async def get_key_value(self, key: str) -> KeyValue:
+        """The value with its revision and times. Raises `ErrNotFound`."""
+        entry = await self.store.entry(_checked(key))
+        if entry is None:
+            raise ErrNotFound(key)
+        return _key_value(entry)
+
+    async def put(self, key: str, value: bytes, ttl: TTL = 0, *, fence: Fencing | Fence | None = None) -> None:
+        """Put a value under a key, whatever is there.
+
+        Args:
+            key: The key.
+            value: The bytes.
+            ttl: Seconds until it expires; 0 for never, or as the store was told when it was opened.
+            fence: A lock that must still be held.
+
+        Raises:
+            ErrInvalidKey: The key is empty or malformed.
+            ErrInvalidTTL: The time to live is negative.
+            LockLost: The fence no longer holds.
+        """
+        # False is not 0 here, but a mistake.
+        lasting = self._ttl if ttl in (0, timedelta(0)) and ttl is not False else ttl
+        await self.store.put(_checked(key), _bytes(value), ttl=lasting, fence=fence)
+
+    async def delete(self, key: str, *, fence: Fencing | Fence | None = None) -> bool:
+        """End a key. False when there was none."""
+        return await self.store.delete(_checked(key), fence=fence)
+
+    async def keys(self, pattern: str = "*") -> list[str]:
+        """The keys that match a pattern, in order: ``*`` all, ``prefix.*`` those that start so, or one exact key."""
+        if not _checked(pattern).endswith("*"):
+            return [pattern] if await self.store.entry(pattern) is not None else []
+        prefix = pattern[:-1]
+        page = await self.store.keys(prefix, limit=PAGE_MAX)
+        keys = page.keys
+        while page.truncated:
+            page = await self.store.keys(prefix, limit=PAGE_MAX, after=page.cursor)
+            keys += page.keys
+        return keys
+
+    def watch(self, pattern: str = "*") -> Watch:
+        """The changes of the keys that match a pattern, as they happen: an async iterator of `KeyValue`.
+
+        It begins when it is entered with ``async with`` or first asked, and ends when the store closes.
+        """
+        return Watch(self.store.watch(_checked(pattern), overflow="drop"))
+
+    # Locks --------------------------------------------------------------------
+
+    async def lock(self, key: str, ttl: float | timedelta) -> Lock:
+        """Take a lock for so many seconds. Raises `ErrLockHeld` when somebody has it.
+
+        Locks and values of the same key do not meet.
+        """
+        return Lock(await self.store.lock(_checked(key), ttl=ttl).acquire())
+
+    def election(self, key: str, ttl: float | timedelta, *, candidate: str | None = None) -> Election:
+        """A candidate to lead, to be used with ``async with``; see `limpet.Store.election`."""
+        return self.store.election(_checked(key), ttl=ttl, candidate=candidate)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'not open' if self._opened is None else self._opened!r})"
+
+
+class MemoryStore(StateStore):
+    """A store in memory, for tests and for agents in one process. Nothing outlives it."""
+
+    def __init__(self, *, ttl: TTL = None, max_value_size: int = VALUE_BYTES_MAX, clock: Clock | None = None) -> None:
+        super().__init__(open_store("memory:", max_value_bytes=max_value_size, clock=clock), ttl=ttl)
+
+
+class NATSStore(StateStore):
+    """A store in NATS JetStream, over a connection that the caller made and closes."""
+
+    def __init__(
+        self,
+        conn: Any,
+        bucket: str = BUCKET,
+        ttl: TTL = None,
+        history: int = 1,
+        max_value_size: int = VALUE_BYTES_MAX,
+    ) -> None:
+        """Prepare to open it.
+
+        Args:
+            conn: A client of nats-py that is connected.
+            bucket: What the names of its buckets start with.
+            ttl: How long an entry lasts that is put without a time to live; None for ever.
+            history: How many changes of a key are kept: one.
+            max_value_size: The largest value that is accepted, in bytes.
+
+        Raises:
+            InvalidValue: More history was asked for than is kept.
+        """
+        if history != 1:
+            raise InvalidValue(
+                f"history is 1 on NATS, not {history!r}: a store keeps one message for each key, "
+                "so nothing is kept of a key beyond its last change"
+            )
+        super().__init__(Opening(lambda: _open_over(conn, bucket, max_value_size)), ttl=ttl)
+
+
+async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
+    """A store over a connection of nats-py."""
+    engine = await importlib.import_module("limpet.engines.nats").adopt(conn, bucket_prefix=bucket)
+    session = Session(engine, SystemClock(), value_bytes_max=max_value_size)
+    session.sweeper.start()
+    return Store(session, "default")
+
+
+class Watch:
+    """Changes as they happen. One who is slower than the changes gets the last 64, and is told how many not."""
+
+    def __init__(self, events: _Watch) -> None:
+        self._events = events
+
+    @property
+    def dropped(self) -> int:
+        """How many changes were dropped."""
+        return self._events.dropped
+
+    async def aclose(self) -> None:
+        """End this watch, also for whoever waits in it."""
+        await self._events.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self._events.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> KeyValue:
+        async for event in self._events:
+            # A time to live that was changed is neither a put nor a delete.
+            if event.op != "touch":
+                return _change(event)
+        raise StopAsyncIteration
+
+
+class Lock:
+    """A lock that was taken. It does not renew itself: `refresh` it while the work goes on.
+
+    With ``async with`` it is given back on all paths.
+    """
+
+    def __init__(self, lock: _lock.Lock) -> None:
+        self._lock = lock
+
+    @property
+    def key(self) -> str:
+        """What is locked."""
+        return self._lock.name
+
+    @property
+    def token(self) -> int | None:
+        """The fencing token, greater than every earlier one of this key; None after `unlock`."""
+        return self._lock.token
+
+    @property
+    def fence(self) -> Fence:
+        """The key and the token, to fence writes with."""
+        return self._lock.fence
+
+    async def refresh(self) -> None:
+        """Have it for its whole time again, from now on. Raises `ErrLockExpired` or `ErrLockNotHeld`."""
+        await self._lock.refresh()
+
+    async def unlock(self) -> None:
+        """Give it back. Raises `ErrLockExpired` when its time was over, `ErrLockNotHeld` when it was given back."""
+        await self._lock.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.token is None:
+            return
+        try:
+            await self.unlock()
+        except ErrLockExpired:
+            # What went wrong in the body matters more.
+            if kind is None:
+                raise
+
+    def __repr__(self) -> str:
+        return repr(self._lock)
+
+
+def _checked(key: str) -> str:
+    """The key, or the pattern, if it keeps to the document's rule."""
+    key = check_key(key)
+    if any(map(str.isspace, key)):
+        raise ErrInvalidKey(key, "it contains a space")
+    if key.startswith(".") or key.endswith("."):
+        raise ErrInvalidKey(key, "it starts or ends with a dot")
+    return key
+
+
+def _bytes(value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise InvalidValue(f"a shared value is bytes, not of type {type(value).__name__}: encode it first")
+    return value
+
+
+def _key_value(entry: Entry) -> KeyValue:
+    if not isinstance(entry.stored, bytes):
+        raise TypeMismatch(entry.key, expected="bytes", found="a record")
+    # What others wrote there as JSON is its text.
+    value = entry.stored.removeprefix(b"\0")
+    return KeyValue(entry.key, value, entry.revision, Operation.PUT, entry.created_at, entry.updated_at)
+
+
+def _change(event: Event) -> KeyValue:
+    entry, at = event.entry, event.at
+    assert entry is not None
+    assert at is not None
+    if event.op in ("delete", "expire"):
+        return KeyValue(event.key, b"", event.revision, Operation.DELETE, entry.created_at, at)
+    return _key_value(entry)
+
+
+# Recipes ----------------------------------------------------------------------
+
+
+async def configuration(store: StateStore, pattern: str) -> AsyncIterator[dict[str, bytes]]:
+    """Everything that matches, as it is now, and again after each change. Ends when the store closes."""
+    known: dict[str, bytes] = {}
+    is_complete = False
+    async for event in store.store.watch(_checked(pattern), initial=True):
+        if isinstance(event, Synced):
+            is_complete = True
+        elif event.op in ("delete", "expire"):
+            known.pop(event.key, None)
+        elif event.op != "touch":
+            known[event.key] = _change(event).value
+        if is_complete:
+            yield dict(known)
+
+
+async def work_off(
+    store: StateStore,
+    task: str,
+    work: Callable[[bytes], Awaitable[bytes]],
+    *,
+    ttl: float | timedelta = 60,
+    keep: TTL = 86_400,
+) -> bytes:
+    """Do a task that nobody else is doing: ``tasks.<task>`` ends, and ``results.<task>`` has what came of it.
+
+    The lock ``task.<task>`` renews itself while the work goes on. Both keys change in one step, and only
+    while it is held: however often a task is tried, one result counts.
+
+    Args:
+        store: The store.
+        task: Which one.
+        work: Makes the result of what the task holds.
+        ttl: After how many seconds another may try when this one is not heard of.
+        keep: How many seconds the result is kept.
+
+    Raises:
+        ErrLockHeld: Somebody is doing it.
+        ErrNotFound: There is no such task, or it has been done.
+        LockLost: This one took too long, and another may be doing it.
+    """
+    key = f"tasks.{task}"
+    async with store.store.lock(_checked(f"task.{task}"), ttl=ttl) as lock:
+        result = _bytes(await work(await store.get(key)))
+        done = store.store.batch().fence(lock).put(f"results.{task}", result, ttl=keep)
+        await done.delete(key).commit()
+    return result
+
+
+async def cached(store: StateStore, key: str, compute: Callable[[], Awaitable[bytes]], ttl: float | timedelta) -> bytes:
+    """What is under a key, or what is computed when there is nothing, kept for so many seconds."""
+    with contextlib.suppress(ErrNotFound):
+        return await store.get(key)
+    value = await compute()
+    await store.put(key, value, ttl)
+    return value
