@@ -6,7 +6,7 @@ import os
 import uuid
 from pathlib import Path
 
-ENGINES = ("memory", "sqlite", "postgres", "redis")
+ENGINES = ("memory", "sqlite", "postgres", "redis", "nats")
 
 
 def url_of(engine: str, folder: Path) -> str:
@@ -16,6 +16,7 @@ def url_of(engine: str, folder: Path) -> str:
         "sqlite": f"sqlite:///{folder}/state.db",
         "postgres": f"{os.environ['LIMPET_TEST_POSTGRES']}?schema=shared_{os.getpid()}",
         "redis": os.environ["LIMPET_TEST_REDIS"].rpartition("/")[0] + "/61",
+        "nats": f"{os.environ['LIMPET_TEST_NATS']}?bucket_prefix=shared-",
     }[engine]
 
 

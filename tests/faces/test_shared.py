@@ -35,6 +35,7 @@ from limpet.faces.shared import (
     work_off,
 )
 from tests.engines import ENGINES, unique, url_of
+from tests.nats.support import client
 from tests.processes import PATIENCE_S
 
 OpenAgent = Callable[..., Awaitable[StateStore]]
@@ -329,7 +330,7 @@ async def test_a_slow_watcher_gets_the_last_64_and_is_told_how_many_not(store: S
     """Nobody waits for it: all the puts are through before it looks."""
     async with store.watch("sensor.*") as watch, store.watch("end") as end:
         for number in range(200):
-            await store.put("sensor.a", b"%d" % number)
+            await store.put(f"sensor.{number}", b"%d" % number)
         # Whoever hears of the end knows that all of it has arrived.
         await store.put("end", b"")
         await heard(end, 1)
@@ -511,13 +512,15 @@ async def test_agents_that_count_under_a_lock_lose_nothing(agent: OpenAgent) -> 
 
 async def test_writes_that_race_have_an_order_that_all_agents_see(agent: OpenAgent) -> None:
     stores = [await agent() for _ in range(3)]
-    async with stores[0].watch("a") as one, stores[2].watch("a") as two:
-        await asyncio.gather(*(stores[number % 3].put("a", b"%d" % number) for number in range(30)))
+    async with stores[0].watch("a.*") as one, stores[2].watch("a.*") as two:
+        await asyncio.gather(*(stores[number % 3].put(f"a.{number}", b"%d" % number) for number in range(30)))
 
         told = await heard(one, 30)
         assert await heard(two, 30) == told
     assert sorted(int(value) for _, _, value in told) == [*range(30)]
-    assert {await store.get("a") for store in stores} == {told[-1][2]}
+
+    await asyncio.gather(*(stores[number % 3].put("a", b"%d" % number) for number in range(30)))
+    assert len({await store.get("a") for store in stores}) == 1
 
 
 # Errors -----------------------------------------------------------------------
@@ -564,6 +567,30 @@ async def test_a_store_in_memory_ends_what_expired_every_second() -> None:
 def test_a_store_on_nats_says_why_it_keeps_one_change_of_a_key(history: int) -> None:
     with pytest.raises(InvalidValue, match=f"not {history}: a store keeps one message for each key"):
         NATSStore(object(), history=history)
+
+
+async def test_a_store_on_nats_is_a_bucket_where_the_connection_leads() -> None:
+    """What other tools find in the bucket is the key and its bytes."""
+    bucket = unique("agents")
+    async with client() as connection:
+        async with NATSStore(connection, bucket=bucket, ttl=60) as store:
+            await store.put("config.theme", b"dark")
+            found = await store.get_key_value("config.theme")
+            entry = await store.store.entry("config.theme")
+            seen = await (await connection.jetstream().key_value(bucket)).get("config.theme")
+
+        assert (found.value, seen.value, seen.revision) == (b"dark", b"dark", found.revision)
+        assert entry is not None
+        assert entry.expires_at is not None
+        # The connection is the caller's, and stays open.
+        assert connection.is_connected
+
+
+async def test_a_store_on_nats_refuses_what_is_too_large() -> None:
+    async with client() as connection, NATSStore(connection, bucket=unique("agents"), max_value_size=10) as store:
+        await store.put("fits", b"x" * 10)
+        with pytest.raises(ValueTooLarge):
+            await store.put("large", b"x" * 11)
 
 
 # Recipes ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from typing import Any, Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from nats.errors import Error as DriverError
@@ -62,19 +62,36 @@ async def open(address: Address, clock: Clock) -> NatsEngine:
     syncs = address.take("sync", "default", ("default", "always")) == "always"
     storage = address.take("storage", "file", ("file", "memory"))
     options: dict[str, Any] = {}
+    servers, credentials = _servers(address)
+    if credentials:
+        user, colon, password = credentials.partition(":")
+        options = {"user": unquote(user), "password": unquote(password)} if colon else {"token": unquote(user)}
     if "credentials" in address.options:
         options["user_credentials"] = address.options["credentials"]
     if "inbox" in address.options:
         options["inbox_prefix"] = address.options["inbox"]
+    prefix = address.options.get("bucket_prefix", "limpet-")
     engine = NatsEngine(
-        _servers(address),
-        str(address),
-        options,
-        bucket_prefix=address.options.get("bucket_prefix", "limpet-"),
-        replicas=int(replicas),
-        syncs=syncs,
-        storage=storage,
+        servers, str(address), options, bucket_prefix=prefix, replicas=int(replicas), syncs=syncs, storage=storage
     )
+    return await _prepared(engine)
+
+
+async def adopt(connection: Any, *, bucket_prefix: str = "limpet-") -> NatsEngine:
+    """Open where a connection of nats-py leads, on a line of our own with the same credentials."""
+    options = {name: connection.options[name] for name in _LOGIN if connection.options.get(name)}
+    options |= {name: found for name in _KEYS if (found := getattr(connection, f"_{name}", None)) is not None}
+    options["inbox_prefix"] = bytes(connection._inbox_prefix)
+    servers = [server.geturl() for server in connection.servers]
+    shown = ",".join(f"{server.scheme}://{server.hostname}:{server.port}" for server in connection.servers)
+    return await _prepared(NatsEngine(servers, shown, options, bucket_prefix=bucket_prefix))
+
+
+_LOGIN: Final = ("user", "password", "token", "tls", "tls_hostname", "tls_handshake_first")
+_KEYS: Final = ("user_credentials", "nkeys_seed", "nkeys_seed_str", "user_jwt_cb", "signature_cb")
+
+
+async def _prepared(engine: NatsEngine) -> NatsEngine:
     try:
         await engine.prepare()
     except BaseException:
@@ -83,11 +100,11 @@ async def open(address: Address, clock: Clock) -> NatsEngine:
     return engine
 
 
-def _servers(address: Address) -> list[str]:
-    """The servers that a URL names; credentials before the first hold for all."""
+def _servers(address: Address) -> tuple[list[str], str]:
+    """The servers that a URL names, and the credentials before the first, which hold for all."""
     scheme, _, rest = address.url.partition("://")
-    credentials, at, places = rest.rpartition("@")
-    servers = [f"{scheme}://{credentials}{at}{place}" for place in places.partition("?")[0].strip("/").split(",")]
+    credentials, _, places = rest.rpartition("@")
+    servers = [f"{scheme}://{place}" for place in places.partition("?")[0].strip("/").split(",")]
     for server in servers:
         try:
             parts = urlsplit(server)
@@ -96,7 +113,7 @@ def _servers(address: Address) -> list[str]:
             usable = False
         if not usable:
             raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host and port")
-    return servers
+    return servers, credentials
 
 
 class NatsEngine:

@@ -223,7 +223,7 @@ class MemoryStore(StateStore):
 
 
 class NATSStore(StateStore):
-    """A store in NATS JetStream, over a connection that the caller made and closes."""
+    """A store in NATS JetStream, where a connection leads that the caller has. It opens a line of its own there."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class NATSStore(StateStore):
 
         Args:
             conn: A client of nats-py that is connected.
-            bucket: What the names of its buckets start with.
+            bucket: The bucket that it is kept in, named as a namespace is.
             ttl: How long an entry lasts that is put without a time to live; None for ever.
             history: How many changes of a key are kept: one.
             max_value_size: The largest value that is accepted, in bytes.
@@ -254,11 +254,11 @@ class NATSStore(StateStore):
 
 
 async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
-    """A store over a connection of nats-py."""
-    engine = await importlib.import_module("limpet.engines.nats").adopt(conn, bucket_prefix=bucket)
+    """A store where a connection of nats-py leads."""
+    engine = await importlib.import_module("limpet.engines.nats").adopt(conn, bucket_prefix="")
     session = Session(engine, SystemClock(), value_bytes_max=max_value_size)
     session.sweeper.start()
-    return Store(session, "default")
+    return Store(session, bucket)
 
 
 class Watch:
