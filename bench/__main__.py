@@ -11,7 +11,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from bench import filters, footprint, growth, lag, memory, plot, postgres, redis, report, sqlite, startup, sweep
+from bench import filters, footprint, growth, lag, memory, nats, plot, postgres, redis, report, sqlite, startup, sweep
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -22,6 +22,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "sqlite": sqlite.measure,
     "postgres": postgres.measure,
     "redis": redis.measure,
+    "nats": nats.measure,
     "filter": filters.measure,
     "lag": lag.measure,
     "sweep": sweep.measure,

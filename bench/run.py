@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PEERS = (
     *("litestar", "aiocache", "py-key-value-aio", "langgraph-checkpoint", "langgraph-checkpoint-sqlite"),
     *("cachetools", "aiosqlite", "diskcache", "orjson", "msgspec"),
-    *("asyncpg", "langgraph-checkpoint-postgres", "psycopg", "redis", "hiredis"),
+    *("asyncpg", "langgraph-checkpoint-postgres", "psycopg", "redis", "hiredis", "nats-py"),
 )
 
 

@@ -1,0 +1,57 @@
+"""The NATS engine beside the driver's own key-value store: as a server comes, and where each write is synced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bench import contenders_nats as on_nats
+from bench import goals, workload
+from bench.contenders import AnyContender
+from bench.harness import CALLERS, Lane, Race, race, together
+from bench.report import race_table
+from bench.run import Run, say
+from tests.servers import jetstream, nats
+
+KEYS = 5_000
+OURS = on_nats.LimpetNats.name
+PEER = on_nats.NatsPy.name
+
+
+def measure(run: Run) -> None:
+    keys, findings = run.options.scaled(KEYS, 200), run.findings
+    with nats() as server:
+        desk = run.desk("nats-contenders")
+        with desk.opened([kind(server.url) for kind in on_nats.CONTENDERS], keys) as contenders:
+            findings.keep_checks(desk.checks, desk.absent)
+            for verb, jobs in (("put", workload.puts), ("get", workload.gets), ("guarded", workload.puts)):
+                found = _race(run, verb, contenders, jobs(keys), CALLERS)
+                say(race_table(f"\nNATS, {verb}, 64 callers, {keys:,} keys", found, OURS, desk.checks))
+                name = f"NATS {'guarded put' if verb == 'guarded' else verb}@64, x {PEER}"
+                findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS[verb])
+    with nats(lambda folder: jetstream(folder, "sync_interval: always")) as server:
+        desk = run.desk("nats-synced-contenders")
+        synced = [on_nats.LimpetNats(f"{server.url}?sync=always"), on_nats.NatsPy(server.url)]
+        with desk.opened(synced, keys) as contenders:
+            for callers in (64, 512):
+                found = _race(run, "put", contenders, workload.puts(keys), callers, synced=True)
+                say(race_table(f"\nNATS, each put synced, {callers} callers", found, OURS, desk.checks))
+                name = f"NATS synced put@{callers}, x {PEER}"
+                findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS_SYNCED[callers])
+
+
+def _race(
+    run: Run,
+    verb: str,
+    contenders: Sequence[AnyContender],
+    jobs: workload.Jobs,
+    callers: int,
+    *,
+    synced: bool = False,
+) -> Race:
+    def lane(contender: AnyContender) -> Lane:
+        call = getattr(contender, verb)
+        return Lane(contender.name, lambda seconds: run.runner.run(together(call, jobs, seconds, callers)))
+
+    result = race([lane(one) for one in contenders], rounds=run.options.rounds, slice_s=run.options.slice_s)
+    run.findings.keep_race(f"NATS {'synced ' if synced else ''}{verb}@{callers}", result)
+    return result
