@@ -140,7 +140,7 @@ class Store:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
 
         It serves equality with numbers, strings and bytes, and the order of numbers. It costs its part of every
-        write, and changes no answer. False on an engine that has no need of one.
+        write, and changes no answer. False on an engine that keeps none.
         """
         engine, field = self._indexing, check_field(field)
         if engine is None:

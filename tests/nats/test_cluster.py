@@ -111,6 +111,7 @@ class Load:
                 self.answered_at = time.monotonic()
 
 
+@pytest.mark.timeout(60 + 30 * KILLS)
 async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls fail while the others choose a new leader; what was acknowledged stays, once, and watches go on."""
     # An election takes longer than a store is patient. Here every call is repeated until it is answered, so that

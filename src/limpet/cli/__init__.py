@@ -578,7 +578,7 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
         elif drop:
             store.unindex(field)
         elif not store.index(field):
-            output.say(f"{store.traits.engine} keeps no indexes: its scans need none")
+            output.say(f"{store.traits.engine} keeps no indexes: its scans look at every entry of their prefix")
 
 
 main.add_command(grant_command)

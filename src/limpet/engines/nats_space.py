@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import os
 import random
+import time
 from base64 import b64decode
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -200,7 +201,7 @@ class Space:
     async def info(self) -> dict[str, Any]:
         """What the server says of the stream. Its time is taken from this."""
         info = await self.api(f"STREAM.INFO.{self.stream}")
-        self._clock = (_ms(info["ts"]), asyncio.get_running_loop().time())
+        self._clock = (_ms(info["ts"]), time.monotonic())
         return info
 
     def forget(self) -> None:
@@ -212,10 +213,12 @@ class Space:
         """The time of the server: as it last told, and what has passed since."""
         assert self._clock is not None
         told_ms, at = self._clock
-        passed_s = asyncio.get_running_loop().time() - at
+        passed_s = time.monotonic() - at
         if passed_s > CLOCK_S and (self._renewing is None or self._renewing.done()):
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
-        self._latest_ms = max(self._latest_ms, int(told_ms + passed_s * 1000))
+        now_ms = int(told_ms + passed_s * 1000)
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+            self._latest_ms = now_ms
         return self._latest_ms
 
     async def _renew(self) -> None:
@@ -424,7 +427,7 @@ class Space:
                     return earlier
                 since = None
             now_ms = self._time_of(message)
-            outcome = plan(batch, _finder({place: message}), now_ms=now_ms, revision=_BASE, cause=cause)
+            outcome = plan(batch, _always(_held(message)), now_ms=now_ms, revision=_BASE, cause=cause)
             if isinstance(outcome, Refusal) or not outcome.changes:
                 if known:
                     # By now it may be otherwise.
@@ -720,7 +723,7 @@ def _is_lone(batch: Batch) -> bool:
     write = batch.writes[0]
     if type(write) is Delete and write.take:
         return False
-    return all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
+    return not batch.guards or all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
 
 
 def _only_expires(batch: Batch) -> bool:
@@ -793,6 +796,10 @@ def _receipt_in(message: Message) -> Message:
 
 def _finder(found: dict[Place, Message | None]) -> Callable[[Family, str], Entry | None]:
     return lambda family, key: _held(found[family, key])
+
+
+def _always(held: Entry | None) -> Callable[[Family, str], Entry | None]:
+    return lambda family, key: held
 
 
 def _held(message: Message | None) -> Entry | None:
