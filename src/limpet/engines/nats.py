@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import weakref
 from collections.abc import Sequence
@@ -344,7 +345,9 @@ class NatsEngine:
 
     async def _connect(self) -> Link:
         try:
-            self._link = link = await Link.connect(self._servers, **self._options)
+            # Not all processes on the same server.
+            servers = random.sample(self._servers, len(self._servers))
+            self._link = link = await Link.connect(servers, **self._options)
         finally:
             self._connecting = None
         for held in self._spaces.values():
@@ -403,6 +406,7 @@ class _Held:
         self.alarms = Alarms(self.space, engine.link)
 
     def rest(self) -> None:
+        self.space.rest()
         self.mirror.rest()
         self.alarms.rest()
 

@@ -25,7 +25,7 @@ from limpet.engines.nats_space import Space
 from limpet.engines.nats_wire import Message, Place, parse
 from limpet.engines.order import KeyOrder
 from limpet.keys import Span
-from limpet.model import Expire, Family, Status, Window
+from limpet.model import Expire, Family, Status, Window, live
 
 __all__ = ["Alarms", "Mirror"]
 
@@ -36,6 +36,7 @@ STALL_S: Final = 2.0
 APART_S_MAX: Final = 300.0
 END_MS: Final = 600_000
 ENDS_MAX: Final = 500
+RECEIPTS_MIN: Final = 1000
 
 _json = msgspec.json.Encoder().encode
 
@@ -211,6 +212,7 @@ class Mirror(Follower):
         self._keys: dict[Family, KeyOrder] = {"data": KeyOrder(), "lock": KeyOrder(), "receipt": KeyOrder()}
         self._ends: dict[Place, Message] = {}
         self._log: list[tuple[int, Place]] = []
+        self._receipts_max = RECEIPTS_MIN
 
     def take(self, subject: str, seq: int, headers: bytes) -> None:
         """Take a message."""
@@ -233,6 +235,7 @@ class Mirror(Follower):
             if before is None:
                 self._keys[family].add(key)
         if family == "receipt":
+            self._forget_receipts()
             return
         if family == "data":
             self.size_bytes += _weight(message) * (message.held is not None) - (_weight(before) if before else 0)
@@ -241,6 +244,15 @@ class Mirror(Follower):
         if len(self._log) > 64 + 2 * (len(self.heads["data"]) + len(self.heads["lock"]) + len(self._ends)):
             self._log = [item for item in self._log if self._is_last(item)]
         self._rings()
+
+    def _forget_receipts(self) -> None:
+        """Let go of receipts that the server has dropped, which it does without a word."""
+        receipts = self.heads["receipt"]
+        if len(receipts) > self._receipts_max:
+            now_ms = self._space.now_ms()
+            for key in [key for key, message in receipts.items() if live(message.entry, now_ms) is None]:
+                del receipts[key]
+            self._receipts_max = 2 * len(receipts) + RECEIPTS_MIN
 
     def keys(self, family: Family, span: Span) -> Iterator[str]:
         """The keys of a span, in their order."""

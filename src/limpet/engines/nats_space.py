@@ -58,7 +58,7 @@ SMALL_BYTES: Final = 100_000
 # What a plan takes for the revision before it. What lies above is not known before the server has answered.
 _BASE: Final = 1 << 60
 
-_TOO_LATE: Final = frozenset({10071, 10164, 10176, 10201})
+_TOO_LATE: Final = frozenset({10071, 10164, 10176})
 _TOO_MANY: Final = frozenset({10210, 10211})
 _NO_STREAM: Final = 10059
 _NO_MESSAGE: Final = 10037
@@ -208,6 +208,12 @@ class Space:
         """Look again at everything: the line broke, and the world may have changed."""
         self.is_there = False
         self._known.clear()
+
+    def rest(self) -> None:
+        """Do nothing more in the background."""
+        for task in (self._renewing, self._grouping):
+            if task is not None:
+                task.cancel()
 
     def now_ms(self) -> int:
         """The time of the server: as it last told, and what has passed since."""
@@ -397,10 +403,9 @@ class Space:
         try:
             await waiting
         except asyncio.CancelledError:
-            if waiting.cancelled():
-                queue.remove(waiting)
-            else:
+            if not waiting.cancelled():
                 self._pass_on(place)
+            # Otherwise whoever passes the turn on finds nobody waiting here.
             raise
 
     def _pass_on(self, place: Place) -> None:
