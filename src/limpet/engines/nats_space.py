@@ -36,6 +36,7 @@ from limpet.engines.nats_wire import (
     parse,
     recalled,
     remembered,
+    under,
 )
 from limpet.errors import Ambiguous, Contention, InvalidValue, Unavailable, ValueTooLarge
 from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal, live
@@ -517,7 +518,8 @@ class Space:
             value_seq = before.value_seq if op == "touch" and before is not None else change.revision
             size_bytes = entry.size_bytes
         name = None if op == "expire" else cause
-        return Message(change.revision, op, entry, value_seq, 0, change.at_ms, name, size_bytes, lost, past)
+        lies_on = under(before) if op == "touch" and before is not None else ""
+        return Message(change.revision, op, entry, value_seq, 0, change.at_ms, name, size_bytes, lost, past, lies_on)
 
     async def _publish(self, place: Place, before: Message | None, change: Change, cause: str, now_ms: int) -> Message:
         """Send a change; returns the message as it now stands."""
@@ -748,7 +750,17 @@ def _numbered(draft: Message, seq: int, commit: int) -> Message:
     value_seq = seq if draft.value_seq == draft.seq else draft.value_seq
     entry = _entry_at(entry, seq, seq)
     return Message(
-        seq, draft.op, entry, value_seq, commit, draft.at_ms, draft.cause, draft.size_bytes, draft.lost, draft.past
+        seq,
+        draft.op,
+        entry,
+        value_seq,
+        commit,
+        draft.at_ms,
+        draft.cause,
+        draft.size_bytes,
+        draft.lost,
+        draft.past,
+        draft.under,
     )
 
 
