@@ -482,6 +482,13 @@ class Space:
             mine = msgspec.structs.replace(mine, entry=entry)
         return msgspec.structs.replace(_commit_of(mine), replayed=True)
 
+    def _expect_no_trace(self, batch: Batch, cause: str, found: dict[Place, Message | None], since: int) -> None:
+        """Refuse to apply a batch whose receipt may have been dropped, since it would then be applied twice."""
+        for write in batch.writes:
+            message = found[write.family, write.key]
+            if message is not None and (message.lost > since or recalled(message, cause) is not None):
+                raise self._unknown(cause, since, TooLate())
+
     def _is_settled(self, cause: str) -> bool:
         """Whether a request is this process's own and was answered, so that it will not come back."""
         return cause.startswith(self._writer) and cause not in self._unsettled
@@ -629,6 +636,8 @@ class Space:
                     raise
                 raise self._unknown(request_id, since, error) from error
             now_ms = self._time_of(*found.values())
+            if batch.retry_since is not None and live(_finder(found)(*receipt), now_ms) is None:
+                self._expect_no_trace(batch, request_id, found, batch.retry_since)
             outcome = plan(asked, _finder(found), now_ms=now_ms, revision=_BASE)
             if isinstance(outcome, Refusal):
                 return outcome
