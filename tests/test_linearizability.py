@@ -565,6 +565,7 @@ def test_a_watch_of_last_changes_may_skip_the_others() -> None:
         ([EVENTS[4], EVENTS[5], EVENTS[5]], "delivered twice"),
         ([event(1, value=9), *EVENTS[4:]], "nobody asked for revision 1"),
         ([event(7, value=9), *EVENTS[4:]], "holds 9"),
+        ([event(8, value=4, version=2, cause="five"), EVENTS[5]], "with the wrong commit, 8"),
     ],
 )
 def test_a_watch_of_last_changes_owes_the_last(events: list[Event], problem: str) -> None:

@@ -678,6 +678,9 @@ def _check_last(events: Sequence[Logged], operations: Sequence[Operation]) -> No
             _hold_content(writes[event.revision], event, "delivered")
         elif (event.cause, event.key) not in maybe:
             raise _Violation(f"nobody asked for revision {event.revision} delivered: {event.op} of {event.key!r}")
+    untold = {op.call for op in operations if op.writes and op.revision is None}
+    known = {revision: op for revision, op in writes.items() if op.call not in untold}
+    _check_batches([event for event in events if event.revision in known], known)
     last: dict[str, int] = {}
     for revision, op in writes.items():
         last[op.key] = max(revision, last.get(op.key, 0))

@@ -24,6 +24,7 @@ import pytest
 
 import limpet
 from limpet import sync
+from limpet.conformance.support import assert_told
 from limpet.errors import Closed, Compacted, Conflict, InvalidKey, LockHeld
 
 pytestmark = pytest.mark.face("sync")
@@ -206,7 +207,7 @@ def test_a_watch_can_be_polled(blocking: sync.Store) -> None:
     """
     with blocking.watch() as watch:
         assert watch.poll(0.05) is None
-        writing = in_background(lambda: [blocking.put("a", number).revision for number in range(300)])
+        writing = in_background(lambda: [blocking.put(f"a{number}", number).revision for number in range(300)])
         seen: list[int] = []
         while len(seen) < 300:
             event = watch.poll(0.001)
@@ -802,11 +803,11 @@ def test_a_child_of_a_writing_parent_goes_on(blocking: sync.Store) -> None:
             done = blocking.add(f"parent/{number}")
         return done
 
-    def read() -> list[str]:
-        keys = [next(watch).key]
-        while keys[-1] != "parent/end":
-            keys.append(next(watch).key)
-        return keys
+    def read() -> list[limpet.Event]:
+        events = [next(watch)]
+        while events[-1].key != "parent/end":
+            events.append(next(watch))
+        return events
 
     def work() -> None:
         for _ in range(5):
@@ -826,7 +827,12 @@ def test_a_child_of_a_writing_parent_goes_on(blocking: sync.Store) -> None:
     blocking.put("parent/end", 1)
 
     assert [blocking.get(f"parent/{number}") for number in range(3)] == done
-    assert len(reading.result(PATIENCE_S)) == sum(done) + 1
+    events = reading.result(PATIENCE_S)
+    for number, count in enumerate(done):
+        key = f"parent/{number}"
+        told = [(event.op, event.key, event.value) for event in events if event.key == key]
+        assert_told(blocking, told, [("put", key, value) for value in range(1, count + 1)])
+    assert [event.revision for event in events] == sorted({event.revision for event in events})
     assert blocking.get("children") == (48 if is_shared(blocking) else None)
 
 

@@ -238,6 +238,7 @@ class Client:
             if cause is not None:
                 ended = await self._store.delete(key, request_id=cause)
                 self._recorder.done(op, seen=Held() if ended else None)
+                await self._find(op, cause)
             else:
                 self._ended(op, await self._store.batch().delete(key).commit())
         except (Ambiguous, TransientError) as error:
@@ -251,6 +252,7 @@ class Client:
             if cause is not None:
                 value = await self._store.take(key, MISSING, request_id=cause)
                 self._recorder.done(op, seen=None if value is MISSING else Held(value=value))
+                await self._find(op, cause)
             else:
                 self._ended(op, await self._store.batch().take(key).commit())
         except (Ambiguous, TransientError) as error:
@@ -263,6 +265,7 @@ class Client:
         try:
             if cause is not None:
                 self._recorder.done(op, made=Held(value=await self._store.add(COUNTER, by, request_id=cause)))
+                await self._find(op, cause)
             else:
                 commit = await self._store.batch().add(COUNTER, by).commit()
                 self._recorder.done(op, made=Held.of(commit.entries[0]))
@@ -338,10 +341,15 @@ class Client:
         return self._dice.choice([Revision(entry.revision), Revision(entry.revision), Version(entry.version), PRESENT])
 
     def _verb(self) -> str | None:
-        """A request id, to call a verb that does not tell its revision. Only a log of every change can find it."""
-        if self._store.traits.log != "every" or self._dice.random() < 0.5:
-            return None
-        return f"{self._name}, call {next(self._calls)}"
+        """A request id, to call a verb that does not tell its revision."""
+        return None if self._dice.random() < 0.5 else f"{self._name}, call {next(self._calls)}"
+
+    async def _find(self, op: Operation, cause: str) -> None:
+        """Note the place of a write that does not tell it, where no log of every change will."""
+        if self._store.traits.log == "last" and op.writes:
+            outcome = await self._store.outcome(cause)
+            assert outcome is not None
+            op.revision = outcome.revision
 
     def _ended(self, op: Operation, commit: limpet.Commit) -> None:
         """Note a delete, the last write of its commit."""

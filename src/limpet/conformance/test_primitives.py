@@ -18,9 +18,9 @@ import pytest
 import limpet
 from limpet import codec
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, Blocking, session_of
+from limpet.conformance.support import PATIENCE_S, Blocking, session_of, stands_still, tells
 from limpet.engine import Engine
-from limpet.errors import Closed, Compacted
+from limpet.errors import Ambiguous, Closed, Compacted
 from limpet.keys import Span, pattern_span, prefix_span
 from limpet.model import (
     ABSENT,
@@ -484,7 +484,8 @@ async def test_a_refused_batch_leaves_the_expired_where_they_are(asked: Asked, e
     assert len(await asked.due()) == 1
     commit = await asked.done(put("old", 2))
 
-    assert [change.op for change in await asked.log()][-2:] == ["expire", "put"]
+    happened = [("put", "old"), ("put", "text"), ("expire", "old"), ("put", "old")]
+    assert [(change.op, change.key) for change in await asked.log()] == tells(asked.engine, happened)
     assert only(commit).version == 1
 
 
@@ -682,6 +683,32 @@ async def test_a_retry_that_was_not_applied_is_applied(asked: Asked) -> None:
     assert only(commit).value == 7
 
 
+@pytest.mark.parametrize("case", ["add", "batch"])
+async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: Elapse, case: str) -> None:
+    """A request seen before answers with its first result and changes nothing.
+
+    A caller slept for an hour before it asked again. By then an engine may have forgotten, and has to say so.
+    """
+    store = await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False)
+    asked = Asked(store)
+    await asked.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}))
+    since = (await asked.status()).revision
+    await asked.done(*RETRIED[case], request_id="request-1")
+    if stands_still(store):
+        await elapse(3600)
+    await asked.done(put("n", 5))
+    before = await asked.image()
+
+    try:
+        again = await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
+    except Ambiguous:
+        assert asked.engine.traits.log == "last"
+    else:
+        assert again.replayed
+
+    assert await asked.image() == before
+
+
 async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: Asked) -> None:
     """A request seen before answers with its first result and changes nothing."""
     since = (await asked.status()).revision
@@ -705,11 +732,13 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     """
     handles = [Asked(await open_store(sweep=False)) for _ in range(2)]
     looks: list[tuple[int, list[int]]] = []
+    made: list[tuple[str, str, int]] = []
     over = False
 
     async def write(writer: int) -> None:
         for number in range(40):
-            await handles[writer % 2].done(put(f"{writer}/{number}"), put(f"shared-{number % 3}"))
+            commit = await handles[writer % 2].done(put(f"{writer}/{number}"), put(f"shared-{number % 3}"))
+            made.extend(("put", entry.key, entry.revision) for entry in commit.entries if entry is not None)
 
     async def look(asked: Asked) -> None:
         while not over:
@@ -721,12 +750,17 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     await asyncio.gather(*(write(writer) for writer in range(6)))
     over = True
     await asyncio.gather(*looking)
-    whole = [change.revision for change in await handles[0].log()]
+    whole = [(change.op, change.key, change.revision) for change in await handles[0].log()]
 
-    assert len(whole) == 480
+    made.sort(key=lambda change: change[-1])
+    assert len(made) == 480
+    assert whole == tells(handles[0].engine, made)
     assert len(looks) > 2
+    revisions, kept = [change[-1] for change in made], {change[-1] for change in whole}
     for head, seen in looks:
-        assert seen == [revision for revision in whole if revision <= head]
+        # What is kept to the end was there at every look. The rest was, until the key was written again.
+        assert [revision for revision in seen if revision in kept] == [each for each in sorted(kept) if each <= head]
+        assert seen == [revision for revision in revisions if revision in set(seen)]
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 500])
@@ -741,6 +775,30 @@ async def test_the_log_is_read_in_pages_without_a_seam(asked: Asked, limit: int)
     assert found == whole
     assert len(found) == 30
     assert [change.revision for change in found] == sorted({change.revision for change in found})
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 500])
+async def test_no_seam_of_pages_hides_a_value(asked: Asked, limit: int) -> None:
+    """When a revision is readable, every smaller one is readable or will never exist.
+
+    Ten keys are written and then touched. Whoever reads page by page is told every value, wherever a page
+    ends, and so is whoever goes on after any change.
+    """
+    for number in range(10):
+        await asked.done(put(f"k{number}", number, ttl_ms=60_000), put(f"other-{number}"))
+    after = (await asked.status()).revision
+    for number in range(9, -1, -1):
+        await asked.done(Touch(f"k{number}", 30_000), request_id=f"touch-{number}")
+
+    whole = await asked.log(limit=limit)
+
+    values = {change.key: change.entry.value for change in whole if change.op == "put"}
+    assert [values[f"k{number}"] for number in range(10)] == list(range(10))
+    touches = [(change.key, change.cause) for change in whole if change.op == "touch"]
+    assert touches == [(f"k{number}", f"touch-{number}") for number in range(9, -1, -1)]
+    for start, change in enumerate(whole, 1):
+        assert (await asked.changes(change.revision)).changes == whole[start:]
+    assert [change.op for change in (await asked.changes(after)).changes] == ["touch"] * 10
 
 
 async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
@@ -878,7 +936,7 @@ async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: 
 
     async def write() -> None:
         for number in range(100):
-            await asked.done(put("a", number))
+            await asked.done(put(f"a{number}", number))
             await asyncio.sleep(dice.choice((0, 0, 0.001)))
 
     writing = asyncio.create_task(write())
@@ -947,7 +1005,10 @@ async def test_only_what_is_still_due_is_ended(asked: Asked, elapse: Elapse) -> 
 
     assert [ended and ended.key for ended in commit.ended] == [None, "b"]
     assert [entry.value for entry in (await asked.scan()).entries] == ["written again"]
-    assert [change.op for change in await asked.log(span=pattern_span("a"))] == ["put", "expire", "put"]
+    happened = [("put", "a"), ("expire", "a"), ("put", "a")]
+    assert [(change.op, change.key) for change in await asked.log(span=pattern_span("a"))] == tells(
+        asked.engine, happened
+    )
     again = await asked.done(*due)
     assert again.ended == (None, None)
 
@@ -1131,9 +1192,7 @@ async def test_the_revision_of_one_namespace_is_not_another_ones(asked: Asked, o
     await asked.done(put("a"), put("b"))
 
     assert (await other.status()).revision == 0
-    mine, theirs = await asked.status(), await other.status()
-    assert (mine.store_id, mine.epoch) == (theirs.store_id, theirs.epoch)
-    assert (mine.keys, theirs.keys) == (2, 0)
+    assert ((await asked.status()).keys, (await other.status()).keys) == (2, 0)
 
 
 async def test_the_revision_outlives_a_handle(asked: Asked, open_store: OpenStore) -> None:

@@ -205,8 +205,9 @@ async def test_a_watcher_sees_every_field_exactly(store: limpet.Store) -> None:
     fields = {f"{kind} {name}": value for kind, name, value in _all_odd_fields()}
     async with store.watch() as watch:
         await store.record("record").put(fields)
+        put = await next_event(watch)
         await store.record("record").set({"one": b'{"$text":1}'}, more={"$text": 1})
-        put, patch = await next_event(watch), await next_event(watch)
+        patch = await next_event(watch)
 
     assert exact(put.value) == exact(fields)
     assert exact(patch.value) == exact({**fields, "one": b'{"$text":1}', "more": {"$text": 1}})
@@ -512,8 +513,9 @@ async def test_a_field_write_is_one_patch_for_watchers(store: limpet.Store) -> N
     record = store.record("record")
     async with store.watch() as watch:
         made = await record.set(a=1)
+        events = [await next_event(watch)]
         swapped = await record.swap("a", 1, 2, set={"b": 3})
-        events = [await next_event(watch), await next_event(watch)]
+        events.append(await next_event(watch))
 
     assert swapped
     assert [(event.op, event.value) for event in events] == [("patch", {"a": 1}), ("patch", {"a": 2, "b": 3})]

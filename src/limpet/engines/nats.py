@@ -303,19 +303,18 @@ class NatsEngine:
                 break
             told.append((place, message))
             size_bytes += message.size_bytes
-        changes = await asyncio.gather(*(self._change(space, place, message, after) for place, message in told))
+        changes = await asyncio.gather(*(self._change(space, place, message) for place, message in told))
         return Feed([change for change in changes if change is not None], head)
 
-    async def _change(self, space: Space, place: Place, message: Message, after: int) -> Change | None:
-        """A change with its value; None when the key was changed again since, which is told later."""
-        if message.op in ("delete", "expire") or (message.op == "touch" and message.value_seq <= after):
+    async def _change(self, space: Space, place: Place, message: Message) -> Change | None:
+        """A change with its value; None when the value was written again since, which is told later."""
+        if message.op in ("delete", "expire", "touch"):
             return message.change(place[0])
         last = await space.last(place)
-        if last is None or last.seq != message.seq:
+        if last is None or last.held is None or last.value_seq != message.seq:
             return None
-        # A touch that hides a value which nobody saw tells of it.
-        told = msgspec.structs.replace(last, op="put") if last.op == "touch" else last
-        return told.change(place[0])
+        entry = msgspec.structs.replace(message.entry, stored=last.held.stored)
+        return msgspec.structs.replace(message, entry=entry).change(place[0])
 
     async def _is_excessive(self, held: _Held, window: Window) -> bool:
         """Whether it is worth following a stream to trim it. There are at most as many changes as numbers."""

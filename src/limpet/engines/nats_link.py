@@ -156,8 +156,9 @@ class Link:
     def listen(self, handler: Handler) -> tuple[str, bytes]:
         """Have messages handed to a function. Returns the subject that they are to be sent to, and its number."""
         number = b"%d" % next(self._numbers)
-        # What a consumer delivers keeps its own subject, so it takes a subscription to tell whose it is.
-        subject = b"%bw%b" % (self._inbox, number)
+        # What a consumer delivers keeps its own subject, so it takes a subscription to tell whose it is. It is a
+        # word longer than those of answers: among them, a key might be taken for the name of one.
+        subject = b"%bw.%b" % (self._inbox, number)
         self._handlers[number] = handler
         self._write(b"SUB %b %b\r\n" % (subject, number))
         return subject.decode(), number

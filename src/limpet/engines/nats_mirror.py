@@ -22,7 +22,7 @@ import msgspec
 
 from limpet.engines.nats_link import Link
 from limpet.engines.nats_space import Space
-from limpet.engines.nats_wire import Message, Place, parse
+from limpet.engines.nats_wire import Message, Place, parse, written
 from limpet.engines.order import KeyOrder
 from limpet.keys import Span
 from limpet.model import Expire, Family, Status, Window, live
@@ -213,6 +213,7 @@ class Mirror(Follower):
         self._ends: dict[Place, Message] = {}
         self._log: list[tuple[int, Place]] = []
         self._receipts_max = RECEIPTS_MIN
+        self._is_sorted = True
 
     def take(self, subject: str, seq: int, headers: bytes) -> None:
         """Take a message."""
@@ -240,9 +241,13 @@ class Mirror(Follower):
         if family == "data":
             self.size_bytes += _weight(message) * (message.held is not None) - (_weight(before) if before else 0)
         self.revision = max(self.revision, seq)
+        if message.op == "touch" and (before is None or before.value_seq != message.value_seq):
+            # What it lies on was gone before we came.
+            self._log.append((message.value_seq, place))
+            self._is_sorted = False
         self._log.append((seq, place))
-        if len(self._log) > 64 + 2 * (len(self.heads["data"]) + len(self.heads["lock"]) + len(self._ends)):
-            self._log = [item for item in self._log if self._is_last(item)]
+        if len(self._log) > 64 + 4 * (len(self.heads["data"]) + len(self.heads["lock"]) + len(self._ends)):
+            self._log = [item for item in self._log if self._told(item) is not None]
         self._rings()
 
     def _forget_receipts(self) -> None:
@@ -259,17 +264,22 @@ class Mirror(Follower):
         return self._keys[family].between(span, self.heads[family])
 
     def after(self, revision: int) -> Iterator[tuple[Place, Message]]:
-        """The last change of each key, of those after a revision, in their order."""
+        """The last change of each key, and what a touch lies on, of those after a revision, in their order."""
+        if not self._is_sorted:
+            self._log.sort()
+            self._is_sorted = True
         # Not while it is read: messages come in between.
         for item in self._log[bisect_right(self._log, revision, key=lambda item: item[0]) :]:
-            if self._is_last(item):
-                message = self._of(item[1])
-                assert message is not None
+            message = self._told(item)
+            if message is not None:
                 yield item[1], message
 
-    def _is_last(self, item: tuple[int, Place]) -> bool:
+    def _told(self, item: tuple[int, Place]) -> Message | None:
+        """The change of this number, if it still is to be told."""
         message = self._of(item[1])
-        return message is not None and message.seq == item[0]
+        if message is None or message.seq == item[0]:
+            return message
+        return written(message) if message.op == "touch" and message.value_seq == item[0] else None
 
     def _of(self, place: Place) -> Message | None:
         return self.heads[place[0]].get(place[1]) or self._ends.get(place)

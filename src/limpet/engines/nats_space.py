@@ -36,6 +36,7 @@ from limpet.engines.nats_wire import (
     parse,
     recalled,
     remembered,
+    under,
 )
 from limpet.errors import Ambiguous, Contention, InvalidValue, Unavailable, ValueTooLarge
 from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal, live
@@ -486,6 +487,13 @@ class Space:
             mine = msgspec.structs.replace(mine, entry=entry)
         return msgspec.structs.replace(_commit_of(mine), replayed=True)
 
+    def _expect_no_trace(self, batch: Batch, cause: str, found: dict[Place, Message | None], since: int) -> None:
+        """Refuse to apply a batch whose receipt may have been dropped, since it would then be applied twice."""
+        for write in batch.writes:
+            message = found[write.family, write.key]
+            if message is not None and (message.lost > since or recalled(message, cause) is not None):
+                raise self._unknown(cause, since, TooLate())
+
     def _is_settled(self, cause: str) -> bool:
         """Whether a request is this process's own and was answered, so that it will not come back."""
         return cause.startswith(self._writer) and cause not in self._unsettled
@@ -522,7 +530,8 @@ class Space:
             value_seq = before.value_seq if op == "touch" and before is not None else change.revision
             size_bytes = entry.size_bytes
         name = None if op == "expire" else cause
-        return Message(change.revision, op, entry, value_seq, 0, change.at_ms, name, size_bytes, lost, past)
+        lies_on = under(before) if op == "touch" and before is not None else ""
+        return Message(change.revision, op, entry, value_seq, 0, change.at_ms, name, size_bytes, lost, past, lies_on)
 
     async def _publish(self, place: Place, before: Message | None, change: Change, cause: str, now_ms: int) -> Message:
         """Send a change; returns the message as it now stands."""
@@ -632,6 +641,8 @@ class Space:
                     raise
                 raise self._unknown(request_id, since, error) from error
             now_ms = self._time_of(*found.values())
+            if batch.retry_since is not None and live(_finder(found)(*receipt), now_ms) is None:
+                self._expect_no_trace(batch, request_id, found, batch.retry_since)
             outcome = plan(asked, _finder(found), now_ms=now_ms, revision=_BASE)
             if isinstance(outcome, Refusal):
                 return outcome
@@ -753,7 +764,17 @@ def _numbered(draft: Message, seq: int, commit: int) -> Message:
     value_seq = seq if draft.value_seq == draft.seq else draft.value_seq
     entry = _entry_at(entry, seq, seq)
     return Message(
-        seq, draft.op, entry, value_seq, commit, draft.at_ms, draft.cause, draft.size_bytes, draft.lost, draft.past
+        seq,
+        draft.op,
+        entry,
+        value_seq,
+        commit,
+        draft.at_ms,
+        draft.cause,
+        draft.size_bytes,
+        draft.lost,
+        draft.past,
+        draft.under,
     )
 
 

@@ -29,6 +29,8 @@ __all__ = [
     "parse",
     "recalled",
     "remembered",
+    "under",
+    "written",
 ]
 
 Place = tuple[Family, str]
@@ -118,6 +120,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         size_bytes: The size of its value.
         lost: Requests up to this number may be missing in ``past``.
         past: Earlier requests that changed this key, which may still be asked for again.
+        under: Of a touch, what nobody could tell any more of the write that it lies on: see `written`.
     """
 
     seq: int
@@ -130,6 +133,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     size_bytes: int = 0
     lost: int = 0
     past: str = ""
+    under: str = ""
 
     @property
     def held(self) -> Entry | None:
@@ -158,7 +162,7 @@ def headers_of(message: Message, kind: str, expected: int, after: int = 0, more:
     """
     entry, seq = message.entry, message.seq
     created = 0 if entry.created_revision == seq else entry.created_revision
-    value_seq = 0 if message.value_seq == seq else message.value_seq
+    value_seq = "0" if message.value_seq == seq else f"{message.value_seq},{message.under}"
     cause = "-" if message.cause is None else encode_name(message.cause)
     text = (
         f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\n"
@@ -184,6 +188,7 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             line.split(" ")
         )
         cause, lost, past = rest
+        value_seq, _, under = value_seq.partition(",")
         meta = None
         if (at := headers.find(_META)) >= 0:
             meta = headers[at + len(_META) : headers.index(b"\r\n", at + 2)]
@@ -212,6 +217,7 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             int(size),
             int(lost),
             past,
+            under,
         )
     except (ValueError, KeyError, msgspec.DecodeError) as error:
         raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error
@@ -222,6 +228,27 @@ def _foreign(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
     over = b"\r\nKV-Operation: " in headers
     stored = None if over or body is None else b"\0" + body
     return Message(seq, "delete" if over else "put", Entry(key, stored, 1, seq, seq, 0, 0), seq, seq, 0, None)
+
+
+# A touch leaves the value where it was, and is the only message of its key all the same. Whoever comes
+# later is told both, so a touch carries on what the write before it was.
+
+
+def under(before: Message) -> str:
+    """What a touch of this must carry on."""
+    if before.op == "touch":
+        return before.under
+    cause = "-" if before.cause is None else encode_name(before.cause)
+    return f"{before.op},{before.commit},{before.entry.expires_ms or 0},{cause}"
+
+
+def written(touch: Message) -> Message:
+    """The write that a touch lies on, as the message that it was."""
+    op, commit, expires_ms, cause = touch.under.split(",")
+    seq, at_ms = touch.value_seq, touch.entry.updated_ms
+    entry = msgspec.structs.replace(touch.entry, revision=seq, expires_ms=int(expires_ms) or None)
+    name = None if cause == "-" else decode_name(cause)
+    return Message(seq, _OPS[op], entry, seq, int(commit), at_ms, name, touch.size_bytes)
 
 
 def body_of(stored: Stored) -> tuple[str, bytes]:
