@@ -20,7 +20,7 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -321,11 +321,11 @@ class RedisEngine(Remote):
 
     # Committing ---------------------------------------------------------------
 
-    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+    def commit(self, namespace: str, batch: Batch) -> Coroutine[Any, Any, Commit | Refusal]:
         """See `Engine.commit`."""
         is_lone = namespace not in self._busy and namespace not in self._commits and not self._replicas
         put = _plain_put(batch) if is_lone else None
-        return await (super().commit(namespace, batch) if put is None else self._put_alone(namespace, batch, put))
+        return super().commit(namespace, batch) if put is None else self._put_alone(namespace, batch, put)
 
     async def _put_alone(self, namespace: str, batch: Batch, put: Put) -> Commit | Refusal:
         """Send a put that has no company from its caller's own task: a worker would take it two turns of the loop more.
