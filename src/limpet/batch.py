@@ -1,7 +1,7 @@
 """Drafting a batch: names checked, values encoded, guards gathered, then one commit.
 
-Every write of the store is drafted here, a single put included, so that there is one door
-with one set of checks. A draft is used once.
+Every write of the store is drafted here, so that there is one door with one set of checks.
+A draft is used once. A put that nothing guards goes through the same door, without one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from limpet.model import (
 if TYPE_CHECKING:
     from limpet.session import Session
 
-__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field"]
+__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "plain_put"]
 
 TTL = float | timedelta | None
 """Seconds, a timedelta, or None for never."""
@@ -180,15 +180,7 @@ class Draft:
         self, key: str, value: object, *, ttl: TTL | Literal[Mark.KEEP] = None, meta: Meta | Literal[Mark.KEEP] = None
     ) -> Self:
         """Replace the whole value."""
-        stored = codec.encode(value)
-        size_bytes = codec.size_bytes(stored)
-        if size_bytes > self._session.value_bytes_max:
-            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
-        ttl_ms = None if ttl is None else _ttl_ms(ttl)
-        meta_json = None if meta is None else _meta_json(key, meta)
-        self._writes.append(Put(check_key(key), stored, ttl_ms, meta_json))
-        self._bytes += size_bytes
-        return self
+        return self._write(*_put(key, value, ttl, meta, self._session.value_bytes_max))
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
         """Put a value under a key that must not exist."""
@@ -341,6 +333,29 @@ class Draft:
         }
         if len(apart) > BATCH_GUARDS_MAX:
             raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
+
+
+def plain_put(
+    key: str, value: object, ttl: TTL | Literal[Mark.KEEP], meta: Meta | Literal[Mark.KEEP], value_bytes_max: int
+) -> Batch:
+    """A batch of one put that nothing guards. Most writes are one, and need no draft."""
+    put, size_bytes = _put(key, value, ttl, meta, value_bytes_max)
+    if size_bytes > BATCH_BYTES_MAX:
+        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+    return Batch((), (put,), value_bytes_max=value_bytes_max)
+
+
+def _put(
+    key: str, value: object, ttl: TTL | Literal[Mark.KEEP], meta: Meta | Literal[Mark.KEEP], value_bytes_max: int
+) -> tuple[Put, int]:
+    """A put, held to its limits, and what its value counts."""
+    stored = codec.encode(value)
+    size_bytes = codec.size_bytes(stored)
+    if size_bytes > value_bytes_max:
+        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=value_bytes_max)
+    ttl_ms = None if ttl is None else _ttl_ms(ttl)
+    meta_json = None if meta is None else _meta_json(key, meta)
+    return Put(check_key(key), stored, ttl_ms, meta_json), size_bytes
 
 
 def _condition(expectation: Expectation) -> Condition:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_put
 from limpet.clock import Clock, SystemClock
 from limpet.codec import decode
 from limpet.election import Election
@@ -200,6 +200,11 @@ class Store:
             Conflict: The key is not as expected.
             LockLost: The fence no longer holds.
         """
+        if expect is ANY and fence is None and request_id is None:
+            batch = plain_put(key, value, ttl, meta, self._session.value_bytes_max)
+            commit = await self._session.commit(self.name, batch)
+            assert isinstance(commit, Commit), "there is nothing to refuse it by"
+            return _only(commit)
         draft = self._draft(key, expect, fence, request_id).put(key, value, ttl=ttl, meta=meta)
         return _only(await draft.commit())
 

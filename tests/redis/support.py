@@ -35,4 +35,4 @@ async def command(store: limpet.Store, *words: Any) -> Any:
     """Say something to the server, beside the store."""
     engine = engine_of(store)
     async with engine._connection() as line:
-        return await engine._command(line, *words)
+        return await line.ask(*words)

@@ -12,7 +12,7 @@ from limpet.errors import Ambiguous
 from tests.engines import unique
 from tests.faults import VERBS, prepared, seen
 from tests.proxy import Fault, Proxy
-from tests.redis.support import command, proxy_of, server
+from tests.redis.support import command, engine_of, proxy_of, server
 
 
 @pytest.fixture
@@ -82,6 +82,40 @@ async def test_a_lost_reply_is_looked_for_from_before_other_groups_came_back(pro
         assert await slow == 1
         assert await store.get("count") == 1
         assert len([event async for event in store.history("count")]) == 1
+
+
+async def test_a_lone_put_whose_caller_is_cancelled_is_finished_and_its_line_goes_on() -> None:
+    """It went out from its caller's own task. Its answer must not be taken for that of the next."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await store.put("key", "first")
+        for turns in range(8):
+            caller = asyncio.create_task(store.put("key", turns))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            caller.cancel()
+            await asyncio.gather(caller, return_exceptions=True)
+
+            assert (await store.put("other", turns)).version == turns + 1
+            assert await store.get("other") == turns
+        lines = len(engine_of(store)._servers)
+        changes = [event async for event in store.history("key")]
+
+    assert [event.entry.version for event in changes if event.entry] == [*range(1, len(changes) + 1)]
+    assert lines <= 2
+
+
+async def test_a_lone_put_that_has_begun_is_finished_by_a_close() -> None:
+    url, namespace = server(), unique()
+    store = await limpet.open(url, namespace=namespace, sweep=False)
+    await store.put("key", 1)
+    caller = asyncio.create_task(store.put("key", 2))
+    await asyncio.sleep(0)
+
+    await store.close()
+
+    assert (await caller).version == 2
+    async with limpet.open(url, namespace=namespace, sweep=False) as again:
+        assert await again.get("key") == 2
 
 
 async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy) -> None:

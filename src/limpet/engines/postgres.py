@@ -599,22 +599,18 @@ class PostgresEngine(Remote):
             await connection.execute(f"CREATE SCHEMA {quoted(self._schema)}")
         await connection.execute(in_schema(ddl("postgres"), quoted(self._schema)))
 
-    async def _keep(self, connection: Any) -> None:
-        if self._give_back is not None:
-            await self._give_back(connection)
-        else:
-            await super()._keep(connection)
-
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
-        if self._give_back is not None and (lost or self._closed):
+        if self._give_back is None:
+            self._put_by(connection, lost=lost)
+            return
+        try:
             # Somebody's pool wants all of them back, also those that are broken.
             with contextlib.suppress(Exception):
                 if lost:
                     connection.terminate()
                 await self._give_back(connection)
+        finally:
             self._room.release()
-        else:
-            await super()._release(connection, lost=lost)
 
     async def _leave(self, connection: Any) -> None:
         await connection.close(timeout=CONNECT_S)

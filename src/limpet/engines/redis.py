@@ -16,12 +16,11 @@ first, far beyond what anybody can have seen; watchers who saw what was lost are
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -36,6 +35,7 @@ from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
 from limpet.engine import Address, Engine, new_request_id
+from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
 from limpet.index import CANDIDATES_MAX, Sought
@@ -72,12 +72,7 @@ from limpet.model import (
 )
 from limpet.transition import recall, remember
 
-_pack_fast: Any = None
-with contextlib.suppress(ImportError):
-    from hiredis import pack_command as _pack_fast
-
 CONNECT_S: Final = 10.0
-COMMAND_S: Final = 60.0
 LISTEN_MS: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
 LOOKS_MAX: Final = 10
@@ -166,9 +161,11 @@ class RedisEngine(Remote):
         self._pool = pool
         self._braces = braces
         self._replicas = replicas
-        self._servers: dict[Any, str] = {}
+        self._servers: dict[Line, str] = {}
         self._store_id = ""
         self.in_cluster = False
+        # Where a lone put is on its way, or the last commits had company.
+        self._busy: set[str] = set()
         # Where the last read met something that a plain command cannot tell.
         self._needs_script: set[str] = set()
         super().__init__(self._lay_line, shown)
@@ -281,14 +278,12 @@ class RedisEngine(Remote):
         line, log = await self._lay_line(), self._key(namespace, "log")
         try:
             while True:
-                await line.send_command("XREVRANGE", log, "+", "-", "COUNT", 1)
-                newest = await line.read_response(disable_decoding=True)
+                newest = await line.ask("XREVRANGE", log, "+", "-", "COUNT", 1)
                 # What was missed before is found by looking.
                 self._bell.ring(namespace)
                 after, found = newest[0][0] if newest else "0-0", None
                 while not found:
-                    await line.send_command("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
-                    found = await line.read_response(disable_decoding=True)
+                    found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
         finally:
             self._cut(line)
 
@@ -326,7 +321,55 @@ class RedisEngine(Remote):
 
     # Committing ---------------------------------------------------------------
 
+    def commit(self, namespace: str, batch: Batch) -> Coroutine[Any, Any, Commit | Refusal]:
+        """See `Engine.commit`."""
+        is_lone = namespace not in self._busy and namespace not in self._commits and not self._replicas
+        put = _plain_put(batch) if is_lone else None
+        return super().commit(namespace, batch) if put is None else self._put_alone(namespace, batch, put)
+
+    async def _put_alone(self, namespace: str, batch: Batch, put: Put) -> Commit | Refusal:
+        """Send a put that has no company from its caller's own task: a worker would take it two turns of the loop more.
+
+        It is finished when its caller is cancelled, and when the engine is closed, as others are.
+        """
+        self._check_open()
+        words, loop = self._words(namespace, "put"), asyncio.get_running_loop()
+        answer, finished = loop.create_future(), loop.create_future()
+        name, since = new_request_id(), self._latest.get(namespace, 0)
+
+        def finish() -> None:
+            self._busy.discard(namespace)
+            self._work.discard(finished)
+            finished.set_result(None)
+
+        def heard(said: Any) -> None:
+            self._put_by(line)
+            finish()
+            if not answer.done():
+                answer.set_result(said)
+
+        self._busy.add(namespace)
+        self._work.add(finished)
+        try:
+            line = await self._connect()
+        except BaseException:
+            finish()
+            raise
+        line.send((*words, self._servers[line], since, name, _put_body([put])), heard)
+        said = await answer
+        if isinstance(said, Exception) and self._is_lost(said):
+            raise self._unknown(f"{name}.1", since, said)
+        if isinstance(said, Exception) or said[0] not in (b"put", b"ok"):
+            # Nothing was done. What is to be done about that is known there.
+            return await super().commit(namespace, batch)
+        (outcome,) = await self._put_outcomes(namespace, [put], [batch], said)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+        # Those who had company will have it again, and gather for it.
+        (self._busy.add if len(group) > 1 else self._busy.discard)(namespace)
         batches = [ticket.batch for ticket in group]
         puts = [put for batch in batches if (put := _plain_put(batch)) is not None]
         if len(puts) == len(batches):
@@ -358,11 +401,15 @@ class RedisEngine(Remote):
     async def _put(self, namespace: str, puts: list[Put], batches: list[Batch], since: int) -> Sequence[Outcome]:
         """Put plain values, the short way if the server finds that it can."""
         name = new_request_id()
-        body = _pack([[put.key for put in puts], [_json_text(put) for put in puts]])
         try:
-            answer = await self._decide(namespace, "put", name, body)
+            answer = await self._decide(namespace, "put", name, _put_body(puts))
         except _Lost as error:
             return [self._unknown(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
+        return await self._put_outcomes(namespace, puts, batches, answer)
+
+    async def _put_outcomes(
+        self, namespace: str, puts: list[Put], batches: list[Batch], answer: Any
+    ) -> Sequence[Outcome]:
         if answer[0] == b"put":
             commits = _put_commits(puts, *answer[1:])
             self._changed(namespace, commits[-1].revision)
@@ -458,8 +505,8 @@ class RedisEngine(Remote):
         self._bell.ring(namespace)
         return min(seen, revision)
 
-    async def _await_replicas(self, line: Any) -> None:
-        reached = await self._command(line, "WAIT", self._replicas, int(1000 * COMMAND_S / 2))
+    async def _await_replicas(self, line: Line) -> None:
+        reached = await line.ask("WAIT", self._replicas, int(1000 * ANSWER_S / 2))
         if reached < self._replicas:
             raise TimeoutError(f"{reached} of {self._replicas} replicas have it")
 
@@ -495,37 +542,27 @@ class RedisEngine(Remote):
         self._store_id = name.decode()
         return self._store_id
 
-    async def _lay_line(self) -> Any:
-        line = self._pool.make_connection()
+    async def _lay_line(self) -> Line:
+        line = await lay(self._pool.make_connection())
         try:
-            await line.connect()
             self._servers[line] = await self._info(line, "replication", "master_replid")
         except BaseException:
             self._cut(line)
             raise
         return line
 
-    async def _command(self, line: Any, *words: Any) -> Any:
-        """Say something to the server, and hear its answer. A line that takes too long is cut."""
-        late = asyncio.get_running_loop().call_later(COMMAND_S, self._cut, line)
-        try:
-            await line.send_packed_command(_packed(line, words), check_health=False)
-            return await line.read_response(disable_decoding=True)
-        finally:
-            late.cancel()
-
-    async def _info(self, line: Any, section: str, name: str) -> str:
-        text: bytes = await self._command(line, "INFO", section)
+    async def _info(self, line: Line, section: str, name: str) -> str:
+        text: bytes = await line.ask("INFO", section)
         for row in text.decode().splitlines():
             key, _, value = row.partition(":")
             if key == name:
                 return value
         return ""
 
-    async def _setting(self, line: Any, name: str) -> str:
+    async def _setting(self, line: Line, name: str) -> str:
         """A setting of the server; a role that may not ask is told what Redis does by default."""
         try:
-            found = await self._command(line, "CONFIG", "GET", name)
+            found = await line.ask("CONFIG", "GET", name)
         except exceptions.ResponseError:
             return "everysec"
         return found[1].decode() if found else "everysec"
@@ -534,7 +571,7 @@ class RedisEngine(Remote):
         """Say a command that may be said again."""
         try:
             async with self._connection() as line:
-                return await self._command(line, *words)
+                return await line.ask(*words)
         except Exception as error:
             raise self._translated(error) from error
 
@@ -546,13 +583,16 @@ class RedisEngine(Remote):
         except Exception as error:
             raise self._translated(error) from error
 
-    async def _call(self, line: Any, namespace: str, verb: str, *parameters: Any) -> Any:
-        text, name = script()
-        tail = ("1", self._key(namespace, "data"), verb, self._prefix(namespace), *parameters)
+    async def _call(self, line: Line, namespace: str, verb: str, *parameters: Any) -> Any:
+        words = self._words(namespace, verb, *parameters)
         try:
-            return await self._command(line, "EVALSHA", name, *tail)
+            return await line.ask(*words)
         except exceptions.NoScriptError:
-            return await self._command(line, "EVAL", text, *tail)
+            return await line.ask("EVAL", script()[0], *words[2:])
+
+    def _words(self, namespace: str, verb: str, *parameters: Any) -> tuple[Any, ...]:
+        """A call of the script as the server takes it."""
+        return "EVALSHA", script()[1], "1", self._key(namespace, "data"), verb, self._prefix(namespace), *parameters
 
     def _key(self, namespace: str, name: str) -> str:
         if self._braces:
@@ -564,20 +604,17 @@ class RedisEngine(Remote):
     def _prefix(self, namespace: str) -> str:
         return f"{{{namespace}}}:" if self._braces else f"{namespace}:"
 
-    async def _leave(self, connection: Any) -> None:
-        self._servers.pop(connection, None)
-        await connection.disconnect()
+    async def _leave(self, connection: Line) -> None:
+        self._cut(connection)
+        # The transport closes its socket in the next turn of the loop, which may be the last.
+        await asyncio.sleep(0)
 
-    def _cut(self, connection: Any) -> None:
+    def _cut(self, connection: Line) -> None:
         self._servers.pop(connection, None)
-        # Not disconnect, which waits for the other side.
-        writer = getattr(connection, "_writer", None)
-        if writer is not None:
-            writer.transport.abort()
-        connection._reader = connection._writer = None
+        connection.cut()
 
-    def _is_cut(self, connection: Any) -> bool:
-        return connection not in self._servers or not connection.is_connected
+    def _is_cut(self, connection: Line) -> bool:
+        return connection.is_cut
 
     def _is_lost(self, error: BaseException) -> bool:
         if isinstance(error, exceptions.ResponseError | exceptions.ReadOnlyError | exceptions.BusyLoadingError):
@@ -625,11 +662,6 @@ def _durability(appends: bool, sync: str, replicas: int) -> Durability:
 
 class _Lost(Exception):
     """The line broke while a group was on it."""
-
-
-def _packed(line: Any, words: tuple[Any, ...]) -> Any:
-    """A command as it travels. The driver packs slowly, and hiredis may be there to do it."""
-    return line.pack_command(*words) if _pack_fast is None else _pack_fast(words)
 
 
 # What is asked ------------------------------------------------------------------
@@ -707,9 +739,9 @@ def _plain_put(batch: Batch) -> Put | None:
     return put if isinstance(put.stored, bytes) and put.stored[:1] != b"\0" else None
 
 
-def _json_text(put: Put) -> str:
-    assert isinstance(put.stored, bytes)
-    return put.stored.decode()
+def _put_body(puts: list[Put]) -> bytes:
+    """Plain puts as the script takes them."""
+    return _pack([[put.key for put in puts], [put.stored.decode() for put in puts]])  # type: ignore[union-attr]
 
 
 def _number(number: int) -> int:

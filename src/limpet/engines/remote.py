@@ -70,7 +70,7 @@ class Remote(ABC):
         self._bell = Bell()
         self._commits: dict[str, Queue[Ticket]] = {}
         self._reads: dict[tuple[str, Family], Queue[Question]] = {}
-        self._work: set[asyncio.Task[None]] = set()
+        self._work: set[asyncio.Future[None]] = set()
         self._listeners: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, int] = {}
 
@@ -254,6 +254,7 @@ class Remote(ABC):
                 connection = self._idle.pop()
                 if not self._is_cut(connection):
                     return connection
+                self._cut(connection)
             return await self._connect_anew()
         except BaseException as error:
             self._room.release()
@@ -263,20 +264,17 @@ class Remote(ABC):
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         """Let others have a connection; one that was lost is nobody's any more."""
-        try:
-            # What goes wrong with a connection after its work is done is nobody's trouble.
-            with contextlib.suppress(Exception):
-                if lost or self._closed:
-                    self._cut(connection)
-                else:
-                    await self._keep(connection)
-        finally:
-            self._room.release()
+        self._put_by(connection, lost=lost)
 
-    async def _keep(self, connection: Any) -> None:
-        """Put a connection by, for the next who needs one."""
-        if not self._is_cut(connection):
-            self._idle.append(connection)
+    def _put_by(self, connection: Any, *, lost: bool = False) -> None:
+        """The same, where nothing has to be waited for."""
+        # What goes wrong with a connection after its work is done is nobody's trouble.
+        with contextlib.suppress(Exception):
+            if lost or self._closed or self._is_cut(connection):
+                self._cut(connection)
+            else:
+                self._idle.append(connection)
+        self._room.release()
 
     @contextlib.asynccontextmanager
     async def _connection(self) -> AsyncIterator[Any]:

@@ -83,8 +83,9 @@ COMMENT ON TABLE {schema}.limpet_changes IS 'The log. A value is here as it is s
 CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
 RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
--- A value to the byte, of what a driver sends: JSON as it is, raw bytes in hexadecimal.
-CREATE FUNCTION {schema}.limpet_stored(kind text, sent text) RETURNS bytea LANGUAGE sql IMMUTABLE
+-- A value to the byte, of what a driver sends: JSON as it is, raw bytes in hexadecimal. Stable, because
+-- convert_to is no more than that: as an immutable function it would not become part of its callers' plans.
+CREATE FUNCTION {schema}.limpet_stored(kind text, sent text) RETURNS bytea LANGUAGE sql STABLE
 RETURN CASE kind WHEN 'bytes' THEN decode(sent, 'hex') ELSE convert_to(sent, 'UTF8') END;
 
 -- Take the place of the writer of a namespace, to the end of the transaction.
@@ -243,14 +244,15 @@ BEGIN
             version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
-        RETURNING (e.revision - before)::int AS n, e.family, e.size_bytes, e.version, e.revision, e.created_revision,
-            e.created_ms, e.expires_ms, CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
+        -- All that the log needs: an item of an array is found by going through those before it.
+        RETURNING (e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored, e.size_bytes, e.version,
+            e.revision, e.created_revision, e.created_ms, e.expires_ms, e.meta,
+            CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
     ), logged AS (
         INSERT INTO {schema}.limpet_changes
         SELECT ns, w.revision, before + coalesce(lasts[w.n]::bigint, w.n), now_ms, 'put', w.family,
-            coalesce(causes[w.n], cause || '.' || coalesce(lasts[w.n], w.n::text)), w.size_bytes, keys[w.n],
-            coalesce(kinds[w.n], 'json'), {schema}.limpet_stored(kinds[w.n], vals[w.n]), w.version, w.revision,
-            w.created_revision, w.created_ms, now_ms, w.expires_ms, metas[w.n]
+            coalesce(causes[w.n], cause || '.' || coalesce(lasts[w.n], w.n::text)), w.size_bytes, w.key,
+            w.kind, w.stored, w.version, w.revision, w.created_revision, w.created_ms, now_ms, w.expires_ms, w.meta
         FROM written w
     ), counted AS (
         UPDATE {schema}.limpet_namespaces t SET keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes
