@@ -117,7 +117,8 @@ async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], mo
     # An election takes longer than a store is patient. Here every call is repeated until it is answered, so that
     # nothing is left that may or may not have happened.
     monkeypatch.setattr(nats_link, "REQUEST_S", 1.0)
-    monkeypatch.setattr("limpet.session.ATTEMPTS", 500)
+    for place in ("session", "retry"):
+        monkeypatch.setattr(f"limpet.{place}.ATTEMPTS", 500)
     load = Load(unique())
     stores = [await opened(cluster, load.namespace) for _ in range(3)]
     async with stores[0].watch() as one, stores[1].watch() as other, asyncio.TaskGroup() as tasks:
