@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import zlib
@@ -59,15 +60,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Of a promise of both faces, the blocking one is asked for one case on one engine. It runs the very coroutines that
     the other face awaits. The engines take turns, test by test. What the blocking face alone promises is asked on each.
 
-    Of a test with many cases, an engine behind a server is asked a third, and another engine another third: most of
-    them are about what is refused before an engine hears of it.
+    Of a test with three cases or more, an engine behind a server is asked a third, and another engine another third:
+    most of them are about what is refused before an engine hears of it.
     """
     if os.environ.get("LIMPET_WHOLE"):
         return
     engines: list[str] = config.option.limpet_engine
     targets = {id(item): _target(item) for item in items}
-    cases = Counter((_test(item), targets[id(item)]) for item in items)
     seen: set[str] = set()
+    met: Counter[tuple[str, Any]] = Counter()
     left_out: list[pytest.Item] = []
     for item in items:
         target, test = targets[id(item)], _test(item)
@@ -80,15 +81,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 seen.add(test)
             else:
                 left_out.append(item)
-        elif turn >= len(ENGINES) and cases[test, target] > MANY_CASES and _case(item) % 3 != turn % 3:
-            left_out.append(item)
+        elif turn >= len(ENGINES):
+            met[test, target] += 1
+            if _has_many_cases(item) and met[test, target] % 3 != turn % 3:
+                left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
 
 
-MANY_CASES = 8
+def _has_many_cases(item: pytest.Item) -> bool:
+    markers = item.iter_markers("parametrize")
+    # The engines and faces are not among them.
+    return math.prod(len(list(marker.args[1])) for marker in markers) > 2
 
 
 @pytest.hookimpl(wrapper=True)
@@ -125,14 +131,6 @@ def _target(item: pytest.Item) -> tuple[str, str] | None:
 
 def _test(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
-
-
-def _case(item: pytest.Item) -> int:
-    """A number of the case that is the same on each engine."""
-    name = item.nodeid.partition("[")[2]
-    for engine in ("memory", "sqlite", "postgresql", "postgres", "redis", "nats"):
-        name = name.replace(f"{engine}-async", "")
-    return zlib.crc32(name.encode())
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
