@@ -18,7 +18,7 @@ EVERYTHING = prefix_span("")
 COUNT = 400
 
 
-@pytest.fixture(params=[name for name in ENGINES if name != "memory"])
+@pytest.fixture(params=[name for name in ENGINES if name not in ("memory", "nats")])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[limpet.Store]:
     async with limpet.open(url_of(request.param, tmp_path), namespace=unique(), sweep=False) as opened:
         for number in range(COUNT):

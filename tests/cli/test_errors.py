@@ -125,7 +125,7 @@ KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
         (
             "ls --url sqlight:///x.db",
             7,
-            "unknown engine 'sqlight': did you mean 'sqlite'? known: memory, postgresql, redis, sqlite",
+            "unknown engine 'sqlight': did you mean 'sqlite'? known: memory, nats, postgresql, redis, sqlite",
             None,
         ),
         (

@@ -89,11 +89,21 @@ def run_while_held(courier: Courier, command: Sequence[str], environment: Mappin
     watchman = threading.Thread(target=_end_when_lost, args=(courier, held, done), daemon=True)
     watchman.start()
     try:
-        code = child.wait()
+        code = _ended(child)
     finally:
         done.set()
         watchman.join()
     return code if code >= 0 else 128 - code
+
+
+def _ended(child: subprocess.Popen[bytes]) -> int:
+    """Wait for a command's end, now and then awake.
+
+    The system may hand a signal to another thread. Then nothing interrupts this one, which alone can pass it on.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(LOOK_S)
 
 
 def _end_when_lost(courier: Courier, held: Lock, done: threading.Event) -> None:
