@@ -31,7 +31,7 @@ pytestmark = pytest.mark.face("sync")
 
 PATIENCE_S = 20.0
 QUIET_S = 0.1
-CHILD_S = 15
+CHILD_S = 45
 
 
 @pytest.fixture
