@@ -493,7 +493,9 @@ class Space:
         """Refuse to apply a batch whose receipt may have been dropped, since it would then be applied twice."""
         for write in batch.writes:
             message = found[write.family, write.key]
-            if message is not None and (message.lost > since or recalled(message, cause) is not None):
+            mine = None if message is None else recalled(message, cause)
+            # An id may have been used before, and is free again when its receipt is gone.
+            if message is not None and (message.lost > since or (mine is not None and mine.seq > since)):
                 raise self._unknown(cause, since, TooLate())
 
     def _is_settled(self, cause: str) -> bool:
