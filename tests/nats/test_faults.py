@@ -137,3 +137,38 @@ async def test_a_server_that_does_not_answer_is_unavailable(proxy: Proxy, monkey
 
         with pytest.raises(Unavailable):
             await engine_of(store).read(store.name, ["key"])
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its alarm was there long before it, and a sweeper of another process saw that there was nothing to end."""
+    async with (
+        limpet.open(server(), namespace=unique(), sweep=False) as store,
+        limpet.open(server(), namespace=store.name, sweep=False) as other,
+    ):
+        await store.put("other", 1)
+        link = await engine_of(store).link()
+        tell, kept = link.tell, list[tuple[Any, ...]]()
+
+        def tell_or_keep(subject: str, *rest: bytes) -> None:
+            if subject.startswith("$KV."):
+                kept.append((subject, *rest))
+            else:
+                tell(subject, *rest)
+
+        monkeypatch.setattr(link, "tell", tell_or_keep)
+        draft = store.batch().put("short", 1, ttl=0.01)
+        putting = asyncio.ensure_future((draft.put("shorter", 2, ttl=0.005) if several else draft).commit())
+        async with asyncio.timeout(20):
+            while len(kept) < 1 + several:  # noqa: ASYNC110 - nobody tells when it is sent
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert await other.sweep() == 0
+        monkeypatch.undo()
+        for each in kept:
+            tell(*each)
+        await putting
+
+        assert (await other.status()).keys == 2 + several
+        assert await other.sweep() == 1 + several
+        assert (await other.status()).keys == 1

@@ -9,6 +9,7 @@ how they met.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import random
@@ -346,10 +347,12 @@ class Client:
 
     async def _find(self, op: Operation, cause: str) -> None:
         """Note the place of a write that does not tell it, where no log of every change will."""
-        if self._store.traits.log == "last" and op.writes:
-            outcome = await self._store.outcome(cause)
-            assert outcome is not None
-            op.revision = outcome.revision
+        while self._store.traits.log == "last" and op.writes and op.revision is None:
+            # The write is done, whatever keeps us from hearing where: an error here is not one of the write.
+            with contextlib.suppress(TransientError):
+                outcome = await self._store.outcome(cause)
+                assert outcome is not None
+                op.revision = outcome.revision
 
     def _ended(self, op: Operation, commit: limpet.Commit) -> None:
         """Note a delete, the last write of its commit."""

@@ -994,6 +994,24 @@ async def test_what_was_written_again_is_due_at_its_new_moment(asked: Asked, ela
     assert await asked.due() == [Expire("kept", kept.revision)]
 
 
+async def test_what_was_made_again_at_the_same_moment_is_due_once(asked: Asked, elapse: Elapse) -> None:
+    """An entry is due from the millisecond it expires, and not before.
+
+    Made, ended and made again within a millisecond, it has the same moment twice.
+    """
+    for _ in range(3):
+        await asked.done(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
+        assert await asked.due() == []
+        await asked.done(Delete("a"), Delete("job", family="lock"))
+    commit = await asked.done(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
+    await elapse(0.4)
+
+    due = await asked.due()
+
+    first, second = (entry.revision for entry in commit.entries if entry is not None)
+    assert sorted(due, key=lambda each: each.key) == [Expire("a", first), Expire("job", second, "lock")]
+
+
 async def test_only_what_is_still_due_is_ended(asked: Asked, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before."""
     await asked.done(put("a", ttl_ms=300), put("b", ttl_ms=300))

@@ -339,7 +339,9 @@ class Alarms(Follower):
 
     def __init__(self, space: Space, link: Callable[[], Any]) -> None:
         super().__init__(space, link, space.subjects.alarms)
-        self._heap: list[tuple[int, Place, int]] = []
+        self._heap: list[tuple[int, Place]] = []
+        # The number of each alarm. One that was set again has a new one, and is still one alarm.
+        self._numbers: dict[tuple[int, Place], int] = {}
         self._done: dict[int, int] = {}
         self._asked = asyncio.Lock()
 
@@ -347,35 +349,48 @@ class Alarms(Follower):
         """Know nothing any more."""
         super().clear()
         self._heap = []
+        self._numbers = {}
         self._done = {}
 
     def take(self, subject: str, seq: int, headers: bytes) -> None:
         """Take an alarm."""
-        expires_ms, place = self._space.subjects.alarmed(subject)
-        heapq.heappush(self._heap, (expires_ms, place, seq))
+        alarm = self._space.subjects.alarmed(subject)
+        if alarm not in self._numbers:
+            heapq.heappush(self._heap, alarm)
+        self._numbers[alarm] = seq
 
     async def due(self, limit: int) -> list[Expire]:
         """What is due now, as the writes that end it."""
         async with self._asked:
             while True:
                 now_ms = self._space.now_ms()
-                come: list[tuple[int, Place, int]] = []
+                come: list[tuple[int, Place]] = []
                 while self._heap and self._heap[0][0] <= now_ms and len(come) < limit:
                     come.append(heapq.heappop(self._heap))
+                heap, numbers = self._heap, {item: self._numbers[item] for item in come}
                 stays = come
                 try:
-                    last = await self._space.lasts({place: None for _, place, _ in come})
-                    stays = [item for item in come if _expires_ms(last[item[1]]) == item[0]]
+                    last = await self._space.lasts({place: None for _, place in come})
+                    # One that was set again while we looked is looked at again.
+                    stays = [
+                        item
+                        for item in come
+                        if _expires_ms(last[item[1]]) == item[0] or self._numbers.get(item) != numbers[item]
+                    ]
                 finally:
                     for item in stays:
-                        heapq.heappush(self._heap, item)
-                for expires_ms, _, seq in set(come) - set(stays):
-                    second = expires_ms // 1000
-                    self._done[second] = max(seq, self._done.get(second, 0))
+                        heapq.heappush(heap, item)
+                if heap is not self._heap:
+                    # All was forgotten meanwhile, and is told anew.
+                    continue
+                for item in set(come) - set(stays):
+                    second = item[0] // 1000
+                    self._done[second] = max(numbers[item], self._done.get(second, 0))
+                    del self._numbers[item]
                 if stays or len(come) < limit:
                     break
             await self._drop_done(now_ms)
-        ends = ((place, last[place]) for _, place, _ in stays)
+        ends = ((place, last[place]) for expires_ms, place in stays if _expires_ms(last[place]) == expires_ms)
         return [Expire(place[1], message.seq, place[0]) for place, message in ends if message is not None]
 
     async def _drop_done(self, now_ms: int) -> None:

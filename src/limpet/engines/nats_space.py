@@ -50,6 +50,8 @@ CLOCK_S: Final = 30.0
 KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
 MADE_RECEIPT_MS: Final = 120_000
+# What two processes may differ in what time it is, and some more.
+LATE_MS: Final = 1_000
 BATCHES_MAX: Final = 24
 GROUP_MIN: Final = 16
 GROUP_MAX: Final = 500
@@ -491,7 +493,9 @@ class Space:
         """Refuse to apply a batch whose receipt may have been dropped, since it would then be applied twice."""
         for write in batch.writes:
             message = found[write.family, write.key]
-            if message is not None and (message.lost > since or recalled(message, cause) is not None):
+            mine = None if message is None else recalled(message, cause)
+            # An id may have been used before, and is free again when its receipt is gone.
+            if message is not None and (message.lost > since or (mine is not None and mine.seq > since)):
                 raise self._unknown(cause, since, TooLate())
 
     def _is_settled(self, cause: str) -> bool:
@@ -560,11 +564,14 @@ class Space:
         return self.subjects.alarm(place, expires_ms)
 
     async def _ring(self, alarm: str, ringing: asyncio.Future[tuple[bytes, bytes]]) -> None:
-        """See that an alarm was taken. It may be set twice."""
+        """See that an alarm was taken, and not met by a sweeper before its entry was there. It may be set twice."""
+        is_late = self.now_ms() >= self.subjects.alarmed(alarm)[0] - LATE_MS
         with contextlib.suppress(Exception):
             try:
                 await _number(ringing)
             except Exception:
+                is_late = True
+            if is_late:
                 link = await self._server.link()
                 await _number(link.ask(alarm))
 
@@ -707,8 +714,8 @@ class Space:
                 first = await _number(link.ask(subject, body, headers(b"")))
             else:
                 first = await self._send_batch(link, messages)
-        for alarm, ringing in alarms.items():
-            await self._ring(alarm, ringing)
+        if alarms:
+            await asyncio.gather(*(self._ring(alarm, ringing) for alarm, ringing in alarms.items()))
         for place, draft in drafts.items():
             self._keep(place, _numbered(draft, first + offsets[draft.seq], first + count - 1))
         if not changes:
