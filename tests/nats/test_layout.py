@@ -95,6 +95,17 @@ async def test_what_another_program_writes_is_raw_bytes() -> None:
         assert (await store.keys()).keys == ["mine"]
 
 
+async def test_any_request_id_is_a_cause() -> None:
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        for name in ("-", "=", "a b", "."):
+            await store.put("key", name, request_id=name)
+            (event,) = [event async for event in store.history("key")]
+            assert event.cause == name
+            await store.touch("key", 60)
+            under, _ = [event.cause async for event in store.history("key")]
+            assert under == name
+
+
 async def test_a_broken_header_is_that_keys_trouble_alone() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store, client() as other:
         await store.put("good", 1)

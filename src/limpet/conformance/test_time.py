@@ -1263,6 +1263,11 @@ async def test_later_revisions_are_not_earlier_in_time(open_store: OpenStore) ->
     entries = await asyncio.gather(*(stores[n % 2].put(f"key {n % 5}", n) for n in range(40)))
 
     in_order = sorted(entries, key=lambda entry: entry.revision)
-    times = [entry.updated_at for entry in in_order]
-    assert times == sorted(times)
+    for key in {entry.key for entry in entries}:
+        times = [entry.updated_at for entry in in_order if entry.key == key]
+        assert times == sorted(times)
+    if stores[0].traits.engine != "nats":
+        # There, processes ask for the server's time now and then: of two keys, they differ by a message's travel.
+        times = [entry.updated_at for entry in in_order]
+        assert times == sorted(times)
     assert all(entry.created_at <= entry.updated_at for entry in entries)

@@ -146,6 +146,8 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 _OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", "delete": "delete", "expire": "expire"}
+# No name is encoded so.
+_NOBODY: Final = "="
 _HEADER: Final = b"\r\nLimpet: "
 _META: Final = b"\r\nLimpet-Meta: "
 _split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -163,7 +165,7 @@ def headers_of(message: Message, kind: str, expected: int, after: int = 0, more:
     entry, seq = message.entry, message.seq
     created = 0 if entry.created_revision == seq else entry.created_revision
     value_seq = "0" if message.value_seq == seq else f"{message.value_seq},{message.under}"
-    cause = "-" if message.cause is None else encode_name(message.cause)
+    cause = _NOBODY if message.cause is None else encode_name(message.cause)
     text = (
         f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\n"
         f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
@@ -213,7 +215,7 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             int(value_seq) or seq,
             seq + int(after),
             int(at_ms),
-            None if cause == "-" else decode_name(cause),
+            None if cause == _NOBODY else decode_name(cause),
             int(size),
             int(lost),
             past,
@@ -238,7 +240,7 @@ def under(before: Message) -> str:
     """What a touch of this must carry on."""
     if before.op == "touch":
         return before.under
-    cause = "-" if before.cause is None else encode_name(before.cause)
+    cause = _NOBODY if before.cause is None else encode_name(before.cause)
     return f"{before.op},{before.commit},{before.entry.expires_ms or 0},{cause}"
 
 
@@ -247,7 +249,7 @@ def written(touch: Message) -> Message:
     op, commit, expires_ms, cause = touch.under.split(",")
     seq, at_ms = touch.value_seq, touch.entry.updated_ms
     entry = msgspec.structs.replace(touch.entry, revision=seq, expires_ms=int(expires_ms) or None)
-    name = None if cause == "-" else decode_name(cause)
+    name = None if cause == _NOBODY else decode_name(cause)
     return Message(seq, _OPS[op], entry, seq, int(commit), at_ms, name, touch.size_bytes)
 
 
