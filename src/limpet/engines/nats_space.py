@@ -54,7 +54,7 @@ MADE_RECEIPT_MS: Final = 120_000
 LATE_MS: Final = 1_000
 BATCHES_MAX: Final = 24
 GROUP_MIN: Final = 16
-GROUP_MAX: Final = 500
+GROUP_MAX: Final = 900
 UNSETTLED_MAX: Final = 1000
 SMALL_BYTES: Final = 100_000
 
@@ -126,6 +126,10 @@ class Lost(Exception):
     """Something was sent, and no answer came."""
 
 
+_Sent = tuple[str, Callable[[bytes], bytes], bytes, "asyncio.Future[int]"]
+"""A message on its way: its subject, its headers when the rest of them is known, its body, its number."""
+
+
 class Space:
     """One namespace, as this process knows it."""
 
@@ -143,7 +147,7 @@ class Space:
         self._known: dict[Place, Message | None] = {}
         self._turns: dict[Place, deque[asyncio.Future[None]]] = {}
         self._batches = asyncio.Semaphore(BATCHES_MAX)
-        self._group: list[tuple[str, Callable[[bytes], bytes], bytes, asyncio.Future[int]]] = []
+        self._group: list[_Sent] = []
         self._grouping: asyncio.Task[None] | None = None
         self.is_there = False
         self._clock: tuple[float, float] | None = None
@@ -587,30 +591,28 @@ class Space:
 
     async def _send_grouped(self, subject: str, headers: Callable[[bytes], bytes], body: bytes) -> int:
         """Send a message with others that are on their way at the same time: the server then syncs once for all."""
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[int] = loop.create_future()
         self._group.append((subject, headers, body, answer))
         if self._grouping is None or self._grouping.done():
-            self._grouping = asyncio.get_running_loop().create_task(self._send_groups())
+            self._grouping = loop.create_task(self._send_groups())
         return await answer
 
     async def _send_groups(self) -> None:
         while self._group:
             group, self._group = self._group[:GROUP_MAX], self._group[GROUP_MAX:]
-            await self._send_group([one for one in group if not one[3].cancelled()])
-
-    async def _send_group(self, group: list[tuple[str, Callable[[bytes], bytes], bytes, asyncio.Future[int]]]) -> None:
-        link = await self._server.link()
-        if len(group) >= GROUP_MIN:
+            group = [one for one in group if not one[3].cancelled()]
             try:
-                first = await self._send_batch(link, [(subject, headers, body) for subject, headers, body, _ in group])
-            except TooLate:
-                # One of them came too late. Each is told by itself.
-                pass
+                await self._send_group(await self._server.link(), group)
             except Exception as error:
                 for *_, answer in group:
                     _settle(answer, error)
-                return
-            else:
+
+    async def _send_group(self, link: Link, group: list[_Sent]) -> None:
+        if len(group) >= GROUP_MIN:
+            # Where one of them comes too late, none is taken, and each is told by itself.
+            with contextlib.suppress(TooLate):
+                first = await self._send_batch(link, [(subject, headers, body) for subject, headers, body, _ in group])
                 for number, (*_, answer) in enumerate(group, first):
                     _settle(answer, number)
                 return
