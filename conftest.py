@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import threading
@@ -15,10 +16,13 @@ import coverage
 import pytest
 
 from limpet.conformance.plugin import ENGINES
+from limpet.sealing import new_key
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
 REDIS = "LIMPET_TEST_REDIS"
 NATS = "LIMPET_TEST_NATS"
+HTTP = "LIMPET_TEST_HTTP"
+KEYS = "LIMPET_TEST_KEYS"
 
 _running: dict[str, Any] = {}
 
@@ -26,24 +30,40 @@ _running: dict[str, Any] = {}
 def pytest_configure(config: pytest.Config) -> None:
     """Start the servers in the process that the others are started by, and test on them too."""
     if not hasattr(config, "workerinput"):
-        from tests.servers import nats, postgres, redis
+        from tests.servers import nats, postgres, redis, served
 
         # A killed server loses nothing by this; a power cut is another matter, with tests of its own.
         _run(POSTGRES, lambda: postgres({"fsync": "off", "full_page_writes": "off", "shared_buffers": "64MB"}))
         _run(REDIS, lambda: redis({"databases": "64", "appendonly": "yes"}))
         _run(NATS, nats)
+        _run(HTTP, served)
+    _let_coverage_be_forked()
     _let_redis_be_turned()
     _let_nats_be_turned()
+    os.environ.setdefault(KEYS, ":".join(new_key()))
     if not config.option.limpet_engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         # A schema and a database of its own, because the time of each is turned by itself.
         number = int(worker.removeprefix("gw")) if worker != "main" else 63
-        config.option.limpet_engine = [
+        engines = [
             *ENGINES,
             f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}",
             f"{os.environ[REDIS].rpartition('/')[0]}/{number}",
             f"{os.environ[NATS]}?bucket_prefix={worker}-",
+            f"{os.environ[HTTP]}/suite-{worker}",
         ]
+        # Behind a Limpet server, encryption is the server's.
+        encrypted = [_encrypted(url) for url in engines[:-1]]
+        config.option.limpet_engine = encrypted if os.environ.get("LIMPET_ENCRYPTED") else [*engines, *encrypted]
+
+
+def _encrypted(url: str) -> str:
+    """The same engine with encryption in front of it."""
+    return f"{url}{'&' if '?' in url else '?'}encryption=env:{KEYS}"
+
+
+def _is_encrypted(url: str) -> bool:
+    return "encryption=" in url
 
 
 def _run(name: str, start: Callable[[], Any]) -> None:
@@ -54,41 +74,77 @@ def _run(name: str, start: Callable[[], Any]) -> None:
         _running[name] = server
 
 
+# Leaving out what tells little more; LIMPET_WHOLE=1 asks for all.
+#
+# Of a promise of both faces, the blocking one is asked for one case on one engine. It runs the very coroutines that
+# the other face awaits. The engines take turns, test by test. What the blocking face alone promises is asked on each.
+#
+# Of a test with three cases or more, an engine behind a server is asked a third, and another engine another third:
+# most of them are about what is refused before an engine hears of it. Behind a Limpet server there is an engine that
+# is asked by itself, so there it is every other test, and a third of the blocking face's own cases too.
+#
+# Encryption is asked for a case of every third test, on one engine, and the engines take turns there too. It is the
+# same in front of all of them; LIMPET_ENCRYPTED=1 has the whole suite run with it.
+
+
+@pytest.hookimpl
+def pytest_limpet_asks(config: pytest.Config, test: str, engine: str, face: str, alone: bool) -> bool | None:
+    """Leave out whose turn it is not."""
+    if os.environ.get("LIMPET_WHOLE"):
+        return None
+    urls: list[str] = config.option.limpet_engine
+    plain = _without_encryption(urls)
+    if engine not in plain:
+        return _is_turn(f"encrypted {test}", urls.index(engine) - len(plain), 3 * len(plain)) and face == "async"
+    if engine.startswith(os.environ[HTTP]) and "test_encryption.py" in test:
+        return False
+    if face == "sync" and not alone:
+        return _is_turn(test, plain.index(engine), len(plain))
+    return _is_turn(f"served {test}", 0, 2) if engine.startswith(os.environ[HTTP]) else None
+
+
+def _without_encryption(urls: list[str]) -> list[str]:
+    """The engines that are asked as they are; where all are asked with encryption, all of these."""
+    return [url for url in urls if not _is_encrypted(url)] or urls
+
+
+def _is_turn(test: str, place: int, places: int) -> bool:
+    return place == zlib.crc32(test.encode()) % places
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what tells little more; LIMPET_WHOLE=1 asks for all.
-
-    Of a promise of both faces, the blocking one is asked for one case on one engine. It runs the very coroutines that
-    the other face awaits. The engines take turns, test by test. What the blocking face alone promises is asked on each.
-
-    Of a test with three cases or more, an engine behind a server is asked a third, and another engine another third:
-    most of them are about what is refused before an engine hears of it.
-    """
+    """Leave out cases."""
     if os.environ.get("LIMPET_WHOLE"):
         return
-    engines: list[str] = config.option.limpet_engine
-    targets = {id(item): _target(item) for item in items}
-    seen: set[str] = set()
-    met: Counter[tuple[str, Any]] = Counter()
-    left_out: list[pytest.Item] = []
-    for item in items:
-        target, test = targets[id(item)], _test(item)
-        if target is None or item.get_closest_marker("face") is not None:
-            continue
-        engine, face = target
-        turn = engines.index(engine)
-        if face == "sync":
-            if turn == zlib.crc32(test.encode()) % len(engines) and test not in seen:
-                seen.add(test)
-            else:
-                left_out.append(item)
-        elif turn >= len(ENGINES):
-            met[test, target] += 1
-            if _has_many_cases(item) and met[test, target] % 3 != turn % 3:
-                left_out.append(item)
+    chooser = _Chooser(config.option.limpet_engine)
+    left_out = [item for item in items if not chooser.takes(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
+
+
+class _Chooser:
+    """Goes through the tests of the suite in their order, and takes those that tell something."""
+
+    def __init__(self, urls: list[str]) -> None:
+        self._engines = _without_encryption(urls)
+        self._met: Counter[tuple[str, Any]] = Counter()
+
+    def takes(self, item: pytest.Item) -> bool:
+        target, test = _target(item), _test(item)
+        if target is None:
+            return True
+        engine, face = target
+        self._met[test, target] += 1
+        met = self._met[test, target]
+        is_of_blocking_face = item.get_closest_marker("face") is not None
+        if engine not in self._engines or (face == "sync" and not is_of_blocking_face):
+            return met == 1
+        place = self._engines.index(engine)
+        if place < len(ENGINES) or (is_of_blocking_face and not engine.startswith(os.environ[HTTP])):
+            return True
+        return not _has_many_cases(item) or met % 3 == place % 3
 
 
 def _has_many_cases(item: pytest.Item) -> bool:
@@ -112,6 +168,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
         return (yield)
     finally:
         measuring.start()
+
+
+def _let_coverage_be_forked() -> None:
+    """Fork while no other thread is in the middle of a measurement.
+
+    A child has the lock of the measurements as it was, but not the thread that would let go of it.
+    """
+    measuring = coverage.Coverage.current()
+    collector = None if measuring is None else measuring._collector
+    if collector is None or collector.data_lock is None:
+        return
+    # The first lines of the child are measured too, by the thread that holds it.
+    collector.data_lock = threading.RLock()  # type: ignore[assignment]
+    os.register_at_fork(
+        before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=collector.unlock_data
+    )
 
 
 def _is_measured(item: pytest.Item, engine: str) -> bool:
@@ -144,19 +216,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.hookimpl
 def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
-    """Set the clock of a schema on the PostgreSQL server, of a database on the Redis server, of our buckets on NATS."""
+    """Set the clock of a schema on PostgreSQL, of a database on Redis, of our buckets on NATS, of a place on Limpet."""
     if url.startswith(os.environ[REDIS].rpartition("/")[0]):
         import redis
 
-        with redis.Redis.from_url(url) as line:
+        with redis.Redis.from_url(url.partition("?")[0]) as line:
             line.delete(REDIS_CLOCK) if now_ms is None else line.set(REDIS_CLOCK, now_ms)
         return True
     if url.startswith(os.environ[NATS]):
-        _nats_clocks[url.rpartition("=")[2]] = now_ms
+        _nats_clocks[url.partition("?bucket_prefix=")[2].partition("&")[0]] = now_ms
         return True
+    if url.startswith(os.environ[HTTP]):
+        import urllib.request
+
+        place = url.partition("?")[0]
+        with urllib.request.urlopen(f"{place}/turn", json.dumps(now_ms).encode(), timeout=30):  # noqa: S310
+            return True
     if not url.startswith(os.environ[POSTGRES]):
         return None
-    _clockmaker.run(url.partition("?schema=")[2], now_ms)
+    _clockmaker.run(url.partition("?schema=")[2].partition("&")[0], now_ms)
     return True
 
 

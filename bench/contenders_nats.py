@@ -6,11 +6,12 @@ was last told, so it is granted unless two callers hold the same key.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import limpet
-from bench.contenders import Contender, load
+from bench.contenders import Contender, Role, load
 from bench.workload import decode, encode
 
 
@@ -30,7 +31,7 @@ class OnNats(Contender):
 
 class LimpetNats(OnNats):
     name = "Limpet"
-    role = "limpet"
+    role: ClassVar[Role] = "limpet"
     note = "versions, revisions, TTL, safe retries"
 
     async def open(self, folder: Path) -> None:
@@ -78,4 +79,42 @@ class NatsPy(OnNats):
         await self.client.close()
 
 
-CONTENDERS: tuple[type[OnNats], ...] = (LimpetNats, NatsPy)
+class ByHand(LimpetNats):
+    """One guarded message a put, with a header as long as ours, on the line that the engine uses.
+
+    No key is checked, nothing is planned, no entry made: this is what the server and the line leave room for.
+    """
+
+    name = "a guarded message by hand"
+    role: ClassVar[Role] = "limit"
+    note = "what Limpet sends, without its checks, plans, entries and retries"
+
+    async def open(self, folder: Path) -> None:
+        self.store = await limpet.open(self.url, namespace="by-hand")
+        await self.store.put("begin", 0)
+        engine: Any = self.store._session.engine
+        self._link = await engine.link()
+        self._subject = engine._spaces["by-hand"].space.subjects.of
+        self._number = load("limpet.engines.nats_space")._number
+        self._last: dict[str, int] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        # A caller that comes while another writes the key is refused, and asks again.
+        while True:
+            head = _HEAD % self._last.get(key, 0)
+            try:
+                self._last[key] = await self._number(self._link.ask(self._subject(("data", key)), encode(value), head))
+                return
+            except load("limpet.engines.nats_space").TooLate:
+                await asyncio.sleep(0)
+
+    async def guarded(self, key: str, value: Any) -> None:
+        await self.put(key, value)
+
+
+_HEAD = (
+    b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: %d\r\n"
+    b"Limpet: put j 12 1234 1700000000000 1700000000000 0 0 0 1700000000000 204 0123456789abcdef-1234 0 \r\n\r\n"
+)
+
+CONTENDERS: tuple[type[OnNats], ...] = (LimpetNats, NatsPy, ByHand)

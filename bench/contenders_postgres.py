@@ -6,13 +6,15 @@ limit gets 64 calls handed over as one list, and makes one statement of them.
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import limpet
-from bench.contenders import Contender, load
+from bench.contenders import Contender, Role, load
 from bench.workload import Job, decode, encode
 
 EXPECTED = {"fsync": "on", "synchronous_commit": "on"}
@@ -51,7 +53,7 @@ class OnPostgres(Contender):
 
 class LimpetPostgres(OnPostgres):
     name = "Limpet"
-    role = "limpet"
+    role: ClassVar[Role] = "limpet"
     note = "versions, revisions, a log row of every change, TTL"
 
     async def open(self, folder: Path) -> None:
@@ -69,6 +71,52 @@ class LimpetPostgres(OnPostgres):
 
     async def close(self) -> None:
         await self.store.close()
+
+
+class ByHand(LimpetPostgres):
+    """The very function of ours on the server, called for 64 callers with nothing of the store above it.
+
+    No key is checked, no entry made: this is what the server and the driver leave room for.
+    """
+
+    name = "our statement by hand"
+    role: ClassVar[Role] = "limit"
+    note = "the rows that Limpet writes, without its checks, entries and retries"
+
+    async def open(self, folder: Path) -> None:
+        await super().open(folder)
+        # The first put of a namespace takes another way.
+        await self.store.put("begin", 0)
+        engine: Any = self.store._session.engine
+        self._engine = engine
+        self._connection = await engine._connect()
+        self._statement = engine._sql(load("limpet.engines.postgres")._PUT)
+        self._names = itertools.count(1)
+        self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
+        self._group: asyncio.Task[None] | None = None
+
+    async def put(self, key: str, value: Any) -> None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[None] = loop.create_future()
+        self._waiting.append((key, encode(value).decode(), answer))
+        if self._group is None:
+            self._group = loop.create_task(self._put_groups())
+        await answer
+
+    async def _put_groups(self) -> None:
+        while self._waiting:
+            group, self._waiting = self._waiting, []
+            keys, texts = [key for key, _, _ in group], [text for _, text, _ in group]
+            weight = sum(map(len, keys)) + sum(map(len, texts))
+            place = ("default", self._engine._channel, f"{next(self._names):x}", weight)
+            await self._connection.fetch(self._statement, *place, keys, texts, *[None] * 8)
+            for *_, answer in group:
+                answer.set_result(None)
+        self._group = None
+
+    async def close(self) -> None:
+        await self._engine._release(self._connection)
+        await super().close()
 
 
 class AsyncpgPool(OnPostgres):
@@ -195,4 +243,5 @@ CONTENDERS: tuple[type[OnPostgres], ...] = (
     LanggraphPostgres,
     PyKeyValuePostgres,
     RawUnnest,
+    ByHand,
 )

@@ -15,6 +15,7 @@ from tests.servers import jetstream, nats
 KEYS = 5_000
 OURS = on_nats.LimpetNats.name
 PEER = on_nats.NatsPy.name
+BY_HAND = on_nats.ByHand.name
 
 
 def measure(run: Run) -> None:
@@ -28,6 +29,10 @@ def measure(run: Run) -> None:
                 say(race_table(f"\nNATS, {verb}, 64 callers, {keys:,} keys", found, OURS, desk.checks))
                 name = f"NATS {'guarded put' if verb == 'guarded' else verb}@64, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS[verb])
+                if verb == "put":
+                    findings.compare(
+                        "nats", f"NATS put@64, of {BY_HAND}", "of", found, OURS, [BY_HAND], goals.OF_BY_HAND
+                    )
     with nats(lambda folder: jetstream(folder, "sync_interval: always")) as server:
         desk = run.desk("nats-synced-contenders")
         synced = [on_nats.LimpetNats(f"{server.url}?sync=always"), on_nats.NatsPy(server.url)]

@@ -32,6 +32,7 @@ OURS = on_postgres.LimpetPostgres.name
 POOL = on_postgres.AsyncpgPool.name
 LANGGRAPH = on_postgres.LanggraphPostgres.name
 RAW = on_postgres.RawUnnest.name
+BY_HAND = on_postgres.ByHand.name
 
 
 def measure(run: Run) -> None:
@@ -58,6 +59,8 @@ def _races(run: Run, url: str) -> None:
         if LANGGRAPH in present:
             findings.compare("postgres", f"{what}, x {LANGGRAPH}", "x", many, OURS, [LANGGRAPH], by_langgraph)
         findings.compare("postgres", f"{what}, of {RAW}", "of", many, OURS, [RAW], by_raw)
+        if verb == "put":
+            findings.compare("postgres", f"{what}, of {BY_HAND}", "of", many, OURS, [BY_HAND], goals.OF_BY_HAND)
         goal = goals.POSTGRES_ALONE[verb]
         findings.compare("postgres", f"PostgreSQL {verb}, x {POOL}", "x", found[verb], OURS, [POOL], goal)
 

@@ -79,7 +79,7 @@ class Proxy:
         far_reader, far_writer = await self._connect()
         replies = asyncio.create_task(_pass_on(far_reader, writer))
         try:
-            while asked := await reader.read(2**24):
+            while asked := await self._request(reader):
                 rule = self._rule
                 if rule is None or re.search(rule[1], asked) is None:
                     far_writer.write(asked)
@@ -101,6 +101,10 @@ class Proxy:
                 with contextlib.suppress(Exception):
                     end.close()
 
+    async def _request(self, reader: asyncio.StreamReader) -> bytes:
+        """What comes next on a line; nothing at its end."""
+        return await reader.read(2**24)
+
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         assert self._server.port is not None
         return await asyncio.open_connection("127.0.0.1", self._server.port)
@@ -112,6 +116,24 @@ class Proxy:
         answer = await reader.read(2**16)
         writer.close()
         return answer
+
+
+class HttpProxy(Proxy):
+    """Before a server that speaks HTTP, whose requests come in several pieces."""
+
+    def __init__(self, url: str, commit: bytes = rb"/engine/commit ") -> None:
+        async def greet(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+            pass
+
+        super().__init__(url, commit, greet)
+
+    async def _request(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)content-length: (\d+)", head)
+            return head + (await reader.readexactly(int(length[1])) if length else b"")
+        except asyncio.IncompleteReadError:
+            return b""
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -348,3 +348,72 @@ def nats_cluster(size: int = 3, more: str = "") -> Iterator[list[Nats]]:
         for server in servers:
             server.stop("immediate")
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class Served:
+    """A Limpet server on a folder of its own, which outlives its processes. See `tests.served`."""
+
+    def __init__(self, folder: Path, port: int | None = None) -> None:
+        self._folder = folder
+        self.port = port or free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def url(self) -> str:
+        """Where its places are: a place is the first step of a path."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start, and wait until it answers."""
+        # What it runs is measured by tests that run it in their own process.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.served", str(self.port), str(self._folder)],
+                stdout=log,
+                stderr=log,
+                cwd=Path(__file__).parents[1],
+                env=environment,
+                start_new_session=True,
+            )
+        until = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"Limpet did not start:\n{(self._folder / 'server.log').read_text()[-2000:]}")
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), 1):
+                return True
+        except OSError:
+            return False
+
+    def stop(self, how: str = "fast") -> None:
+        """Stop: ``fast`` as an operator does, ``immediate`` by SIGKILL."""
+        if self._process is None:
+            return
+        (self._process.terminate if how == "fast" else self._process.kill)()
+        self._process.wait(START_S)
+        self._process = None
+
+    def restart(self, how: str = "fast") -> None:
+        """Stop and start on the same port."""
+        self.stop(how)
+        self.start()
+
+
+@contextlib.contextmanager
+def served() -> Iterator[Served]:
+    """A running server on a folder that goes with it."""
+    folder = Path(tempfile.mkdtemp(prefix="limpet-served-"))
+    try:
+        server = Served(folder)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,9 @@ NOT_RUN_HERE = {
     "./dev check": "installs what it needs from a package index; .ci/run runs it",
     "./dev test tests/test_docs.py": "is what runs this test",
     "./dev test src/limpet/conformance --limpet-engine 'memory:{unique}'": "runs tests, and this is one",
+    "limpet serve --url sqlite:///state.db --nats nats://127.0.0.1:4222": "goes on; tests/server/test_serve.py runs it",
+    "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
+    "pip install 'limpet[server,nats]'": "installs from a package index",
     "pip install .": "installs from a package index",
     "pytest --pyargs limpet.conformance --asyncio-mode=auto --limpet-engine 'mine://{tmp}'": "needs an engine 'mine'",
 }
@@ -30,6 +33,8 @@ def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
+# Many commands of a page are processes of their own.
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
 def test_every_example_of_a_document_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

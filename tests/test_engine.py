@@ -217,7 +217,7 @@ async def test_an_engine_of_a_third_party_is_known_to_the_message(third_party: l
     with pytest.raises(InvalidValue, match="did you mean 'elsewhere'") as caught:
         await limpet.open("elsewere:place")
 
-    assert "elsewhere, memory" in str(caught.value)
+    assert "elsewhere, http, memory" in str(caught.value)
     assert third_party == ["limpet.engines"]
 
 

@@ -20,6 +20,7 @@ import pytest
 import limpet
 import limpet.sync
 from limpet import errors, keys
+from limpet.codes import CODES
 from tests.docs_support import ROOT
 
 PACKAGE = ROOT / "src" / "limpet"
@@ -29,25 +30,27 @@ API, ERRATA, LIMITS = (
 )
 
 # From the ground up: a part imports only what stands in a lower row. A package is one part.
-# The engines stand high, because nothing imports them but a face that is handed a driver's own pool;
-# what they may import is a test of its own.
+# The engines stand high, because nothing imports them but a face that is handed a driver's own pool, and the server
+# that shares with one of them how primitives travel; what engines may import is a test of its own.
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"keys", "clock"},
+    {"keys", "clock", "codes"},
     {"codec"},
     {"model"},
-    {"transition", "index"},
-    {"engine", "schema", "retry", "grants", "acl"},
+    {"transition", "index", "sealing"},
+    {"engine", "schema", "retry", "grants", "acl", "nats_acl"},
     {"batch", "hub"},
     {"sweep"},
     {"session"},
     {"record", "lock"},
-    {"election"},
+    {"election", "wire"},
     {"store"},
-    {"sync"},
+    {"sync", "plugin"},
     {"__init__"},
-    {"conformance", "demo", "cli", "engines"},
+    {"conformance", "demo", "engines"},
     {"faces"},
+    {"server"},
+    {"cli"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -58,7 +61,7 @@ FURNISHED = ("conformance", "cli")
 HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
     *("starlette", "uvicorn", "httpx2", "jinja2", "prometheus_client"),
-    *("click", "rich", "pytest", "hypothesis"),
+    *("click", "rich", "pytest", "hypothesis", "cryptography"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
 ]
 
@@ -299,11 +302,12 @@ def test_every_error_is_in_the_reference_with_its_code(kind: type[errors.LimpetE
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
 def test_every_error_is_in_the_reference_with_how_the_command_line_exits(kind: type[errors.LimpetError]) -> None:
-    from limpet.cli.failure import EXIT_CODES
+    assert told_errors()[kind.__name__][3] == str(CODES[kind].exit)
 
-    exits = next(code for group, code in EXIT_CODES.items() if issubclass(kind, group))
 
-    assert told_errors()[kind.__name__][3] == str(exits)
+@pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
+def test_every_error_is_in_the_reference_with_how_a_server_tells_it(kind: type[errors.LimpetError]) -> None:
+    assert told_errors()[kind.__name__][4:] == [str(CODES[kind].status), f"`{CODES[kind].reply}`"]
 
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)

@@ -29,7 +29,9 @@ from limpet.model import (
     Version,
     Window,
 )
+from limpet.plugin import PluginClient
 from limpet.record import Record
+from limpet.sealing import Keyring
 from limpet.store import Page, Store, open
 
 __version__ = "0.1.0"
@@ -48,11 +50,13 @@ __all__ = [
     "Fence",
     "Fields",
     "Filter",
+    "Keyring",
     "LimpetError",
     "Lock",
     "LockInfo",
     "ManualClock",
     "Page",
+    "PluginClient",
     "Record",
     "Revision",
     "Status",

@@ -61,7 +61,7 @@ from limpet.model import (
 if TYPE_CHECKING:
     from limpet.session import Session
 
-__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "plain_put"]
+__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "plain_put", "request_digest"]
 
 TTL = float | timedelta | None
 """Seconds, a timedelta, or None for never."""
@@ -145,12 +145,13 @@ class Draft:
     Every method returns the draft, so that calls can be chained; `commit` ends it.
     """
 
-    __slots__ = ("_bytes", "_guards", "_is_used", "_namespace", "_request_id", "_session", "_writes")
+    __slots__ = ("_bytes", "_guards", "_is_used", "_namespace", "_request", "_request_id", "_session", "_writes")
 
     def __init__(self, session: Session, namespace: str, request_id: str | None = None) -> None:
         self._session = session
         self._namespace = namespace
         self._request_id = None if request_id is None else check_key(request_id)
+        self._request: bytes | None = None
         self._guards: list[Guard] = []
         self._writes: list[Write] = []
         self._bytes = 0
@@ -260,6 +261,21 @@ class Draft:
         """End the key; the commit's ``ended`` has what it held."""
         return self._write(Delete(check_key(key), take=True))
 
+    def include(self, *writes: Write, guards: Iterable[Guard] = (), request: bytes | None = None) -> Self:
+        """Add writes and guards of any family as they are, for features that keep something beside the data.
+
+        Args:
+            writes: What to write, encoded.
+            guards: What to guard.
+            request: What was asked, in the feature's own words. A retry is known by that, and not by the writes,
+                which may depend on what was found. The same request must make as many writes each time.
+        """
+        self._guards += guards
+        self._request = self._request if request is None else request
+        for write in writes:
+            self._write(write, codec.size_bytes(write.stored) if isinstance(write, Put) else 0)
+        return self
+
     # Committing ---------------------------------------------------------------
 
     async def commit(self) -> Commit:
@@ -284,7 +300,7 @@ class Draft:
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
             return Batch(guards, writes, value_bytes_max=bytes_max)
-        digest = _digest(guards, writes)
+        digest = digest_of(guards, writes) if self._request is None else request_digest(self._request)
         return Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
@@ -319,18 +335,16 @@ class Draft:
     def _check_limits(self) -> None:
         if not self._writes and not self._guards:
             raise InvalidValue("an empty batch asks for nothing")
-        keys = [write.key for write in self._writes]
+        places = [(write.family, write.key) for write in self._writes]
         if self._bytes > BATCH_BYTES_MAX:
-            raise ValueTooLarge(keys[0], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
-        written = {*keys}
-        if len(written) < len(keys):
-            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ValueTooLarge(places[0][1], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+        written = {*places}
+        if len(written) < len(places):
+            _, twice = next(place for place in places if places.count(place) > 1)
             raise InvalidKey(twice, "a batch writes each key at most once")
-        if len(keys) > BATCH_WRITES_MAX:
-            raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(keys)}")
-        apart = {
-            (guard.family, guard.key) for guard in self._guards if guard.family != "data" or guard.key not in written
-        }
+        if len(places) > BATCH_WRITES_MAX:
+            raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(places)}")
+        apart = {(guard.family, guard.key) for guard in self._guards} - written
         if len(apart) > BATCH_GUARDS_MAX:
             raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
 
@@ -398,13 +412,18 @@ def _meta_json(key: str, meta: Meta | Literal[Mark.KEEP]) -> bytes | Literal[Mar
 _encode_request = msgspec.msgpack.Encoder(order="sorted").encode
 
 
-def _digest(guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> bytes:
+def digest_of(guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> bytes:
     """A hash of what is asked. The fence is not part of it: a retry may come under a newer token."""
-    import hashlib
-
     asked = [(type(guard.condition).__name__, guard) for guard in guards if guard.family == "data"]
     done = [(type(write).__name__, write) for write in writes]
-    return hashlib.blake2b(_encode_request((asked, done)), digest_size=16).digest()
+    return request_digest(_encode_request((asked, done)))
+
+
+def request_digest(request: bytes) -> bytes:
+    """The hash by which a request is known again."""
+    import hashlib
+
+    return hashlib.blake2b(request, digest_size=16).digest()
 
 
 def _in_words(condition: Condition) -> str:

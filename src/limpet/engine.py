@@ -27,6 +27,7 @@ from limpet.errors import InvalidValue
 from limpet.index import Sought
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
+from limpet.sealing import Keyring, Resealed, Seals, find_keyring
 
 __all__ = [
     "PAUSE_S",
@@ -36,9 +37,11 @@ __all__ = [
     "Budget",
     "Engine",
     "Indexing",
+    "Sealing",
     "is_made_here",
     "new_request_id",
     "open_engine",
+    "seal_engine",
 ]
 
 SCAN_CALLS: Final = 25
@@ -95,6 +98,7 @@ class Engine(Protocol):
         - Revisions may skip; nobody may count on density.
         - A refusal carries the entry found, so the caller need not read again.
         - A request seen before answers with its first result and changes nothing.
+        - A commit writes several families together; the same key in two of them is two entries.
         """
         ...
 
@@ -113,7 +117,7 @@ class Engine(Protocol):
         ...
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
-        """The data and lock entries whose time has come, as the writes that end them.
+        """The entries whose time has come, receipts aside, as the writes that end them.
 
         Behaviour:
         - An entry is due from the millisecond it expires, and not before.
@@ -179,6 +183,24 @@ class Indexing(Protocol):
         ...
 
 
+@runtime_checkable
+class Sealing(Protocol):
+    """What an engine can do beside its primitives where values are encrypted: tell of its keys, and change them."""
+
+    @property
+    def key_id(self) -> str:
+        """The id of the key that seals what is written now."""
+        ...
+
+    async def reseal(self, namespace: str, span: Span, *, limit: int = 500) -> Resealed:
+        """Seal with the current key what is sealed with another, or not at all."""
+        ...
+
+    async def seals(self, namespace: str) -> list[Seals]:
+        """How much is sealed with which key, the current one first."""
+        ...
+
+
 class Address(msgspec.Struct, frozen=True):
     """An engine's URL, taken apart. Its text form never shows a password."""
 
@@ -215,6 +237,15 @@ class Address(msgspec.Struct, frozen=True):
             if name not in names:
                 raise InvalidValue(f"{self}: unknown option {name!r}, known: {', '.join(names) or 'none'}")
 
+    def without(self, name: str) -> Address:
+        """The same address without an option."""
+        if name not in self.options:
+            return self
+        credentials, at, place = self.url.rpartition("@")
+        path, _, query = place.partition("?")
+        kept = "&".join(each for each in query.split("&") if each.partition("=")[0] != name)
+        return Address.parse(f"{credentials}{at}{path}{'?' if kept else ''}{kept}")
+
     def __str__(self) -> str:
         return _without_password(self.url)
 
@@ -237,19 +268,41 @@ _BUILT_IN: Final = {
     "postgresql": "limpet.engines.postgres",
     "redis": "limpet.engines.redis",
     "nats": "limpet.engines.nats",
+    "http": "limpet.engines.http",
 }
-_ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats"}
+_ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
+# What to install for an engine, where that is not called like its module.
+_EXTRAS: Final = {"http": "client"}
 
 
-async def open_engine(url: str, clock: Clock) -> Engine:
-    """Open the engine that a URL names. Third parties join through the entry-point group ``limpet.engines``."""
+async def open_engine(url: str, clock: Clock, *, encryption: Keyring | None = None) -> Engine:
+    """Open the engine that a URL names, with encryption in front of it where there are keys for it."""
     address = Address.parse(url)
+    # First the keys: what is refused for the lack of them has opened nothing.
+    keyring = find_keyring(encryption, address.options.get("encryption"))
+    if keyring is not None and address.scheme in ("http", "https"):
+        raise InvalidValue(
+            f"{address}: encryption is the server's, which has the engine: start it with the keys, and open this with "
+            "?encryption=off where the environment names keys"
+        )
+    engine = await _open(address.without("encryption"), clock)
+    return engine if keyring is None else seal_engine(engine, keyring, clock)
+
+
+def seal_engine(engine: Engine, keyring: Keyring, clock: Clock) -> Engine:
+    """Put encryption in front of an engine."""
+    sealed: Engine = importlib.import_module("limpet.engines.sealed").SealedEngine(engine, keyring, clock)
+    return sealed
+
+
+async def _open(address: Address, clock: Clock) -> Engine:
+    """Open the engine of an address. Third parties join through the entry-point group ``limpet.engines``."""
     scheme = _ALSO.get(address.scheme, address.scheme)
     if scheme in _BUILT_IN:
         try:
             opener: Opener = importlib.import_module(_BUILT_IN[scheme]).open
         except ModuleNotFoundError as missing:
-            extra = _BUILT_IN[scheme].rpartition(".")[2]
+            extra = _EXTRAS.get(scheme, _BUILT_IN[scheme].rpartition(".")[2])
             raise InvalidValue(
                 f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
             ) from missing

@@ -9,6 +9,7 @@ writer, never makes a queue grow and never misses a change without being told.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from bisect import bisect_right
 from collections import deque
 from typing import Final, Literal
@@ -41,6 +42,7 @@ class Hub:
         self._floor = self._head = 0
         self._follower: asyncio.Task[None] | None = None
         self._watchers = 0
+        self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._news: asyncio.Event = asyncio.Event()
         self._end: LimpetError | None = None
 
@@ -66,6 +68,10 @@ class Hub:
         if self._watchers == 0 and self._follower is not None:
             self._follower.cancel()
             self._follower = None
+
+    def lags(self) -> list[int]:
+        """How many revisions each watch is behind what the hub has read."""
+        return [max(0, self._head - watch._delivered()) for watch in self._watches]
 
     async def changes(self, after: int, span: Span | None) -> Feed | None:
         """What came after a revision; None when there is nothing yet. Other families come with no span."""
@@ -197,6 +203,15 @@ class Watch:
                 raise
         return self._ready.popleft()
 
+    @property
+    def position(self) -> str | None:
+        """Where to resume without missing anything, also if no event has come yet.
+
+        None while an event waits to be taken, whose own position is the one to keep, and before there is any.
+        """
+        settled = self._state == "following" and not self._ready
+        return self._prefix + str(self._cursor) if settled else None
+
     async def aclose(self) -> None:
         """End this watch, also for whoever waits in it."""
         self._ready.clear()
@@ -205,8 +220,14 @@ class Watch:
     def _finish(self) -> None:
         if self._state in ("scanning", "following"):
             self._hub.leave()
+            self._hub._watches.discard(self)
             self._hub.ring()
         self._state = "ended"
+
+    def _delivered(self) -> int:
+        """Up to which revision everything was handed out. What there was before has no place in the order."""
+        waits = bool(self._ready) and self._ready[0].position is not None
+        return self._ready[0].revision - 1 if waits else self._cursor
 
     async def _start(self) -> None:
         # The position is taken before the scan. The other way round, a change made in
@@ -214,6 +235,7 @@ class Watch:
         status = await self._hub.join()
         self._prefix = position_prefix(status, self._hub.namespace)
         self._state = "following"
+        self._hub._watches.add(self)
         try:
             self._cursor = status.revision if self._after is None else _revision_of(self._after, status, self._prefix)
         except LimpetError:

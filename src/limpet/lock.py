@@ -86,11 +86,14 @@ class Lock:
         wait: float = 0.0,
         holder: str | None = None,
         cancel: bool = True,
+        token: int | None = None,
     ) -> None:
         if not wait >= 0:
             raise InvalidValue("a lock waits for zero or more seconds")
+        if token is not None and type(token) is not int:
+            raise InvalidValue(f"a lock's token is an integer, not something of type {type(token).__name__}")
         self.name = check_key(name)
-        self.token: int | None = None
+        self.token = token
         self.lost = False
         self._session = session
         self._namespace = namespace
@@ -98,7 +101,9 @@ class Lock:
         self._wait_s = wait
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
         self._cancel = cancel
-        self._deadline = 0.0
+        self._is_taken_up = token is not None
+        # Of a lock that was taken up by its token, nobody knows until it is refreshed.
+        self._deadline: float | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._body: asyncio.Task[object] | None = None
         self._cancelled = False
@@ -107,7 +112,7 @@ class Lock:
     # As a context -------------------------------------------------------------
 
     async def __aenter__(self) -> Lock:
-        await self.acquire()
+        await (self.refresh() if self._is_taken_up else self.acquire())
         self._body = asyncio.current_task() if self._cancel else None
         self._cancelling = 0 if self._body is None else self._body.cancelling()
         self._renewal = asyncio.get_running_loop().create_task(self._renew(), name=f"limpet-lock-{self.name}")
@@ -181,7 +186,7 @@ class Lock:
 
     def check(self) -> None:
         """Raise `LockLost` when the lock is lost, or when its time may be over before anything is heard."""
-        if self.token is None:
+        if self.token is None or self._deadline is None:
             raise LockNotHeld(self.name)
         if self.lost or self._session.clock.monotonic() >= self._deadline:
             self.lost = True
@@ -265,6 +270,7 @@ class Lock:
         clock = self._session.clock
         while True:
             ttl_s = self._ttl_ms / 1000
+            assert self._deadline is not None
             await clock.sleep(min(ttl_s / 3, max(0.0, self._deadline - clock.monotonic())))
             try:
                 await self.refresh()

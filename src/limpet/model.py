@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
@@ -22,6 +22,7 @@ from limpet.errors import InvalidValue
 __all__ = [
     "ABSENT",
     "ANY",
+    "FAMILIES",
     "KEEP",
     "PRESENT",
     "Add",
@@ -58,8 +59,13 @@ __all__ = [
     "live",
 ]
 
-Family = Literal["data", "lock", "receipt"]
-"""The parts of a namespace. They share its revisions, its log and its commits."""
+Family = Literal["data", "lock", "receipt", "audit", "ghost"]
+"""The parts of a namespace. They share its revisions, its log and its commits.
+
+Beside the data and its locks: receipts of requests, the audit trail, and what can still be recovered.
+"""
+
+FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
 
 Op = Literal["put", "patch", "touch", "delete", "expire"]
 """What a change did to its key."""
@@ -501,6 +507,7 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
         log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
         clock: Whose time decides about expiry: this ``host``'s, or the ``server``'s.
         inline: Whether calls complete in place, without an event loop.
+        encrypted: Whether values are encrypted before they reach it.
     """
 
     engine: str
@@ -508,6 +515,7 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
     log: Literal["every", "last"]
     clock: Literal["host", "server"]
     inline: bool
+    encrypted: bool = False
 
 
 # Filters ----------------------------------------------------------------------

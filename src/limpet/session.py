@@ -7,6 +7,8 @@ under the same request id, so that the engine answers with the first result if t
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -34,8 +36,19 @@ class Session:
         self.clock = clock
         self.value_bytes_max = value_bytes_max
         self.sweeper = Sweeper(engine, clock, window or Window())
-        self.closed = False
+        self._ended = threading.Event()
         self._hubs: dict[str, Hub] = {}
+
+    def limited(self, value_bytes_max: int) -> Session:
+        """The same session under a limit of its own for values. Closing one closes both."""
+        twin = copy.copy(self)
+        twin.value_bytes_max = value_bytes_max
+        return twin
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed."""
+        return self._ended.is_set()
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """Commit a batch, settling an unknown outcome by asking again under the same request id."""
@@ -82,6 +95,10 @@ class Session:
             found = self._hubs[namespace] = Hub(self.engine, namespace, self.clock)
         return found
 
+    def watched(self) -> dict[str, list[int]]:
+        """The namespaces that are watched, and how many revisions each of their watches is behind."""
+        return {name: lags for name, hub in self._hubs.items() if (lags := hub.lags())}
+
     def check_open(self) -> None:
         """Raise `Closed` when the session has been closed."""
         if self.closed:
@@ -96,7 +113,7 @@ class Session:
         """End watches and background work, then let go of the engine. Safe to call twice."""
         if self.closed:
             return
-        self.closed = True
+        self._ended.set()
         await self.sweeper.stop()
         for hub in self._hubs.values():
             await hub.close()

@@ -19,7 +19,7 @@ from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_pu
 from limpet.clock import Clock, SystemClock
 from limpet.codec import decode
 from limpet.election import Election
-from limpet.engine import Indexing, is_made_here, open_engine
+from limpet.engine import Indexing, Sealing, is_made_here, open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, sought
@@ -28,6 +28,7 @@ from limpet.lock import Lock, LockInfo, lock_info
 from limpet.model import ABSENT, ANY, KEEP, Change, Commit, Entry, Event, Feed, Filter, Mark, Status, Traits, Window
 from limpet.record import Record
 from limpet.retry import pause_s
+from limpet.sealing import Keyring, Resealed, Seals
 from limpet.session import Session
 from limpet.transition import read_receipt
 
@@ -165,6 +166,42 @@ class Store:
         self._session.check_open()
         engine = self._session.engine
         return engine if isinstance(engine, Indexing) else None
+
+    # Encryption ---------------------------------------------------------------
+
+    async def reseal(self, *, after: str | None = None, limit: int | None = None) -> Resealed:
+        """Encrypt with the current key what older keys have encrypted, or what is not encrypted yet.
+
+        No write of others is lost, and whoever is interrupted may start again. Each entry is put back as it is, so its
+        version grows by one, and the cause of the change starts with ``limpet-reseal-``.
+
+        Args:
+            after: Go on after this key.
+            limit: Look at this many entries at most; None for all.
+        """
+        engine, cursor = self._sealing, after
+        looked_at = resealed = 0
+        while limit is None or looked_at < limit:
+            page = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - looked_at)
+            span = _span_after(prefix_span(""), cursor)
+            part = await self._session.retrying(functools.partial(engine.reseal, self.name, span, limit=page))
+            looked_at, resealed, cursor = looked_at + part.looked_at, resealed + part.resealed, part.cursor
+            if cursor is None:
+                break
+        return Resealed(looked_at, resealed, cursor)
+
+    async def seals(self) -> list[Seals]:
+        """How many entries, and how many changes in the log, are encrypted with which key."""
+        engine = self._sealing
+        return await self._session.retrying(lambda: engine.seals(self.name))
+
+    @property
+    def _sealing(self) -> Sealing:
+        self._session.check_open()
+        engine = self._session.engine
+        if not isinstance(engine, Sealing):
+            raise InvalidValue("this store is not encrypted: open it with encryption=limpet.Keyring(…)")
+        return engine
 
     async def _slice(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> Any:
         engine = self._session.engine
@@ -359,7 +396,14 @@ class Store:
     # Locking ------------------------------------------------------------------
 
     def lock(
-        self, name: str, *, ttl: float | timedelta, wait: float = 0.0, holder: str | None = None, cancel: bool = True
+        self,
+        name: str,
+        *,
+        ttl: float | timedelta,
+        wait: float = 0.0,
+        holder: str | None = None,
+        cancel: bool = True,
+        token: int | None = None,
     ) -> Lock:
         """A lease on a name, to be used with ``async with``.
 
@@ -369,8 +413,9 @@ class Store:
             wait: How many seconds to wait for it; 0 raises `LockHeld` at once.
             holder: Who is shown as its holder; the host and process when not given.
             cancel: Whether losing the lock cancels the body.
+            token: Takes up a lock that another handle acquired under this token, to refresh or release it.
         """
-        return Lock(self._session, self.name, name, ttl=ttl, wait=wait, holder=holder, cancel=cancel)
+        return Lock(self._session, self.name, name, ttl=ttl, wait=wait, holder=holder, cancel=cancel, token=token)
 
     def election(
         self,
@@ -487,12 +532,20 @@ def _span_after(span: Span, after: str | None) -> Span:
 # Opening ----------------------------------------------------------------------
 
 
-async def open_session(url: str | None, *, clock: Clock | None, max_value_bytes: int, window: Window | None) -> Session:
+async def open_session(
+    url: str | None,
+    *,
+    clock: Clock | None,
+    max_value_bytes: int,
+    window: Window | None,
+    encryption: Keyring | None = None,
+) -> Session:
     """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
     if type(max_value_bytes) is not int or max_value_bytes < 1:
         raise InvalidValue("max_value_bytes is a positive integer")
     clock = clock or SystemClock()
-    engine = await open_engine(url or os.environ.get("LIMPET_URL") or "sqlite:///limpet.db", clock)
+    place = url or os.environ.get("LIMPET_URL") or "sqlite:///limpet.db"
+    engine = await open_engine(place, clock, encryption=encryption)
     return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
 
 
@@ -529,6 +582,7 @@ def open(
     max_value_bytes: int = VALUE_BYTES_MAX,
     window: Window | None = None,
     sweep: bool = True,
+    encryption: Keyring | None = None,
 ) -> Opening:
     """Open a namespace of an engine.
 
@@ -539,6 +593,8 @@ def open(
         max_value_bytes: The largest value that is accepted.
         window: How much of the log is kept.
         sweep: Whether this process ends expired entries and trims the log in the background.
+        encryption: The keys that values are encrypted with; when not given, those that the URL names by
+            ``?encryption=env:NAME`` or ``file:PATH``, those in ``LIMPET_ENCRYPTION_KEYS``, or none.
 
     Returns:
         An `Opening`: use it with ``async with``, or await it and close the store yourself.
@@ -546,7 +602,9 @@ def open(
 
     async def opening() -> Store:
         check_namespace(namespace)
-        session = await open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window)
+        session = await open_session(
+            url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+        )
         store = Store(session, namespace)
         if sweep:
             session.sweeper.start()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, NamedTuple
 
 from limpet.clock import Clock
 from limpet.engine import Engine
@@ -22,19 +23,45 @@ from limpet.model import Batch, Commit, Window
 log = logging.getLogger("limpet.sweep")
 
 SWEEP_S: Final = 1.0
-SWEEP_MAX: Final = 500
+SWEEP_MAX: Final = 250
+SWEEP_MIN: Final = 50
+SWEEP_LONG_S: Final = 0.02
 TRIM_S: Final = 10.0
 
 
+class Round(NamedTuple):
+    """One look at all namespaces in the background.
+
+    Attributes:
+        ended: How many entries it ended, for the namespaces where it ended any.
+        failed: Why, for the namespaces that could not be swept or trimmed.
+        seconds: How long it took, the trimming included.
+    """
+
+    ended: Mapping[str, int]
+    failed: Mapping[str, LimpetError]
+    seconds: float
+
+
 class Sweeper:
-    """Sweeps the namespaces that this process has opened."""
+    """Sweeps the namespaces that this process has opened.
+
+    Attributes:
+        listeners: Whom to tell of every round. They must be quick, and must not raise.
+    """
 
     def __init__(self, engine: Engine, clock: Clock, window: Window) -> None:
         self._engine = engine
         self._clock = clock
         self._window = window
+        self.listeners: list[Callable[[Round], None]] = []
         self._namespaces: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Those it sweeps, in no order."""
+        return list(self._namespaces)
 
     def watch_over(self, namespace: str) -> None:
         """Sweep this namespace from now on."""
@@ -58,9 +85,12 @@ class Sweeper:
 
     async def sweep(self, namespace: str) -> int:
         """End everything that is due now. Returns how many entries this call ended."""
-        total = 0
-        while due := await self._engine.due(namespace, limit=SWEEP_MAX):
+        total, limit = 0, SWEEP_MAX
+        while due := await self._engine.due(namespace, limit=limit):
+            began = self._clock.monotonic()
             outcome = await self._engine.commit(namespace, Batch((), tuple(due)))
+            # Whoever writes meanwhile waits as long as this took.
+            limit = max(SWEEP_MIN, limit // 2) if self._clock.monotonic() - began > SWEEP_LONG_S else limit
             ended = sum(entry is not None for entry in outcome.ended) if isinstance(outcome, Commit) else 0
             total += ended
             if ended == 0:
@@ -82,12 +112,26 @@ class Sweeper:
             trims = self._clock.monotonic() >= trim_at
             if trims:
                 trim_at = self._clock.monotonic() + TRIM_S
-            for namespace in list(self._namespaces):
-                try:
-                    await self.sweep(namespace)
-                    if trims:
-                        await self.trim(namespace)
-                except BrokenError:
-                    return
-                except LimpetError as error:
-                    log.warning("sweep of namespace %s failed and will be tried again: %s", namespace, error)
+            try:
+                done = await self._round(trims=trims)
+            except BrokenError:
+                return
+            for listener in self.listeners:
+                listener(done)
+
+    async def _round(self, *, trims: bool) -> Round:
+        began = self._clock.monotonic()
+        ended: dict[str, int] = {}
+        failed: dict[str, LimpetError] = {}
+        for namespace in self.namespaces:
+            try:
+                if count := await self.sweep(namespace):
+                    ended[namespace] = count
+                if trims:
+                    await self.trim(namespace)
+            except BrokenError:
+                raise
+            except LimpetError as error:
+                log.warning("sweep of namespace %s failed and will be tried again: %s", namespace, error)
+                failed[namespace] = error
+        return Round(ended, failed, self._clock.monotonic() - began)

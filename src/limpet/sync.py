@@ -34,6 +34,7 @@ from limpet.errors import Closed, Conflict
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
+from limpet.sealing import Keyring
 from limpet.session import Session
 
 __all__ = ["Draft", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
@@ -193,6 +194,8 @@ class Store(_Face):
     unindex = mirror(_store.Store.unindex)
     indexes = mirror(_store.Store.indexes)
     trim = mirror(_store.Store.trim)
+    reseal = mirror(_store.Store.reseal)
+    seals = mirror(_store.Store.seals)
 
     @property
     def name(self) -> str:
@@ -243,9 +246,18 @@ class Store(_Face):
         """Changes as they happen, in revision order, from now on; see `limpet.Store.watch`."""
         return Watch(self._twin.watch(pattern, after=after, initial=initial, overflow=overflow), self._runner)
 
-    def lock(self, name: str, *, ttl: float | timedelta, wait: float = 0.0, holder: str | None = None) -> Lock:
+    def lock(
+        self,
+        name: str,
+        *,
+        ttl: float | timedelta,
+        wait: float = 0.0,
+        holder: str | None = None,
+        token: int | None = None,
+    ) -> Lock:
         """A lease on a name, to be used with ``with``. Losing it sets ``lost`` and raises at exit."""
-        return Lock(self._twin.lock(name, ttl=ttl, wait=wait, holder=holder, cancel=False), self._runner)
+        twin = self._twin.lock(name, ttl=ttl, wait=wait, holder=holder, cancel=False, token=token)
+        return Lock(twin, self._runner)
 
     def election(
         self, name: str, *, ttl: float | timedelta, wait: float | None = None, candidate: str | None = None
@@ -346,6 +358,11 @@ class Watch(_Face):
     def dropped(self) -> int:
         """How many events were dropped, with ``overflow="drop"``."""
         return self._twin.dropped
+
+    @property
+    def position(self) -> str | None:
+        """Where to resume without missing anything, also if no event has come yet."""
+        return self._twin.position
 
     def poll(self, timeout: float) -> Event | None:
         """The next event, or None when there was none in so many seconds."""
@@ -535,12 +552,15 @@ def open(
     max_value_bytes: int = VALUE_BYTES_MAX,
     window: Window | None = None,
     sweep: bool = True,
+    encryption: Keyring | None = None,
 ) -> Store:
     """Open a namespace of an engine; see `limpet.open`. Close the store, or use it with ``with``."""
     check_namespace(namespace)
     runner = Runner()
     try:
-        session = runner.wait(_store.open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window))
+        session = runner.wait(
+            _store.open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption)
+        )
     except BaseException:
         runner.stop()
         raise

@@ -21,7 +21,8 @@ def ears() -> None:
 @pytest.fixture(autouse=True)
 def nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of the developer's, and no file in the folder of the tests."""
-    for name in ("LIMPET_URL", "LIMPET_NAMESPACE", "LIMPET_LOCK", "LIMPET_FENCING_TOKEN", "PYTHONUNBUFFERED"):
+    names = ("LIMPET_URL", "LIMPET_NAMESPACE", "LIMPET_ENCRYPTION_KEYS", "LIMPET_LOCK", "LIMPET_FENCING_TOKEN")
+    for name in (*names, "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 

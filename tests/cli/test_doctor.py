@@ -82,6 +82,7 @@ def test_a_healthy_store_is_well_in_every_respect(healthy: Limpet, file: Path, u
         "values": "every value can be read",
         "expired": "nothing that has expired waits to be swept",
         "durability": "an acknowledged write survives a power cut",
+        "encryption": "values are not encrypted",
         "clock": "the store's time and this host's clock agree",
     }
 
@@ -443,6 +444,7 @@ def test_stat_tells_what_there_is_and_who_holds_locks(run: Limpet, url: str) -> 
         "namespace": "default",
         "engine": "sqlite",
         "durability": "disk",
+        "encrypted": "no",
         "keys": "1",
         "bytes": "2",
         "revision": "2",

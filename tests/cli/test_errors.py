@@ -9,7 +9,8 @@ import pytest
 
 import limpet
 from limpet import errors
-from limpet.cli.failure import EXIT_CODES, exit_code, told
+from limpet.cli.failure import exit_code, told
+from limpet.codes import CODES
 from tests.cli.support import Limpet
 
 PLACE = "namespace 'default' of sqlite:///state.db"
@@ -125,7 +126,7 @@ KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
         (
             "ls --url sqlight:///x.db",
             7,
-            "unknown engine 'sqlight': did you mean 'sqlite'? known: memory, nats, postgresql, redis, sqlite",
+            "unknown engine 'sqlight': did you mean 'sqlite'? known: http, memory, nats, postgresql, redis, sqlite",
             None,
         ),
         (
@@ -387,7 +388,7 @@ def test_no_error_is_left_out() -> None:
     groups = {base for kind in kinds for base in kind.__mro__[1:]}
 
     assert kinds - groups == {type(error) for error, *_ in ALL}
-    assert set(EXIT_CODES.values()) == {3, 4, 5, 6, 7}
+    assert {code.exit for code in CODES.values()} == {3, 4, 5, 6, 7}
 
 
 def test_no_words_are_meant_for_a_programmer() -> None:

@@ -153,6 +153,7 @@ def test_stat_prints_one_document(run: Limpet, url: str) -> None:
         "namespace": "default",
         "engine": "sqlite",
         "durability": "disk",
+        "encrypted": False,
         "keys": 1,
         "bytes": 2,
         "revision": status.revision,

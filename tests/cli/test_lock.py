@@ -27,7 +27,9 @@ import signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: sys.exit(40 + number))
 print("on", flush=True)
-time.sleep(60)
+# A signal that comes just before a sleep begins is heard only when that ends.
+for _ in range(600):
+    time.sleep(0.1)
 """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import limpet
 from limpet.engines.nats import NatsEngine
 from limpet.engines.nats_space import Space
+from limpet.engines.nats_writer import Writer
 from tests.proxy import Proxy
 
 
@@ -26,6 +27,10 @@ def engine_of(store: limpet.Store) -> NatsEngine:
 
 def space_of(store: limpet.Store) -> Space:
     return engine_of(store)._spaces[store.name].space
+
+
+def writer_of(store: limpet.Store) -> Writer:
+    return engine_of(store)._spaces[store.name].writer
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import limpet
 from limpet.engines.nats_wire import Subjects, decode_name, encode_name
 from limpet.errors import Corrupt, InvalidValue, PermissionDenied, Unavailable, ValueTooLarge
+from limpet.model import FAMILIES
 from tests.engines import unique
 from tests.nats.support import client, engine_of, server, space_of
 from tests.servers import jetstream, nats
@@ -50,12 +51,18 @@ def test_plain_names_stay_readable(key: str, words: str) -> None:
 
 def test_every_subject_leads_back_to_its_entry() -> None:
     subjects = Subjects("b")
-    for place in [("data", "l.x"), ("lock", "data.x"), ("receipt", "a"), ("data", "$LMP.b.l.x")]:
+    for place in [
+        ("data", "l.x"),
+        ("lock", "data.x"),
+        ("receipt", "a"),
+        ("audit", "a.b"),
+        ("ghost", "g"),
+        ("data", "$LMP.b.l.x"),
+    ]:
         assert subjects.place(subjects.of(place)) == place  # type: ignore[arg-type]
-    assert subjects.alarmed(subjects.alarm(("lock", "a.b c"), 1_700_000_000_123)) == (
-        1_700_000_000_123,
-        ("lock", "a.b c"),
-    )
+    for family in FAMILIES:
+        place = family, "a.b c"
+        assert subjects.alarmed(subjects.alarm(place, 1_700_000_000_123)) == (1_700_000_000_123, place)
     for other in (subjects.floor, subjects.carrier(1), subjects.alarm(("data", "x"), 5)):
         assert subjects.place(other) is None
 
@@ -97,7 +104,7 @@ async def test_what_another_program_writes_is_raw_bytes() -> None:
 
 async def test_any_request_id_is_a_cause() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        for name in ("-", "=", "a b", "."):
+        for name in ("-", "=", "+", "+=", "a b", "."):
             await store.put("key", name, request_id=name)
             (event,) = [event async for event in store.history("key")]
             assert event.cause == name
@@ -161,6 +168,16 @@ async def test_an_entry_of_the_largest_size_fits_a_server_as_it_comes() -> None:
             with pytest.raises(ValueTooLarge, match="1,048,576"):
                 await store.put("key", b"x" * 1_050_000)
             assert len(await store.get("key")) == 1_000_000
+
+
+async def test_a_receipt_that_does_not_fit_is_refused() -> None:
+    """A server ends the line at a message that is too large for it, and nobody could tell what became of the batch."""
+    with nats(lambda folder: jetstream(folder).replace("max_payload: 5MB", "")) as small:
+        async with limpet.open(small.url, sweep=False) as store:
+            draft = store.batch(request_id="mine").set("a", {"field": "x" * 600_000}).set("b", {"field": "y" * 600_000})
+            with pytest.raises(ValueTooLarge, match="1,048,576"):
+                await draft.commit()
+            assert (await store.keys()).keys == []
 
 
 async def test_a_stream_of_another_kind_is_refused() -> None:

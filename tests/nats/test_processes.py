@@ -50,7 +50,7 @@ def _worker(namespace: str, index: int) -> subprocess.Popen[str]:
 
 async def test_a_key_that_others_keep_writing_ends_in_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hangs: after so many attempts the caller is told which key it was."""
-    monkeypatch.setattr("limpet.engines.nats_space.ATTEMPTS", 3)
+    monkeypatch.setattr("limpet.engines.nats_writer.ATTEMPTS", 3)
     async with (
         limpet.open(server(), namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
@@ -65,7 +65,7 @@ async def test_a_key_that_others_keep_writing_ends_in_contention(monkeypatch: py
             return found
 
         monkeypatch.setattr(space, "last", look_too_early)
-        space._known.clear()
+        space.known.clear()
 
         with pytest.raises(Contention, match="'hot' changed under 3 attempts"):
             await engine_of(store).commit(store.name, store.batch().put("hot", 1)._batch())

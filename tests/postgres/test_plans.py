@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+import limpet
 from limpet.engines.postgres import PostgresEngine
+from limpet.errors import Unavailable
 from limpet.keys import key_span, prefix_span
 from limpet.model import Add, Delete, Touch
-from tests.postgres.support import Spy, batch, connected, put
+from tests.postgres.support import Spy, batch, connected, engine_of, new_schema, put, url_of
 
 MANY = 20_000
 
@@ -121,3 +123,14 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
         assert await connection.fetchval(count, filled._schema) == before
         scans = "SELECT idx_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"
         assert await connection.fetchval(scans, filled._schema) > 60
+
+
+async def test_an_index_may_take_longer_than_any_other_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large table is indexed in minutes, and the limit that ends a forgotten transaction would end that."""
+    monkeypatch.setattr("limpet.engines.postgres._TRANSACTION_MS", 300)
+    async with limpet.open(url_of(new_schema()), sweep=False) as store:
+        engine = engine_of(store)
+        with pytest.raises(Unavailable):
+            await engine._run("SELECT pg_sleep(2)")
+
+        await engine._define("SELECT pg_sleep(0.6)")

@@ -15,6 +15,7 @@ import click
 
 import limpet
 import limpet.sync
+from limpet import wire
 from limpet.cli import output
 from limpet.cli.arguments import (
     URL_DEFAULT,
@@ -28,15 +29,21 @@ from limpet.cli.arguments import (
     position,
     value_of,
 )
+from limpet.cli.audit import audit
+from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
-from limpet.cli.failure import EXIT_CODES, Missing, shown
+from limpet.cli.deadletters import deadletters
+from limpet.cli.failure import Missing, shown
 from limpet.cli.grant import grant_command
+from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
+from limpet.cli.serve import serve_command
+from limpet.cli.token import token
 from limpet.errors import Conflict
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Event
 
-__all__ = ["EXIT_CODES", "main"]
+__all__ = ["main"]
 
 _EPILOG = """\b
 To start:
@@ -110,7 +117,7 @@ def get(setup: Setup, key: str, raw: bool) -> None:
     if entry is None:
         raise limpet.errors.NotFound(key)
     if setup.as_json:
-        output.show(output.entry_as_json(entry, with_value=True))
+        output.show(wire.entry_as_json(entry, with_value=True))
     else:
         output.show_value(entry.value, raw=raw)
 
@@ -225,7 +232,7 @@ def ls(
                     output.show_heading(output.ENTRY_COLUMNS)
                 is_empty = False
                 if setup.as_json:
-                    output.show(output.entry_as_json(entry, with_value=values))
+                    output.show(wire.entry_as_json(entry, with_value=values))
                 elif long:
                     output.show_columns(output.ENTRY_COLUMNS, output.entry_cells(entry, now_ms))
                 else:
@@ -296,7 +303,7 @@ def field_get(setup: Setup, key: str, name: str | None, raw: bool) -> None:
         )
     if setup.as_json:
         chosen = fields if name is None else limpet.Fields({name: fields[name]})
-        output.show({**output.entry_as_json(entry, with_value=False), "fields": output.plain(chosen)})
+        output.show({**wire.entry_as_json(entry, with_value=False), "fields": wire.plain(chosen)})
     else:
         output.show_value(fields if name is None else fields[name], raw=raw)
 
@@ -509,13 +516,15 @@ def stat(setup: Setup) -> None:
         "namespace": setup.namespace,
         "engine": traits.engine,
         "durability": traits.durability,
-        **output.status_as_json(status),
+        "encrypted": traits.encrypted,
+        **wire.status_as_json(status),
     }
     if setup.as_json:
-        output.show({**facts, "locks": [output.lock_as_json(held) for held in locks]})
+        output.show({**facts, "locks": [wire.lock_as_json(held) for held in locks]})
         return
     for name, fact in facts.items():
-        output.show_line(f"{name:<12} {fact}")
+        shown_fact = {True: "yes", False: "no"}[fact] if isinstance(fact, bool) else fact
+        output.show_line(f"{name:<12} {shown_fact}")
     for held in locks:
         left = output.span(held.remaining)
         output.show_line(
@@ -581,8 +590,14 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
             output.say(f"{store.traits.engine} keeps no indexes: its scans look at every entry of their prefix")
 
 
+main.add_command(keys)
 main.add_command(grant_command)
+main.add_command(token)
 main.add_command(migrate)
+main.add_command(call_command)
+main.add_command(serve_command)
+main.add_command(audit)
+main.add_command(deadletters)
 
 
 # Inside -----------------------------------------------------------------------
@@ -626,13 +641,13 @@ def _fence(fenced: bool) -> limpet.Fence | None:
 def _show_written(setup: Setup, entry: Entry) -> None:
     """What a write left: for programs that ask, and for somebody who looks."""
     if setup.as_json:
-        output.show(output.entry_as_json(entry, with_value=False))
+        output.show(wire.entry_as_json(entry, with_value=False))
     elif output.on_terminal():
         output.show_line(f"version {entry.version} at revision {entry.revision}")
 
 
 def _show_event(setup: Setup, event: Event) -> None:
     if setup.as_json:
-        output.show(output.event_as_json(event))
+        output.show(wire.event_as_json(event))
     else:
         output.show_columns(output.EVENT_COLUMNS, output.event_cells(event))

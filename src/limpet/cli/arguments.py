@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Any, Final, TypeVar
 from urllib.parse import quote
 
 import click
@@ -19,6 +21,8 @@ from limpet.engine import Address
 from limpet.errors import InvalidValue, LimpetError
 from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Filter
+
+T = TypeVar("T")
 
 URL_DEFAULT: Final = "sqlite:///limpet.db"
 INPUT_BYTES_MAX: Final = 16 * VALUE_BYTES_MAX
@@ -55,6 +59,21 @@ class Setup:
         leave an empty file there, and answer that there is nothing. A command that ends at once does
         not sweep behind others; one that stays does.
         """
+        self.check(make=make)
+        return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep)
+
+    def run(self, work: Callable[[limpet.Store], Coroutine[Any, Any, T]], *, make: bool = False) -> T:
+        """Do something with the store that takes an event loop."""
+        self.check(make=make)
+
+        async def opened() -> T:
+            async with limpet.open(self.url, namespace=self.namespace, sweep=False) as store:
+                return await work(store)
+
+        return asyncio.run(opened())
+
+    def check(self, *, make: bool) -> None:
+        """See that there is a store to open, or that one may be made."""
         address = Address.parse(self.url)
         if address.scheme == "memory":
             raise InvalidValue(
@@ -67,7 +86,6 @@ class Setup:
                 raise Missing(f"there is no store at {address}{self.why}: no such file", _WHERE_ELSE)
             if sys.stderr is not None and sys.stderr.isatty():
                 click.echo(f"limpet: making {file}", err=True)
-        return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep)
 
     @property
     def file(self) -> Path | None:

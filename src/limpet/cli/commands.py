@@ -17,10 +17,12 @@ from limpet.cli.arguments import Setup
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = {
-    "Values": ("get", "put", "del", "ls", "incr", "field"),
+    "Values": ("get", "put", "del", "ls", "incr", "field", "call"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
-    "Care": ("stat", "doctor", "index", "grant", "migrate"),
+    "Serving": ("serve", "token"),
+    "Care": ("stat", "doctor", "index", "keys", "grant", "migrate"),
+    "Semantic entries": ("audit", "deadletters"),
 }
 
 _NEGATIVE: Final = re.compile(r"-[\d.]")

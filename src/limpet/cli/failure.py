@@ -10,21 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from limpet import errors
-
-EXIT_CODES: Final[dict[type[errors.LimpetError], int]] = {
-    errors.NotFound: 3,
-    errors.Conflict: 4,
-    errors.LockHeld: 5,
-    errors.LockNotHeld: 5,
-    errors.LockExpired: 5,
-    errors.LockLost: 5,
-    errors.TransientError: 6,
-    errors.Ambiguous: 6,
-    errors.RequestError: 7,
-    errors.StateError: 7,
-    errors.BrokenError: 6,
-}
-"""By cause. The first class that fits decides, so leaves stand before their groups."""
+from limpet.codes import code_of
 
 PIPE_CLOSED: Final = 141
 """What a shell says of a program whose reader left: 128 and the number of SIGPIPE."""
@@ -64,7 +50,7 @@ def shown(name: str) -> str:
 
 def exit_code(error: errors.LimpetError) -> int:
     """How the process ends after this error."""
-    return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
+    return code_of(error).exit
 
 
 class Told(NamedTuple):
@@ -83,6 +69,8 @@ def told(error: errors.LimpetError, place: str) -> Told:
             return Told(text, error.advice)
         case errors.NotFound():
             return Told(f"{text} in {place}", advice)
+        case errors.Conflict(code="version_conflict"):
+            return Told(text, "Nothing was changed. Look at what is there, decide, and try again.")
         case errors.Conflict(reason="stale_request"):
             message = f"request id {shown(error.key)} was used before for another request"
             return Told(message, "Nothing was changed. Give a new request a new --request-id.")

@@ -1,4 +1,4 @@
-"""Granting: the script of `limpet.grants` or `limpet.acl`, printed for an administrator or run as one."""
+"""Granting: the script of `limpet.grants`, `limpet.acl` or `limpet.nats_acl`, for an administrator, or run as one."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ class GrantCommand(Command):
         "limpet grant grafana --read-only --apply",
         "limpet grant trivia --revoke --apply",
         "limpet grant trivia -n trivia --url redis://cache:6379/0",
+        "limpet grant --nats trivia quote-db > plugins.conf",
     ),
 )
-@click.argument("role")
+@click.argument("roles", metavar="ROLE...", nargs=-1, required=True)
 @click.option(
     "-n",
     "--namespace",
@@ -55,17 +56,43 @@ class GrantCommand(Command):
 @click.option("--login", is_flag=True, help="Let ROLE log in. It gets no password here.")
 @click.option("--revoke", is_flag=True, help="Take back everything that was granted. ROLE stays.")
 @click.option("--apply", is_flag=True, help="Run the script, as the user of the URL. [default: print it]")
+@click.option("--nats", "on_nats", is_flag=True, help="Users of NATS instead, one for each plugin ROLE.")
+@click.option("--prefix", default="db.kv", metavar="WORDS", help="With --nats: how subjects start. [default: db.kv]")
+@click.option("--server", default="limpet", metavar="NAME", help="With --nats: the server's user. [default: limpet]")
 @pass_setup
 def grant_command(
-    setup: Setup, role: str, namespaces: tuple[str, ...], read_only: bool, login: bool, revoke: bool, apply: bool
+    setup: Setup,
+    roles: tuple[str, ...],
+    namespaces: tuple[str, ...],
+    read_only: bool,
+    login: bool,
+    revoke: bool,
+    apply: bool,
+    on_nats: bool,
+    prefix: str,
+    server: str,
 ) -> None:
-    """Let ROLE use this store and nothing else, on PostgreSQL or Redis.
+    """Let ROLE use this store alone: on PostgreSQL, Redis, NATS.
 
     Prints a script for psql, or a command for redis-cli, without connecting. The role is made if there is none. What it
     may do is what the last grant says, and nothing that an earlier one did. LIMPET_NAMESPACE is not looked at.
-    """
-    from limpet import acl, grants
 
+    With --nats, prints a block for nats-server: the permissions of each plugin, and of the server that they ask.
+    """
+    from limpet import acl, grants, nats_acl
+
+    if on_nats:
+        if namespaces or read_only or login or revoke or apply:
+            raise click.UsageError("--nats prints permissions of plugins: it goes with --prefix and --server alone")
+        block = nats_acl.granting(roles, prefix=prefix, server=server)
+        if setup.as_json:
+            output.show({"plugins": sorted({*roles}), "server": server, "prefix": prefix, "configuration": block})
+        else:
+            output.write(block.encode())
+        return
+    if len(roles) > 1:
+        raise click.UsageError("a grant is for one ROLE: only --nats takes several")
+    (role,) = roles
     if revoke and (namespaces or read_only or login):
         raise click.UsageError("--revoke takes everything back: give no --namespace, --read-only or --login with it")
     root = click.get_current_context().find_root()

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 from urllib.parse import quote
 
+import limpet.sync
 from limpet.cli.arguments import Setup
 from limpet.cli.output import span
-from limpet.errors import LimpetError
+from limpet.errors import Corrupt, LimpetError
 from limpet.model import Window
 from limpet.schema import REVISION, VERSION_TABLE, is_behind
 
@@ -27,6 +28,7 @@ Level = Literal["ok", "warn", "bad"]
 
 CLOCK_S_MAX: Final = 1.0
 DISK_BYTES_MIN: Final = 64_000_000
+SAMPLE: Final = 500
 SWEEP_S_MAX: Final = 10.0
 TRIM_S_MAX: Final = 60.0
 WAL_BYTES_MAX: Final = 64_000_000
@@ -224,17 +226,30 @@ def _expired(database: sqlite3.Connection) -> Finding:
 # The store --------------------------------------------------------------------
 
 
+def _encryption(store: limpet.sync.Store) -> Finding:
+    """Whether what is there opens with the keys that are here. A page tells: keys are changed all at once."""
+    if not store.traits.encrypted:
+        return Finding("encryption", "ok", "values are not encrypted")
+    try:
+        looked_at = sum(1 for _ in store.scan(limit=SAMPLE))
+    except Corrupt as error:
+        return Finding("encryption", "bad", str(error), "Give it the keys that it was written with.")
+    return Finding("encryption", "ok", f"values are encrypted, and {looked_at:,} that were looked at could be opened")
+
+
 def _examine_store(setup: Setup) -> Iterator[Finding]:
     began = time.perf_counter()
     try:
         with setup.open() as store:
             traits, status = store.traits, store.status()
+            encryption = _encryption(store)
     except LimpetError as error:
         yield Finding("open", "bad", str(error))
         return
     yield Finding("open", "ok", f"opened {setup.shown_url} in {(time.perf_counter() - began) * 1000:.0f} ms")
     level: Level = "warn" if traits.durability == "none" else "ok"
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
+    yield encryption
     ahead_s = status.now_ms / 1000 - time.time()
     if abs(ahead_s) > CLOCK_S_MAX:
         found = f"the store's time is {span(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} this host's clock"

@@ -119,7 +119,8 @@ def sql(setup: Setup, revision: str) -> None:
 
 def _place(setup: Setup) -> Place:
     """Where the tables are. Only the engine knows what its URL says, and it is loaded by the URL's scheme."""
-    address = Address.parse(setup.url)
+    # The tables are the same, whatever is in them.
+    address = Address.parse(setup.url).without("encryption")
     if address.scheme not in _ENGINES:
         raise InvalidValue(f"{address} has no tables: migrating is for sqlite: and postgresql: URLs")
     if setup.file is not None and not setup.file.exists():

@@ -35,6 +35,13 @@ class Hooks:
         True means that it was set. Otherwise the suite lets time pass by waiting, which takes its time.
         """
 
+    @pytest.hookspec(firstresult=True)
+    def pytest_limpet_asks(self, config: pytest.Config, test: str, engine: str, face: str, alone: bool) -> bool | None:
+        """Whether a test is to be asked on an engine, through a face, which may be the only one that promises it.
+
+        False leaves it out; nobody need answer.
+        """
+
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
     """Make the suite's hooks known."""
@@ -55,6 +62,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     only = metafunc.definition.get_closest_marker("face")
     if only is not None:
         faces = [face for face in faces if face == only.args[0]]
-    targets = [(engine, face) for engine in engines for face in faces]
-    names = [f"{engine.partition(':')[0]}-{face}" for engine, face in targets]
-    metafunc.parametrize("target", targets, ids=names)
+    asks, test = metafunc.config.hook.pytest_limpet_asks, metafunc.definition.nodeid
+    targets = [
+        (engine, face)
+        for engine in engines
+        for face in faces
+        if asks(config=metafunc.config, test=test, engine=engine, face=face, alone=only is not None) is not False
+    ]
+    metafunc.parametrize("target", targets, ids=[_named(engine, face) for engine, face in targets])
+
+
+def _named(engine: str, face: str) -> str:
+    kind = "encrypted-" if "encryption=" in engine else ""
+    return f"{kind}{engine.partition(':')[0]}-{face}"

@@ -90,6 +90,11 @@ class _BlockingWatch:
     def dropped(self) -> int:
         return int(self._twin.dropped)
 
+    @property
+    def position(self) -> str | None:
+        found: str | None = self._twin.position
+        return found
+
     async def __aenter__(self) -> _BlockingWatch:
         if self._twin is None:
             self._twin = await in_thread(self._make)
@@ -174,6 +179,11 @@ def assert_told(store: Any, found: Sequence[object], happened: Sequence[object])
     assert places == sorted(set(places))
     owed = tells(store, happened)
     assert [change for change in owed if change in found] == owed
+
+
+def assert_counted(store: Any, found_bytes: int, expected_bytes: int) -> None:
+    """Fail unless a store, or an engine, counts its bytes right: those of the values, or of what hides them."""
+    assert found_bytes > expected_bytes if store.traits.encrypted else found_bytes == expected_bytes
 
 
 def session_of(store: Any) -> Session:

@@ -39,6 +39,14 @@ ORDERED: Final = [value for value in EVERY.values() if isinstance(value, int | f
 FIELD: Final[Any] = limpet.field("field")
 
 
+@pytest.fixture
+def store(store: limpet.Store) -> limpet.Store:
+    """A store that may keep indexes. An encrypted one keeps none."""
+    if store.traits.encrypted:
+        pytest.skip("an encrypted store keeps no index")
+    return store
+
+
 async def put_every(store: limpet.Store, prefix: str) -> None:
     """Every value as a field of a record and as a member of an object, and entries without the field."""
     values: dict[str, object] = {}

@@ -1374,3 +1374,44 @@ async def test_a_lock_that_somebody_else_holds_cannot_fence(store: limpet.Store)
         await store.put("a", 1, fence=lock)
 
     assert await store.get("a") is None
+
+
+async def test_a_lock_is_taken_up_by_its_token(store: limpet.Store, open_store: OpenStore) -> None:
+    """A lock can be taken up by its token: another handle then refreshes and releases it."""
+    token = token_of(await held(store, "job"))
+    other = (await open_store()).lock("job", ttl=LONG_S, token=token)
+    with pytest.raises(LockNotHeld):
+        other.check()
+
+    await other.refresh()
+    other.check()
+    await store.put("a", 1, fence=other)
+    await other.release()
+
+    assert other.token is None
+    assert await store.locks() == []
+
+
+async def test_a_lock_that_was_taken_up_can_be_a_context(store: limpet.Store) -> None:
+    """A lock can be taken up by its token: another handle then refreshes and releases it."""
+    token = token_of(await held(store, "job"))
+
+    async with store.lock("job", ttl=LONG_S, token=token) as other:
+        other.check()
+        assert [held.token for held in await store.locks()] == [token]
+
+    assert await store.locks() == []
+
+
+@pytest.mark.parametrize("call", ["refresh", "release"])
+async def test_a_lock_cannot_be_taken_up_by_another_token(store: limpet.Store, call: str) -> None:
+    """A lock that is taken up by a token that is not its holder's is LockExpired at the first call."""
+    token = token_of(await held(store, "job"))
+    other = store.lock("job", ttl=LONG_S, token=token + 1)
+
+    with pytest.raises(LockExpired):
+        await getattr(other, call)()
+    assert other.lost
+    assert [held.token for held in await store.locks()] == [token]
+    with pytest.raises(InvalidValue):
+        store.lock("job", ttl=LONG_S, token=True)

@@ -722,6 +722,8 @@ VERBS: dict[str, Verb] = {
     "history": lambda store: drain(store.history("k")),
     "status": lambda store: store.status(),
     "sweep": lambda store: store.sweep(),
+    "reseal": lambda store: store.reseal(),
+    "seals": lambda store: store.seals(),
     "trim": lambda store: store.trim(),
     "index": lambda store: store.index("n"),
     "unindex": lambda store: store.unindex("n"),

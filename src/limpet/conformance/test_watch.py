@@ -750,6 +750,23 @@ async def test_a_watch_resumes_after_synced(store: limpet.Store) -> None:
         assert (await next_event(resumed)).key == "b"
 
 
+async def test_a_watch_resumes_where_it_began(store: limpet.Store) -> None:
+    """A watch resumes after its own position, also if no event has come yet."""
+    await store.put("before", 1)
+    async with store.watch("quiet") as watch:
+        begun = watch.position
+    await store.put("news", 2)
+
+    assert begun is not None
+    async with store.watch(after=begun) as resumed:
+        assert (await next_event(resumed)).key == "news"
+        reached = resumed.position
+    await store.put("more", 3)
+
+    async with store.watch(after=reached) as resumed:
+        assert (await next_event(resumed)).key == "more"
+
+
 async def test_a_position_serves_another_pattern(store: limpet.Store) -> None:
     """A watch resumes after the position of any event."""
     async with store.watch("a/*") as watch:

@@ -25,6 +25,7 @@ from limpet.engines.order import KeyOrder
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
+    FAMILIES,
     Batch,
     Change,
     Commit,
@@ -83,8 +84,8 @@ class _Space:
     def __init__(self) -> None:
         self.revision = 0
         self.floor = 0
-        self.map: dict[Family, dict[str, Entry]] = {"data": {}, "lock": {}, "receipt": {}}
-        self.order: dict[Family, KeyOrder] = {"data": KeyOrder(), "lock": KeyOrder(), "receipt": KeyOrder()}
+        self.map: dict[Family, dict[str, Entry]] = {family: {} for family in FAMILIES}
+        self.order: dict[Family, KeyOrder] = {family: KeyOrder() for family in FAMILIES}
         self.expiries: list[tuple[int, Family, str, int]] = []
         self.log: list[Change] = []
         self.size_bytes = 0
@@ -252,7 +253,7 @@ class MemoryEngine:
             for family in space.order:
                 space.order[family].tidy(space.map[family])
             # Items of entries that were written again would otherwise stay until their time.
-            if len(space.expiries) > 64 + 2 * (len(space.map["data"]) + len(space.map["lock"])):
+            if len(space.expiries) > 64 + 2 * sum(len(entries) for entries in space.map.values()):
                 space.expiries = [item for item in space.expiries if _is_current(space, item)]
                 heapq.heapify(space.expiries)
             return dropped

@@ -4,8 +4,8 @@ A namespace is a stream that any tool for NATS key-value buckets can read: the l
 subject is what a key holds, and its number is the revision. So the map and the log are the same
 messages, and the log holds the last change of each key.
 
-Writing is in `nats_space`, all that needs an order of keys or of changes in `nats_mirror`, the line to
-the server in `nats_link`, and what a message looks like in `nats_wire`.
+Commits are in `nats_writer`, a look at single keys in `nats_space`, all that needs an order of keys or of
+changes in `nats_mirror`, the line to the server in `nats_link`, and what a message looks like in `nats_wire`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from limpet.engines.nats_link import Link, LinkLost, Refused, Silent, Unheard
 from limpet.engines.nats_mirror import Alarms, Mirror
 from limpet.engines.nats_space import Lost, Space, TooLate
 from limpet.engines.nats_wire import Message, Place
+from limpet.engines.nats_writer import Writer
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.keys import Span
 from limpet.model import (
@@ -201,7 +202,7 @@ class NatsEngine:
         with self._at_work(namespace) as held:
             if not held.space.is_there:
                 await held.space.ensure()
-            return await held.space.commit(batch)
+            return await held.writer.commit(batch)
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
@@ -401,11 +402,13 @@ class _Held:
 
     def __init__(self, engine: NatsEngine, namespace: str) -> None:
         self.space = Space(engine, namespace, f"{engine.bucket_prefix}{namespace}")
+        self.writer = Writer(engine, self.space)
         self.mirror = Mirror(self.space, engine.link, lambda: engine.changed(namespace))
         self.alarms = Alarms(self.space, engine.link)
 
     def rest(self) -> None:
         self.space.rest()
+        self.writer.rest()
         self.mirror.rest()
         self.alarms.rest()
 

@@ -25,7 +25,7 @@ from limpet.engines.nats_space import Space
 from limpet.engines.nats_wire import Message, Place, parse, written
 from limpet.engines.order import KeyOrder
 from limpet.keys import Span
-from limpet.model import Expire, Family, Status, Window, live
+from limpet.model import FAMILIES, Expire, Family, Status, Window, live
 
 __all__ = ["Alarms", "Mirror"]
 
@@ -208,8 +208,8 @@ class Mirror(Follower):
         self.floor = 0
         self.revision = 0
         self.size_bytes = 0
-        self.heads: dict[Family, dict[str, Message]] = {"data": {}, "lock": {}, "receipt": {}}
-        self._keys: dict[Family, KeyOrder] = {"data": KeyOrder(), "lock": KeyOrder(), "receipt": KeyOrder()}
+        self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
+        self._keys: dict[Family, KeyOrder] = {family: KeyOrder() for family in FAMILIES}
         self._ends: dict[Place, Message] = {}
         self._log: list[tuple[int, Place]] = []
         self._receipts_max = RECEIPTS_MIN
@@ -246,7 +246,7 @@ class Mirror(Follower):
             self._log.append((message.value_seq, place))
             self._is_sorted = False
         self._log.append((seq, place))
-        if len(self._log) > 64 + 4 * (len(self.heads["data"]) + len(self.heads["lock"]) + len(self._ends)):
+        if len(self._log) > 64 + 4 * (sum(map(len, self.heads.values())) + len(self._ends)):
             self._log = [item for item in self._log if self._told(item) is not None]
         self._rings()
 

@@ -16,7 +16,7 @@ import msgspec
 from limpet import codec
 from limpet.codec import Stored
 from limpet.errors import Corrupt
-from limpet.model import Change, Entry, Family, Op
+from limpet.model import FAMILIES, Change, Entry, Family, Op
 
 __all__ = [
     "Message",
@@ -26,6 +26,7 @@ __all__ = [
     "decode_name",
     "encode_name",
     "headers_of",
+    "is_full",
     "parse",
     "recalled",
     "remembered",
@@ -60,7 +61,9 @@ def decode_name(words: str) -> str:
     return _ESCAPED.sub(lambda escaped: bytes([int(escaped[1], 16)]), words.encode()).decode()
 
 
-_FAMILIES: Final[dict[str, Family]] = {"l": "lock", "r": "receipt"}
+_LETTERS: Final[dict[Family, str]] = {"lock": "l", "receipt": "r", "audit": "t", "ghost": "g"}
+_FAMILIES: Final[dict[str, Family]] = {letter: family for family, letter in _LETTERS.items()}
+_NAMED: Final[dict[str, Family]] = {family: family for family in FAMILIES}
 
 
 class Subjects:
@@ -70,15 +73,15 @@ class Subjects:
         self.data = f"$KV.{bucket}."
         self.own = f"$LMP.{bucket}."
         self.floor = f"{self.own}floor"
-        self.locks = f"{self.own}l.>"
         self.alarms = f"{self.own}a.>"
-        self.logged = (f"{self.data}>", self.locks)
+        letters = [letter for family, letter in _LETTERS.items() if family != "receipt"]
+        self.logged = (f"{self.data}>", *(f"{self.own}{letter}.>" for letter in letters))
         self.all = [f"{self.data}>", f"{self.own}>"]
 
     def of(self, place: Place) -> str:
         """The subject of an entry."""
         family, key = place
-        return self.data + encode_name(key) if family == "data" else f"{self.own}{family[0]}.{encode_name(key)}"
+        return self.data + encode_name(key) if family == "data" else f"{self.own}{_LETTERS[family]}.{encode_name(key)}"
 
     def place(self, subject: str) -> Place | None:
         """The entry of a subject; None for what is not one."""
@@ -98,7 +101,7 @@ class Subjects:
     def alarmed(self, subject: str) -> tuple[int, Place]:
         """When to look, and at what."""
         _, expires_ms, family, name = subject[len(self.own) + 2 :].split(".", 3)
-        return int(expires_ms), ("lock" if family == "lock" else "data", decode_name(name))
+        return int(expires_ms), (_NAMED[family], decode_name(name))
 
     def carrier(self, number: int) -> str:
         """The subject of a message that does nothing but carry a guard."""
@@ -121,6 +124,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         lost: Requests up to this number may be missing in ``past``.
         past: Earlier requests that changed this key, which may still be asked for again.
         under: Of a touch, what nobody could tell any more of the write that it lies on: see `written`.
+        has_receipt: Whether the request that made it left a receipt.
     """
 
     seq: int
@@ -134,6 +138,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     lost: int = 0
     past: str = ""
     under: str = ""
+    has_receipt: bool = False
 
     @property
     def held(self) -> Entry | None:
@@ -146,8 +151,9 @@ class Message(msgspec.Struct, frozen=True, gc=False):
 
 
 _OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", "delete": "delete", "expire": "expire"}
-# No name is encoded so.
+# No name is encoded so, or starts so.
 _NOBODY: Final = "="
+_WITH_RECEIPT: Final = "+"
 _HEADER: Final = b"\r\nLimpet: "
 _META: Final = b"\r\nLimpet-Meta: "
 _split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -166,6 +172,8 @@ def headers_of(message: Message, kind: str, expected: int, after: int = 0, more:
     created = 0 if entry.created_revision == seq else entry.created_revision
     value_seq = "0" if message.value_seq == seq else f"{message.value_seq},{message.under}"
     cause = _NOBODY if message.cause is None else encode_name(message.cause)
+    if message.has_receipt:
+        cause = _WITH_RECEIPT + cause
     text = (
         f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\n"
         f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
@@ -190,6 +198,8 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             line.split(" ")
         )
         cause, lost, past = rest
+        has_receipt = cause.startswith(_WITH_RECEIPT)
+        cause = cause.removeprefix(_WITH_RECEIPT)
         value_seq, _, under = value_seq.partition(",")
         meta = None
         if (at := headers.find(_META)) >= 0:
@@ -220,6 +230,7 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             int(lost),
             past,
             under,
+            has_receipt,
         )
     except (ValueError, KeyError, msgspec.DecodeError) as error:
         raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error
@@ -278,6 +289,10 @@ def _stored(kind: str, body: bytes) -> Stored:
 #
 # Whoever writes a key may lose the answer, and somebody else may write it before the first can look
 # what became of it. So a message carries on who wrote before, with what a repeated request is answered.
+#
+# A request is carried on until it is old, or until the process that made it says that it was answered. One
+# that left a receipt is not, or the many whose callers named them would take all the room. Where there is
+# no room, the next request leaves a receipt too.
 
 PAST_MAX: Final = 32
 PAST_MS: Final = 120_000
@@ -285,24 +300,28 @@ PAST_MS: Final = 120_000
 
 def remembered(message: Message, now_ms: int, is_settled: Callable[[str], bool]) -> tuple[int, str]:
     """What the next message of a key must carry on of this one: up to where requests may be missing, and which."""
-    if not message.past and (message.cause is None or is_settled(message.cause)):
+    cause = None if message.has_receipt else message.cause
+    if not message.past and (cause is None or is_settled(cause)):
         return message.lost, ""
     lost = message.lost
     items = message.past.split(";") if message.past else []
-    if message.cause is not None:
+    if cause is not None:
         items.append(_item(message))
     kept: list[str] = []
     for item in items:
-        cause, _, seq, at_ms, *_ = item.split(",")
-        if is_settled(decode_name(cause)):
+        name, _, seq, at_ms, *_ = item.split(",")
+        if is_settled(decode_name(name)):
             continue
         if now_ms - int(at_ms) > PAST_MS:
             lost = max(lost, int(seq))
         else:
             kept.append(item)
-    for item in kept[:-PAST_MAX]:
-        lost = max(lost, int(item.split(",")[2]))
-    return lost, ";".join(kept[-PAST_MAX:])
+    return lost, ";".join(kept)
+
+
+def is_full(past: str) -> bool:
+    """Whether a key has no room for one more request."""
+    return past.count(";") + 1 >= PAST_MAX
 
 
 def _item(message: Message) -> str:

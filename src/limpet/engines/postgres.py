@@ -84,6 +84,7 @@ EXAMINED_MAX: Final = 5_000
 CONNECT_S: Final = 10.0
 INDEXES_KNOWN_S: Final = 5.0
 COMMAND_S: Final = 60.0
+DEFINE_S: Final = 3600.0
 
 _KEEP_MS: Final = -1
 _STOPPED_MS: Final = 5_000
@@ -511,8 +512,11 @@ class PostgresEngine(Remote):
         """Change the schema of the database."""
         try:
             async with self._transaction() as connection:
+                if connection.get_server_version().major >= 17:
+                    # An index of a large table takes its time; a limit that is set here counts at once.
+                    await connection.execute("SET LOCAL transaction_timeout = 0")
                 for statement in statements:
-                    await connection.execute(statement)
+                    await connection.execute(statement, timeout=DEFINE_S)
         except Exception as error:
             raise self._translated(error) from error
         self._indexed_until = 0.0

@@ -4,6 +4,9 @@ All reads of one turn of the loop are one request to the server, and so are all 
 namespace; while these travel, the next gather. Where two may travel at a time, many callers are
 split in halves, so that the server works for some while this process works for others. What a
 request looks like, and what an error of the driver means, is the engine's own.
+
+`Gathering` has the calls that travel together, for an engine whose driver keeps connections by
+itself; `Remote` adds the connections.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ __all__ = [
     "GROUP_MAX",
     "POLL_S",
     "Found",
+    "Gathering",
     "Outcome",
     "Remote",
     "Ticket",
@@ -49,15 +53,15 @@ Question = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
 T = TypeVar("T")
 
 
-class Remote(ABC):
-    """An engine whose state is on a server."""
+class Gathering(ABC):
+    """An engine whose reads and commits travel together."""
 
-    # How many groups of a namespace travel at a time.
+    # How many groups of a namespace travel at a time, and how many keys one request may ask for.
     _reads_at_once = 1
     _commits_at_once = 1
+    _keys_at_once: int | None = None
 
-    def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
-        self._connect_anew = connect
+    def __init__(self, shown: str) -> None:
         self._shown = shown
         self._closed = False
         self._begin()
@@ -65,13 +69,10 @@ class Remote(ABC):
 
     def _begin(self) -> None:
         """What a process must have of its own. Runs again in a child after a fork."""
-        self._idle: list[Any] = []
-        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         self._bell = Bell()
         self._commits: dict[str, Queue[Ticket]] = {}
         self._reads: dict[tuple[str, Family], Queue[Question]] = {}
         self._work: set[asyncio.Future[None]] = set()
-        self._listeners: dict[str, asyncio.Task[None]] = {}
         self._latest: dict[str, int] = {}
 
     # What an engine must know -------------------------------------------------
@@ -83,26 +84,6 @@ class Remote(ABC):
     @abstractmethod
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Commit batches in their order, and tell what became of each. None of them is as old as ``since``."""
-
-    @abstractmethod
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
-        """Read the log, without waiting."""
-
-    @abstractmethod
-    async def _leave(self, connection: Any) -> None:
-        """Close a connection that is in order."""
-
-    @abstractmethod
-    def _cut(self, connection: Any) -> None:
-        """Let go of a connection at once, whatever is on the line."""
-
-    @abstractmethod
-    def _is_cut(self, connection: Any) -> bool:
-        """Whether a connection is closed."""
-
-    @abstractmethod
-    def _is_lost(self, error: BaseException) -> bool:
-        """Whether the line broke, so that nobody can say what the server made of the last request."""
 
     @abstractmethod
     def _meaning(self, error: Exception) -> Exception:
@@ -127,7 +108,7 @@ class Remote(ABC):
     async def _answer_reads(self, namespace: str, family: Family, queue: Queue[Question]) -> None:
         """Read what is asked for in one request, and again until nobody asks."""
         while queue.waiting:
-            asked = queue.take(len(queue.waiting), self._reads_at_once)
+            asked = queue.take(self._questions(queue.waiting), self._reads_at_once)
             try:
                 found = await self._read_all(namespace, family, [key for keys, _ in asked for key in keys])
             except Exception as error:
@@ -141,6 +122,17 @@ class Remote(ABC):
         queue.workers -= 1
         if not queue.workers:
             del self._reads[namespace, family]
+
+    def _questions(self, waiting: list[Question]) -> int:
+        """How many questions go together. The keys of one are never parted: they are read at one moment."""
+        if self._keys_at_once is None:
+            return len(waiting)
+        total = 0
+        for number, (keys, _) in enumerate(waiting):
+            total += len(keys)
+            if total > self._keys_at_once:
+                return max(1, number)
+        return len(waiting)
 
     # Committing ---------------------------------------------------------------
 
@@ -193,6 +185,63 @@ class Remote(ABC):
         text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
         return Ambiguous(text, request_id=request_id, since=since)
 
+    # Work ---------------------------------------------------------------------
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _finish_work(self) -> None:
+        """Wait for the groups that are on their way."""
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Closed
+
+    def _translated(self, error: Exception) -> Exception:
+        if isinstance(error, LimpetError):
+            return error
+        return Closed() if self._closed else self._meaning(error)
+
+
+class Remote(Gathering):
+    """An engine whose state is on a server."""
+
+    def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
+        self._connect_anew = connect
+        super().__init__(shown)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._idle: list[Any] = []
+        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._listeners: dict[str, asyncio.Task[None]] = {}
+
+    # What an engine must know of its connections --------------------------------
+
+    @abstractmethod
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+        """Read the log, without waiting."""
+
+    @abstractmethod
+    async def _leave(self, connection: Any) -> None:
+        """Close a connection that is in order."""
+
+    @abstractmethod
+    def _cut(self, connection: Any) -> None:
+        """Let go of a connection at once, whatever is on the line."""
+
+    @abstractmethod
+    def _is_cut(self, connection: Any) -> bool:
+        """Whether a connection is closed."""
+
+    @abstractmethod
+    def _is_lost(self, error: BaseException) -> bool:
+        """Whether the line broke, so that nobody can say what the server made of the last request."""
+
     # Following ----------------------------------------------------------------
 
     async def changes(
@@ -237,8 +286,7 @@ class Remote(ABC):
             return
         self._closed = True
         self._bell.ring_all()
-        while self._work:
-            await asyncio.gather(*self._work, return_exceptions=True)
+        await self._finish_work()
         for listener in self._listeners.values():
             listener.cancel()
         await asyncio.gather(*self._listeners.values(), return_exceptions=True)
@@ -289,20 +337,6 @@ class Remote(ABC):
         finally:
             # Whoever is cancelled leaves an answer on the line that is for nobody.
             await self._release(connection, lost=lost)
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise Closed
-
-    def _translated(self, error: Exception) -> Exception:
-        if isinstance(error, LimpetError):
-            return error
-        return Closed() if self._closed else self._meaning(error)
 
 
 class Queue(Generic[T]):
@@ -392,13 +426,13 @@ def _group_size(queue: list[Ticket]) -> int:
 # A connection cannot be used by two processes. A child leaves those of its parent alone, to the
 # point of never closing them, and makes its own when it next needs one.
 
-_engines: weakref.WeakSet[Remote] = weakref.WeakSet()
+_engines: weakref.WeakSet[Gathering] = weakref.WeakSet()
 _inherited: list[object] = []
 
 
 def _after_fork_in_child() -> None:
     for engine in list(_engines):
-        _inherited.append((engine._idle, engine._listeners, engine._work))
+        _inherited.append(dict(vars(engine)))
         engine._begin()
 
 

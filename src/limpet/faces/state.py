@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from limpet.clock import SystemClock
 from limpet.codec import Fields
+from limpet.engine import Engine, seal_engine
 from limpet.errors import Closed, Conflict, InvalidValue, LimpetError
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Version, Window
+from limpet.sealing import find_keyring
 from limpet.session import Session
 from limpet.store import Store
 
@@ -219,7 +221,12 @@ def _open(pool: asyncpg.Pool) -> asyncio.Task[_PoolStore]:
     async def over() -> _PoolStore:
         from limpet.engines import postgres
 
-        return _PoolStore(Session(await postgres.open_over(pool), SystemClock()), NAMESPACE)
+        clock = SystemClock()
+        # Whoever has set the keys for a process means all that it stores.
+        keyring = find_keyring(None, None)
+        engine: Engine = await postgres.open_over(pool)
+        engine = engine if keyring is None else seal_engine(engine, keyring, clock)
+        return _PoolStore(Session(engine, clock), NAMESPACE)
 
     def forget_failure(ended: asyncio.Task[_PoolStore]) -> None:
         if ended.cancelled() or ended.exception() is not None:

@@ -1,0 +1,338 @@
+"""Load on a server: ten plugins over NATS on durable SQLite, as ``./dev load`` measures it.
+
+A NATS server, ``limpet serve`` and the plugins are processes of their own. Latencies are taken at a set pace, so
+that a slow answer delays nobody's next request; throughput is what ten plugins get through as fast as they can.
+Beside it runs a service that only echoes, on the same driver: what NATS itself allows here.
+
+Exits with 1 when a figure misses its line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from itertools import count, cycle
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import nats
+
+from bench.harness import percentile
+from bench.report import brief
+from bench.run import ROOT, say
+from tests.servers import nats as nats_server
+
+PLUGINS: Final = 10
+TIMEOUT_S: Final = 5.0
+VALUE: Final = {"turn": "alice", "round": 3, "players": ["alice", "bob"], "note": "x" * 60}
+
+Ask = Callable[[str, str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Sends a request: plugin, operation, what is asked."""
+
+
+class Line(NamedTuple):
+    """A figure and what is asked of it."""
+
+    what: str
+    figure: float
+    line: float
+    unit: str
+    lower: bool
+
+    @property
+    def passes(self) -> bool:
+        return self.figure <= self.line if self.lower else self.figure >= self.line
+
+
+class Board:
+    """What was found."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+
+    def at_most(self, what: str, figure: float, line: float, unit: str = "ms") -> None:
+        self._add(Line(what, figure, line, unit, lower=True))
+
+    def at_least(self, what: str, figure: float, line: float, unit: str = "/s") -> None:
+        self._add(Line(what, figure, line, unit, lower=False))
+
+    def _add(self, line: Line) -> None:
+        self.lines.append(line)
+        sign = "≤" if line.lower else "≥"
+        verdict = "PASS" if line.passes else "MISS"
+        say(f"  {verdict}  {line.what}: {brief(line.figure)} {line.unit} ({sign} {brief(line.line)})")
+
+
+# The processes ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(url: str, store: str, *more: str) -> Iterator[subprocess.Popen[str]]:
+    """``limpet serve``, ready."""
+    words = [sys.executable, "-m", "limpet.cli", "--url", store, "serve", "--nats", url, *more]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            while "serving nats" not in (line := process.stderr.readline()):
+                assert line, "the server did not start"
+            yield process
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def echo(url: str) -> Iterator[None]:
+    """A service that answers with what it is asked."""
+    words = [sys.executable, "-m", "bench.load", "--echo", url]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            yield
+        finally:
+            process.terminate()
+
+
+async def run_echo(url: str) -> None:
+    """What that process does."""
+    connection = await nats.connect(url)
+
+    async def answer(message: Any) -> None:
+        await connection.publish(message.reply, message.data)
+
+    await connection.subscribe("echo.>", cb=answer)
+    await connection.flush()
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def plugins(url: str, prefix: str = "db.kv") -> AsyncIterator[Ask]:
+    """Ten plugins, each with a connection of its own."""
+    connections = [await nats.connect(url) for _ in range(PLUGINS)]
+
+    async def ask(plugin: str, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        connection = connections[int(plugin.rpartition("-")[2]) % PLUGINS]
+        message = await connection.request(
+            f"{prefix}.{plugin}.{operation}", json.dumps(asked).encode(), timeout=TIMEOUT_S
+        )
+        answer: dict[str, Any] = json.loads(message.data)
+        return answer
+
+    try:
+        yield ask
+    finally:
+        for connection in connections:
+            await connection.close()
+
+
+# The measurements -------------------------------------------------------------
+
+
+async def at_pace(ask: Callable[[int], Awaitable[Any]], rate: float, seconds: float) -> list[float]:
+    """Milliseconds that calls took which began at a set pace, whatever became of those before."""
+    times: list[float] = []
+    calls: set[asyncio.Task[None]] = set()
+
+    async def one(number: int, due: float) -> None:
+        await ask(number)
+        # From when it was due: a caller that is late makes nobody wait less.
+        times.append(1000 * (time.perf_counter() - due))
+
+    began = time.perf_counter()
+    for number in range(int(rate * seconds)):
+        due = began + number / rate
+        if (left := due - time.perf_counter()) > 0:
+            await asyncio.sleep(left)
+        task = asyncio.create_task(one(number, due))
+        calls.add(task)
+        task.add_done_callback(calls.discard)
+    while calls:
+        await asyncio.gather(*calls)
+    return times
+
+
+async def flat_out(ask: Callable[[int], Awaitable[Any]], callers: int, seconds: float) -> tuple[float, list[float]]:
+    """Calls a second that so many callers get through together, and how long each took in milliseconds."""
+    times: list[float] = []
+    numbers = count()
+    began = time.perf_counter()
+
+    async def caller() -> None:
+        while time.perf_counter() - began < seconds:
+            start = time.perf_counter()
+            await ask(next(numbers))
+            times.append(1000 * (time.perf_counter() - start))
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return len(times) / (time.perf_counter() - began), times
+
+
+class Errors:
+    """Counts answers that say no."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self.count = 0
+
+    async def __call__(self, plugin: str, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+        try:
+            answer = await self._ask(plugin, operation, asked)
+        except Exception:
+            self.count += 1
+            return {}
+        self.count += not answer.get("success", False)
+        return answer
+
+
+def of(number: int) -> str:
+    return f"plugin-{number % PLUGINS}"
+
+
+async def measure(board: Board, url: str, process: subprocess.Popen[str], options: argparse.Namespace) -> None:
+    short = options.seconds
+    async with plugins(url) as bare:
+        ask = Errors(bare)
+        await flat_out(lambda n: ask(of(n), "set", {"key": f"k{n % 1000}", "value": VALUE}), PLUGINS, 1)
+
+        say("\nLatency at a set pace")
+        times = await at_pace(lambda n: ask(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 1000, short)
+        _latency(board, "set at 1,000/s", times, (50, 5), (95, 10), (99, 20))
+        times = await at_pace(lambda n: ask(of(n), "get", {"key": f"k{n % 5000}"}), 2000, short)
+        _latency(board, "get at 2,000/s", times, (50, 5), (95, 10), (99, 15))
+        times = await at_pace(lambda n: ask(of(n), "delete", {"key": f"k{n}"}), 500, short)
+        _latency(board, "delete at 500/s", times, (50, 5), (95, 10))
+        for keys, percent, line in ((100, 50, 10), (1_000, 95, 50), (10_000, 99, 100)):
+            plugin = f"list-{keys}"
+            await _fill(ask, plugin, keys)
+            times = await at_pace(lambda _, p=plugin: ask(p, "list", {"limit": 10_000}), 20, short)  # type: ignore[misc]
+            _latency(board, f"list of {keys:,} keys", times, (percent, line))
+
+        say("\nAs fast as ten plugins can")
+        mixed = mixture()
+        rate, times = await flat_out(lambda n: ask(*mixed(n)), PLUGINS, options.sustained)
+        board.at_least(f"70 % get, 30 % set for {options.sustained:.0f} s", rate, 3000)
+        board.at_most("its p95", percentile(times, 95), 10)
+        rate, _ = await flat_out(lambda n: ask(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 64, short)
+        board.at_least("burst of set, 64 at a time", rate, 5000)
+        rate, _ = await flat_out(lambda n: ask(of(n), "get", {"key": f"k{n % 5000}"}), 64, short)
+        board.at_least("burst of get, 64 at a time", rate, 5000)
+        board.at_most("answers that say no", ask.count, 0, "")
+
+        say("\nMemory")
+        before = _resident_mb(process.pid)
+        await _fill(ask, "many-7", 100_000)
+        board.at_most("growth for 100,000 keys", _resident_mb(process.pid) - before, 50, "MB")
+
+
+async def against_echo(url: str, seconds: float) -> None:
+    """How far from what the driver can do at all."""
+    async with plugins(url) as ask, plugins(url, "echo") as heard:
+        asked = mixture()
+        rates: dict[str, list[float]] = {"limpet": [], "echo": []}
+        for _ in range(5):
+            for name, one in (("limpet", ask), ("echo", heard)):
+                rate, _ = await flat_out(lambda n, one=one: one(*asked(n)), PLUGINS, seconds)  # type: ignore[misc]
+                rates[name].append(rate)
+    ratios = [ours / theirs for ours, theirs in zip(rates["limpet"], rates["echo"], strict=True)]
+    say(
+        f"\nMixed, ten plugins: {brief(statistics.median(rates['limpet']))}/s, an echo service on nats-py "
+        f"{brief(statistics.median(rates['echo']))}/s: {statistics.median(ratios):.2f} of it"
+    )
+
+
+async def large(board: Board, url: str, keys: int) -> None:
+    """Many plugins and many keys: everything is still there, and still quick."""
+    names, each = 1_000, keys // 1_000
+    async with plugins(url) as bare:
+        ask = Errors(bare)
+        began = time.perf_counter()
+        for first in range(0, names, 50):
+            await asyncio.gather(*(_fill(ask, f"p-{number}", each) for number in range(first, first + 50)))
+            say(f"  {(first + 50) * each:,} keys, {time.perf_counter() - began:.0f} s")
+        board.at_least(f"{keys:,} keys of {names:,} plugins stored", keys / (time.perf_counter() - began), 1000)
+        times = await at_pace(lambda n: ask(f"p-{n * 7 % names}", "get", {"key": f"k{n % each}"}), 1000, 5)
+        _latency(board, f"get among {keys:,} keys", times, (95, 10))
+        answer = await bare("p-7", "list", {"limit": 10_000})
+        board.at_least("keys listed of one plugin", answer["count"], each, "")
+        board.at_most("answers that say no", ask.count, 0, "")
+
+
+async def _fill(ask: Ask, plugin: str, keys: int) -> None:
+    """Store so many keys, a hundred in a batch."""
+
+    async def some(first: int) -> None:
+        numbers = range(first, min(first + 100, keys))
+        writes = [{"op": "put", "key": f"k{number}", "value": VALUE} for number in numbers]
+        answer = await ask(plugin, "batch", {"writes": writes})
+        assert answer.get("success"), answer
+
+    for first in range(0, keys, 400):
+        await asyncio.gather(*(some(one) for one in range(first, min(first + 400, keys), 100)))
+
+
+def mixture() -> Callable[[int], tuple[str, str, dict[str, Any]]]:
+    """Seven gets to three sets, on keys that are there."""
+    verbs = cycle(["get", "get", "set", "get", "get", "set", "get", "get", "set", "get"])
+
+    def asked(number: int) -> tuple[str, str, dict[str, Any]]:
+        key = f"k{number * 7 % 5000}"
+        verb = next(verbs)
+        return of(number), verb, {"key": key} if verb == "get" else {"key": key, "value": VALUE}
+
+    return asked
+
+
+def _latency(board: Board, what: str, times: list[float], *asked: tuple[int, float]) -> None:
+    for percent, line in asked:
+        board.at_most(f"{what}, p{percent}", percentile(times, percent), line)
+
+
+def _resident_mb(pid: int) -> float:
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="./dev load", description="Put load on a server, and hold it to its figures.")
+    parser.add_argument("--url", help="the store to serve (a SQLite file of its own)")
+    parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long each measurement takes (10)")
+    parser.add_argument("--sustained", type=float, default=60.0, metavar="S", help="how long the mixed load lasts (60)")
+    parser.add_argument("--large", type=int, metavar="KEYS", help="only this: so many keys of 1,000 plugins")
+    parser.add_argument("--echo", metavar="URL", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.echo:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(run_echo(options.echo))
+        return 0
+    board = Board()
+    folder = ROOT / "bench" / "results"
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="load-", dir=folder) as files, nats_server() as bus:
+        store = options.url or f"sqlite:///{files}/state.db"
+        with server(bus.url, store, "--log-level", "warning") as process:
+            if options.large:
+                asyncio.run(large(board, bus.url, options.large))
+                say(f"  {os.path.getsize(f'{files}/state.db') / 1e9:.2f} GB" if not options.url else "")
+            else:
+                asyncio.run(measure(board, bus.url, process, options))
+                with echo(bus.url):
+                    asyncio.run(against_echo(bus.url, min(3.0, options.seconds)))
+    missed = [line for line in board.lines if not line.passes]
+    say(f"\n{len(board.lines) - len(missed)} of {len(board.lines)} pass.")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

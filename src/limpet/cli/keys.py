@@ -1,0 +1,105 @@
+"""``limpet keys``: the keys that values are encrypted with."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import click
+
+from limpet.cli import output
+from limpet.cli.arguments import Setup, pass_setup
+from limpet.cli.commands import Group, examples
+from limpet.sealing import PLAIN, new_key
+
+__all__ = ["keys"]
+
+STEP: Final = 1000
+
+
+@click.group(
+    cls=Group,
+    epilog=examples(
+        "limpet keys new >> keys.txt",
+        "limpet --url 'sqlite:///state.db?encryption=file:keys.txt' keys rotate",
+        "limpet keys list",
+    ),
+)
+def keys() -> None:
+    """Make, change and list the keys of an encrypted store.
+
+    The keys of a store are in LIMPET_ENCRYPTION_KEYS, or where its URL says: ?encryption=env:NAME or
+    ?encryption=file:PATH. They are written ID:KEY, one a line or between commas. The first one encrypts.
+    """
+
+
+@keys.command(name="new", epilog=examples("limpet keys new", "export LIMPET_ENCRYPTION_KEYS=$(limpet keys new)"))
+@pass_setup
+def new(setup: Setup) -> None:
+    """Print a new key, as ID:KEY. It is kept nowhere else."""
+    key_id, key = new_key()
+    if setup.as_json:
+        output.show({"id": key_id, "key": key})
+    else:
+        output.show_line(f"{key_id}:{key}")
+
+
+@keys.command(name="rotate", epilog=examples("limpet keys rotate", "limpet keys rotate trivia billing"))
+@click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...")
+@pass_setup
+def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
+    """Encrypt with the current key what another key has encrypted, or none.
+
+    It may run while others read and write, and again after it was interrupted. Each entry that it encrypts anew gets a
+    new version and a change in the log.
+    """
+    with setup.open() as opened:
+        for name in namespaces or (setup.namespace,):
+            store = opened.namespace(name)
+            looked_at = resealed = 0
+            after: str | None = None
+            while True:
+                step = store.reseal(after=after, limit=STEP)
+                looked_at, resealed, after = looked_at + step.looked_at, resealed + step.resealed, step.cursor
+                if after is None:
+                    break
+                if sys.stderr is not None and sys.stderr.isatty():
+                    output.say(f"limpet: {name}: {looked_at:,} entries looked at, {resealed:,} encrypted anew")
+            found = store.seals()
+            older = [seal.key_id for seal in found if not seal.is_current and seal.entries + seal.changes]
+            if setup.as_json:
+                told = {"namespace": name, "entries": looked_at, "resealed": resealed}
+                output.show({**told, "key": found[0].key_id, "still_used": older})
+                continue
+            output.show_line(
+                f"{name}: {resealed:,} of {looked_at:,} entries were encrypted anew, with key {found[0].key_id}"
+            )
+            if older:
+                output.say(f"limpet: keep {', '.join(older)}: the log of {name} still needs it. See 'limpet keys list'")
+
+
+@keys.command(name="list", epilog=examples("limpet keys list", "limpet keys list --json | jq -r .key"))
+@click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...")
+@pass_setup
+def list_(setup: Setup, namespaces: tuple[str, ...]) -> None:
+    """Show how many entries, and changes in the log, each key has encrypted.
+
+    A key that has none may be dropped ten minutes later, when requests are forgotten that it encrypted the answers of.
+    """
+    with setup.open() as opened:
+        for name in namespaces or (setup.namespace,):
+            for seal in opened.namespace(name).seals():
+                use = "encrypts" if seal.is_current else "is read"
+                if setup.as_json:
+                    output.show(
+                        {
+                            "namespace": name,
+                            "key": seal.key_id,
+                            "current": seal.is_current,
+                            "entries": seal.entries,
+                            "changes": seal.changes,
+                        }
+                    )
+                else:
+                    what = "not encrypted" if seal.key_id == PLAIN else f"key {seal.key_id} {use}"
+                    output.show_line(f"{name}: {seal.entries:,} entries, {seal.changes:,} changes: {what}")

@@ -1,0 +1,147 @@
+"""``limpet serve``: takes the settings from where they stand, and runs a server until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from limpet.cli import output
+from limpet.cli.arguments import Setup, pass_setup
+from limpet.cli.commands import Command, examples
+from limpet.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from limpet.server.service import Service
+    from limpet.server.settings import Settings
+
+
+def _take_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+    """What a file says is what an option says when nobody says anything else."""
+    if path is not None:
+        from limpet.server.settings import read_file
+
+        context.default_map = read_file(path)
+    return path
+
+
+@click.command(
+    name="serve",
+    cls=Command,
+    context_settings={"auto_envvar_prefix": "LIMPET_SERVE"},
+    epilog=examples(
+        "limpet serve                                # HTTP on 127.0.0.1:8080",
+        "limpet serve --nats nats://127.0.0.1:4222   # plugins over NATS",
+        "limpet serve --http 127.0.0.1:9000 --auth tokens",
+        "limpet serve --config limpet.toml",
+    ),
+)
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    is_eager=True,
+    expose_value=False,
+    callback=_take_file,
+    help="A TOML file with these options, and with limits.",
+)
+@click.option("--http", metavar="HOST:PORT", help="Serve HTTP there. [default: 127.0.0.1:8080, unless --nats is given]")
+@click.option("--nats", metavar="URL", help="Serve plugins over this NATS server.")
+@click.option("--nats-credentials", metavar="FILE", help="Who we are on NATS.")
+@click.option("--prefix", default="db.kv", show_default=True, metavar="SUBJECT", help="What subjects begin with.")
+@click.option(
+    "--auth",
+    type=click.Choice(["none", "tokens"]),
+    default="none",
+    show_default=True,
+    help="Whether HTTP asks for a token ('limpet token create').",
+)
+@click.option("--insecure", is_flag=True, help="Serve other machines without asking who they are.")
+@click.option("--read-only", is_flag=True, help="Change nothing.")
+@click.option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate.")
+@click.option("--certificate-key", metavar="FILE", help="And this key.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What is logged: every operation from debug on.",
+)
+@click.option(
+    "--log-form",
+    type=click.Choice(["plain", "json"]),
+    default="plain",
+    show_default=True,
+    help="How: a line for people, or a JSON document for programs.",
+)
+@click.option(
+    "--metric-names",
+    type=click.Choice(["limpet", "rosey", "both"]),
+    default="limpet",
+    show_default=True,
+    help="What metrics are called: limpet_*, rosey_kv_*, or both.",
+)
+@click.option(
+    "--cleanup-interval",
+    type=float,
+    default=300.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often the log sums up what has expired.",
+)
+@pass_setup
+def serve_command(setup: Setup, /, **given: Any) -> None:
+    """Serve the store to other processes, over HTTP and over NATS.
+
+    Every option can be set by a variable too: LIMPET_SERVE_HTTP, LIMPET_SERVE_AUTH … Ctrl-C or SIGTERM ends it.
+    """
+    try:
+        from limpet.server import logs
+        from limpet.server.service import serve
+    except ModuleNotFoundError as missing:
+        raise InvalidValue(f"a server needs {missing.name}: pip install 'limpet[server,nats]'") from missing
+    settings = _settings(setup, given)
+    logs.configure(level=settings.log_level, form=settings.log_form)
+    with asyncio.Runner(loop_factory=_faster_loop()) as runner:
+        runner.run(serve(settings, _tell))
+
+
+def _faster_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """An event loop that costs half as much, where there is one; None for Python's own."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _settings(setup: Setup, given: dict[str, Any]) -> Settings:
+    from limpet.server.limits import limits_of
+    from limpet.server.settings import Place, Settings
+
+    file = click.get_current_context().default_map or {}
+    if setup.is_default and isinstance(file.get("url"), str):
+        setup.choose("url", file["url"])
+    http = given.pop("http") or (None if given["nats"] else "127.0.0.1:8080")
+    return Settings(
+        url=setup.url,
+        http=None if http is None else Place.parse(http),
+        limits=limits_of(_table(file, "limits")),
+        **given,
+    )
+
+
+def _table(file: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = file.get(name, {})
+    if not isinstance(found, Mapping):
+        raise InvalidValue(f"{name} is a table of the file")
+    return found
+
+
+def _tell(service: Service) -> None:
+    for name, place in service.places.items():
+        output.say(f"limpet: serving {name} at {place}")

@@ -1,0 +1,53 @@
+"""Errors as other programs see them: one table of codes, HTTP statuses, replies and exit codes.
+
+Each error of `limpet.errors` has a row. The code is its own and the same on every wire. The reply is the word
+that plugins know it by; several errors may share one. The exit code is that of the command line.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from limpet import errors
+
+__all__ = ["CODES", "Code", "code_of"]
+
+
+class Code(NamedTuple):
+    """How an error is told: its HTTP status, its reply to a plugin, and the exit code of the command line."""
+
+    status: int
+    reply: str
+    exit: int
+
+
+CODES: Final[dict[type[errors.LimpetError], Code]] = {
+    errors.InvalidKey: Code(400, "VALIDATION_ERROR", 7),
+    errors.InvalidNamespace: Code(400, "INVALID_PLUGIN_NAME", 7),
+    errors.InvalidValue: Code(400, "VALIDATION_ERROR", 7),
+    errors.InvalidTTL: Code(400, "VALIDATION_ERROR", 7),
+    errors.ValueTooLarge: Code(413, "VALUE_TOO_LARGE", 7),
+    errors.TypeMismatch: Code(409, "TYPE_MISMATCH", 7),
+    errors.PermissionDenied: Code(403, "PERMISSION_DENIED", 7),
+    # Whatever a write expected is a precondition of it.
+    errors.Conflict: Code(412, "CONFLICT", 4),
+    errors.NotFound: Code(404, "NOT_FOUND", 3),
+    errors.LockHeld: Code(423, "LOCK_HELD", 5),
+    errors.LockNotHeld: Code(409, "LOCK_NOT_HELD", 5),
+    errors.LockExpired: Code(409, "LOCK_EXPIRED", 5),
+    errors.LockLost: Code(409, "LOCK_LOST", 5),
+    errors.Compacted: Code(410, "COMPACTED", 7),
+    errors.Unavailable: Code(503, "DATABASE_ERROR", 6),
+    errors.Contention: Code(503, "CONTENTION", 6),
+    errors.RateLimited: Code(429, "RATE_LIMITED", 6),
+    errors.Ambiguous: Code(504, "AMBIGUOUS", 6),
+    errors.Corrupt: Code(500, "DATABASE_ERROR", 6),
+    errors.Closed: Code(503, "DATABASE_ERROR", 6),
+}
+
+_UNEXPECTED: Final = Code(500, "INTERNAL_ERROR", 1)
+
+
+def code_of(error: BaseException) -> Code:
+    """How an error is told; one that is not ours is nobody's fault but the program's."""
+    return next((code for kind, code in CODES.items() if isinstance(error, kind)), _UNEXPECTED)

@@ -1,0 +1,599 @@
+"""Commits on NATS: messages that the server takes only if their keys are as they were.
+
+A commit of one key is one message that the server takes only if the key's last message is still the
+one that the commit was planned on. A commit of several keys, or one that must leave a receipt, is an
+atomic batch of such messages: a key that is only guarded is named by a message that does nothing else.
+Whoever comes too late plans again on what is there now.
+
+A write whose answer was lost is looked for in the key itself, which carries the requests that changed
+it of late, and in its receipt. It may be asked for again for a minute and a half. Both are kept longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from limpet.engines.nats_link import Link
+from limpet.engines.nats_space import BASE, Lost, Server, Space, TooLate, entry_at, held_in, number_of, seq_of, seqs_of
+from limpet.engines.nats_wire import Message, Place, body_of, headers_of, is_full, recalled, remembered, under
+from limpet.errors import Ambiguous, Contention, ValueTooLarge
+from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal
+from limpet.transition import Plan, keep, plan
+
+__all__ = ["Writer"]
+
+ATTEMPTS: Final = 64
+MADE_RECEIPT_MS: Final = 120_000
+# How long a request may be asked for again. What it left is kept longer, as clocks differ a little.
+ASKED_MS: Final = 90_000
+# What two processes may differ in what time it is, and some more.
+LATE_MS: Final = 1_000
+BATCHES_MAX: Final = 24
+GROUP_MIN: Final = 16
+GROUP_MAX: Final = 900
+UNSETTLED_MAX: Final = 16_384
+SMALL_BYTES: Final = 100_000
+
+
+class Forgotten(Exception):
+    """What became of a request cannot be told any more."""
+
+
+_Sent = tuple[str, Callable[[bytes], bytes], bytes, "asyncio.Future[int]"]
+"""A message on its way: its subject, its headers when the rest of them is known, its body, its number."""
+
+
+class Writer:
+    """Commits to one namespace, of this process."""
+
+    def __init__(self, server: Server, space: Space) -> None:
+        self._server = server
+        self._space = space
+        self._subjects = space.subjects
+        self._name = os.urandom(8).hex()
+        self._numbers = itertools.count(1)
+        # Requests of which nobody heard, and when they were first made here.
+        self._unsettled: dict[str, int | None] = {}
+        self._turns: dict[Place, deque[asyncio.Future[None]]] = {}
+        self._batches = asyncio.Semaphore(BATCHES_MAX)
+        self._group: list[_Sent] = []
+        self._grouping: asyncio.Task[None] | None = None
+
+    def rest(self) -> None:
+        """Do nothing more in the background."""
+        if self._grouping is not None:
+            self._grouping.cancel()
+
+    async def commit(self, batch: Batch) -> Commit | Refusal:
+        """See `Engine.commit`."""
+        if _is_lone(batch):
+            write = batch.writes[0]
+            place = (write.family, write.key)
+            if place in self._turns:
+                await self._take_turn(place)
+            else:
+                self._turns[place] = deque()
+            try:
+                return await self._commit_one(batch, place)
+            finally:
+                self._pass_on(place)
+        if _only_expires(batch):
+            return await self._expire(batch)
+        taken: list[Place] = []
+        try:
+            for place in sorted((write.family, write.key) for write in batch.writes):
+                await self._take_turn(place)
+                taken.append(place)
+            return await self._commit_all(batch)
+        finally:
+            for place in taken:
+                self._pass_on(place)
+
+    async def _take_turn(self, place: Place) -> None:
+        """One commit of a key at a time: others of this process would only come too late."""
+        queue = self._turns.get(place)
+        if queue is None:
+            self._turns[place] = deque()
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(waiting)
+        try:
+            await waiting
+        except asyncio.CancelledError:
+            if not waiting.cancelled():
+                self._pass_on(place)
+            # Otherwise whoever passes the turn on finds nobody waiting here.
+            raise
+
+    def _pass_on(self, place: Place) -> None:
+        queue = self._turns[place]
+        while queue:
+            waiting = queue.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                return
+        del self._turns[place]
+
+    async def _commit_one(self, batch: Batch, place: Place) -> Commit | Refusal:
+        """Commit a batch that is one write of one key, as one message."""
+        cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
+        since = batch.retry_since
+        known = since is None and place in self._space.known
+        message = self._space.known[place] if known else None
+        for attempt in range(ATTEMPTS):
+            try:
+                if not known:
+                    message = await self._space.last(place)
+                if since is not None:
+                    answer = await self._answered(batch, cause, message, since)
+                    if answer is not None:
+                        break
+                now_ms = self._time_of(message)
+                outcome = plan(batch, _always(held_in(message)), now_ms=now_ms, revision=BASE, cause=cause)
+                if isinstance(outcome, Refusal) or not outcome.changes:
+                    if known:
+                        # By now it may be otherwise.
+                        known = False
+                        continue
+                    answer = outcome if isinstance(outcome, Refusal) else await self._unchanged(outcome.commit)
+                    break
+                answer = await self._send_one(batch, place, message, outcome, cause, now_ms)
+                self._server.changed(self._space.namespace)
+                break
+            except TooLate:
+                await _pause(attempt)
+            except Lost:
+                # It stays so: what a look did not find may be taken after it.
+                if since is None:
+                    since = seq_of(message)
+                    self._doubt(cause, now_ms)
+            except Exception as error:
+                if since is None:
+                    raise
+                raise self._unknown(cause, since, error) from error
+            known = False
+        else:
+            raise self._contention(place, cause, since)
+        self._unsettled.pop(cause, None)
+        return answer
+
+    def _contention(self, place: Place, cause: str, since: int | None) -> Contention | Ambiguous:
+        problem = Contention(place[1], attempts=ATTEMPTS)
+        return problem if since is None else self._unknown(cause, since, problem)
+
+    def _unknown(self, cause: str, since: int, problem: object) -> Ambiguous:
+        self._doubt(cause, None)
+        text = f"cannot tell whether NATS took the commit: {type(problem).__name__}"
+        return Ambiguous(text, request_id=cause, since=since)
+
+    def _doubt(self, cause: str, asked_ms: int | None) -> None:
+        """Remember that a request may have been taken, and since when, if it was made here."""
+        if cause not in self._unsettled:
+            while len(self._unsettled) >= UNSETTLED_MAX:
+                del self._unsettled[next(iter(self._unsettled))]
+            self._unsettled[cause] = asked_ms
+
+    async def _answered(self, batch: Batch, cause: str, message: Message | None, since: int) -> Commit | Refusal | None:
+        """What a request was answered earlier, when its answer may have been lost; None when it was not applied."""
+        mine = None if message is None else recalled(message, cause)
+        if mine is None:
+            # After the key. If the request is taken in between, the key is not as it was found, and what is sent
+            # on account of this look comes too late. The other way round, the key might have been written by others
+            # since, who do not carry it on.
+            receipt = await self._space.last(("receipt", cause))
+            earlier = _replayed(msgspec.structs.replace(batch, request_id=cause), receipt, since)
+            if earlier is None:
+                await self._expect_remembered(cause, since, 0 if message is None else message.lost)
+            return earlier
+        write = batch.writes[0]
+        if isinstance(write, Put) and mine.entry.stored is None:
+            meta = write.meta_json if isinstance(write.meta_json, bytes) else None
+            entry = msgspec.structs.replace(mine.entry, stored=write.stored, meta_json=meta)
+            mine = msgspec.structs.replace(mine, entry=entry)
+        return msgspec.structs.replace(_commit_of(mine), replayed=True)
+
+    async def _expect_remembered(self, cause: str, since: int, lost: int = 0) -> None:
+        """Refuse to do again what may have been done and forgotten."""
+        asked_ms = self._unsettled.get(cause)
+        if asked_ms is None:
+            # It was first made elsewhere, nobody knows when.
+            is_forgotten = lost > since
+        else:
+            # Whoever slept meanwhile does not know for how long.
+            await self._space.info()
+            is_forgotten = self._space.now_ms() - asked_ms > ASKED_MS
+        if is_forgotten:
+            raise Forgotten
+
+    def _is_settled(self, cause: str) -> bool:
+        """Whether a request is this process's own and was answered, so that it will not come back."""
+        return cause.startswith(self._name) and cause not in self._unsettled
+
+    def _time_of(self, *messages: Message | None) -> int:
+        """The time of a commit: never before what is there, though another process may have told it a little later."""
+        now_ms = self._space.now_ms()
+        for message in messages:
+            if message is not None and message.at_ms > now_ms:
+                now_ms = message.at_ms
+        return now_ms
+
+    async def _unchanged(self, commit: Commit) -> Commit:
+        """A commit that changed nothing names the latest revision."""
+        return msgspec.structs.replace(commit, revision=await self._space.revision())
+
+    async def _expire(self, batch: Batch) -> Commit:
+        """End what is due, each by itself: whoever was there first has done the same."""
+        each = [msgspec.structs.replace(batch, writes=(write,)) for write in batch.writes]
+        commits = [one for one in await asyncio.gather(*map(self.commit, each)) if isinstance(one, Commit)]
+        ended = tuple(commit.ended[0] for commit in commits)
+        revision, at_ms = max((commit.revision, commit.at_ms) for commit in commits)
+        return Commit(revision, (None,) * len(ended), ended, at_ms)
+
+    # One message ----------------------------------------------------------------
+
+    def _next(
+        self, before: Message | None, change: Change, cause: str, now_ms: int, *, has_receipt: bool = False
+    ) -> Message:
+        """The message that a change is, before it has a number."""
+        lost, past = (0, "") if before is None else remembered(before, now_ms, self._is_settled)
+        entry, op = change.entry, change.op
+        if op in ("delete", "expire"):
+            value_seq, size_bytes = entry.revision, 0
+        else:
+            value_seq = before.value_seq if op == "touch" and before is not None else change.revision
+            size_bytes = entry.size_bytes
+        name = None if op == "expire" else cause
+        lies_on = under(before) if op == "touch" and before is not None else ""
+        return Message(
+            change.revision,
+            op,
+            entry,
+            value_seq,
+            0,
+            change.at_ms,
+            name,
+            size_bytes,
+            lost,
+            past,
+            lies_on,
+            has_receipt,
+        )
+
+    async def _send_one(
+        self, batch: Batch, place: Place, before: Message | None, outcome: Plan, cause: str, now_ms: int
+    ) -> Commit:
+        """Send what a commit of one key changes."""
+        draft = self._next(before, outcome.changes[-1], cause, now_ms)
+        if draft.cause is not None and is_full(draft.past):
+            receipt: Place = ("receipt", cause)
+            found = {receipt: await self._space.last(receipt), place: before}
+            asked = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
+            return await self._send_all(asked, receipt, found, outcome.commit, outcome.changes, now_ms)
+        told = await self._publish(place, before, draft)
+        self._space.keep(place, told)
+        return _commit_of(told)
+
+    async def _publish(self, place: Place, before: Message | None, draft: Message) -> Message:
+        """Send a message; returns it as it now stands."""
+        kind, body = _body(draft)
+        expected = seq_of(before)
+        subject = self._subjects.of(place)
+        link = self._server.live_link or await self._server.link()
+        self._check_size(place[1], body, draft, link)
+        alarm = self._alarm(place, before, draft)
+        # Before the entry, on the same line: an entry without its alarm would stay for ever.
+        ringing = None if alarm is None else link.ask(alarm)
+        if self._server.syncs:
+            number = await self._send_grouped(subject, _headers(draft, kind, expected, 0), body)
+        else:
+            number = await number_of(link.ask(subject, body, headers_of(draft, kind, expected)))
+        if alarm is not None and ringing is not None:
+            await self._ring(alarm, ringing)
+        return _numbered(draft, number, number)
+
+    def _alarm(self, place: Place, before: Message | None, draft: Message) -> str | None:
+        """The subject of the alarm that an entry needs and does not have yet."""
+        expires_ms = None if draft.held is None else draft.held.expires_ms
+        if expires_ms is None or (before is not None and before.held and before.held.expires_ms == expires_ms):
+            return None
+        return self._subjects.alarm(place, expires_ms)
+
+    async def _ring(self, alarm: str, ringing: asyncio.Future[tuple[bytes, bytes]]) -> None:
+        """See that an alarm was taken, and not met by a sweeper before its entry was there. It may be set twice."""
+        is_late = self._space.now_ms() >= self._subjects.alarmed(alarm)[0] - LATE_MS
+        with contextlib.suppress(Exception):
+            try:
+                await number_of(ringing)
+            except Exception:
+                is_late = True
+            if is_late:
+                link = await self._server.link()
+                await number_of(link.ask(alarm))
+
+    def _check_size(self, key: str, body: bytes, draft: Message, link: Link) -> None:
+        if len(body) < SMALL_BYTES:
+            return
+        most = int(link.facts.get("max_payload", 1_048_576))
+        size = len(body) + len(draft.past) + len(draft.entry.meta_json or b"") + 4_096
+        if size > most:
+            raise ValueTooLarge(key, size_bytes=size, limit_bytes=most, what="message")
+
+    # Where each message is synced to disk, many go as one ------------------------
+
+    async def _send_grouped(self, subject: str, headers: Callable[[bytes], bytes], body: bytes) -> int:
+        """Send a message with others that are on their way at the same time: the server then syncs once for all."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[int] = loop.create_future()
+        self._group.append((subject, headers, body, answer))
+        if self._grouping is None or self._grouping.done():
+            self._grouping = loop.create_task(self._send_groups())
+        return await answer
+
+    async def _send_groups(self) -> None:
+        while self._group:
+            group, self._group = self._group[:GROUP_MAX], self._group[GROUP_MAX:]
+            group = [one for one in group if not one[3].cancelled()]
+            try:
+                await self._send_group(await self._server.link(), group)
+            except Exception as error:
+                for *_, answer in group:
+                    _settle(answer, error)
+
+    async def _send_group(self, link: Link, group: list[_Sent]) -> None:
+        if len(group) >= GROUP_MIN:
+            # Where one of them comes too late, none is taken, and each is told by itself.
+            with contextlib.suppress(TooLate):
+                first = await self._send_batch(link, [(subject, headers, body) for subject, headers, body, _ in group])
+                for number, (*_, answer) in enumerate(group, first):
+                    _settle(answer, number)
+                return
+        asked = [link.ask(subject, body, headers(b"")) for subject, headers, body, _ in group]
+        for (*_, answer), one in zip(group, asked, strict=True):
+            try:
+                _settle(answer, await number_of(one))
+            except Exception as error:
+                _settle(answer, error)
+
+    # Several messages -----------------------------------------------------------
+
+    async def _send_batch(self, link: Link, messages: list[tuple[str, Callable[[bytes], bytes], bytes]]) -> int:
+        """Send messages that are taken together or not at all. Returns the number of the first."""
+        name = os.urandom(9).hex().encode()
+        *others, (subject, headers, body) = messages
+        for number, (one, its_headers, its_body) in enumerate(others, 1):
+            link.tell(one, its_body, its_headers(b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)))
+        last = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\nNats-Batch-Commit: 1\r\n" % (name, len(messages))
+        return await number_of(link.ask(subject, body, headers(last))) - len(others)
+
+    async def _commit_all(self, batch: Batch) -> Commit | Refusal:
+        """Commit a batch as messages that are taken together, with a receipt among them."""
+        request_id = batch.request_id or f"{self._name}-{next(self._numbers):x}"
+        receipt_ms = MADE_RECEIPT_MS if batch.receipt_ms is None else batch.receipt_ms
+        asked = msgspec.structs.replace(batch, request_id=request_id, receipt_ms=receipt_ms)
+        receipt: Place = ("receipt", request_id)
+        places = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
+        since = batch.retry_since
+        for attempt in range(ATTEMPTS):
+            try:
+                found = await self._space.lasts(places)
+                now_ms = self._time_of(*found.values())
+                if since is not None:
+                    answer = _replayed(asked, found[receipt], since)
+                    if answer is not None:
+                        break
+                    await self._expect_remembered(request_id, since)
+                outcome = plan(asked, _finder(found), now_ms=now_ms, revision=BASE)
+                if isinstance(outcome, Refusal) or outcome.commit.replayed:
+                    answer = outcome if isinstance(outcome, Refusal) else outcome.commit
+                    break
+                commit = outcome.commit
+                if not outcome.changes:
+                    if seqs_of(await self._space.lasts(places)) != seqs_of(found):
+                        continue
+                    answer = commit = await self._unchanged(commit)
+                    if batch.receipt_ms is None:
+                        break
+                answer = await self._send_all(asked, receipt, found, commit, outcome.changes, now_ms)
+                if outcome.changes:
+                    self._server.changed(self._space.namespace)
+                break
+            except TooLate:
+                await _pause(attempt)
+            except Lost:
+                if since is None:
+                    since = max(seq for _, seq in seqs_of(found))
+                    self._doubt(request_id, now_ms)
+            except Exception as error:
+                if since is None:
+                    raise
+                raise self._unknown(request_id, since, error) from error
+        else:
+            raise self._contention(places[-1], request_id, since)
+        self._unsettled.pop(request_id, None)
+        return answer
+
+    async def _send_all(
+        self,
+        batch: Batch,
+        receipt: Place,
+        found: dict[Place, Message | None],
+        commit: Commit,
+        changes: Sequence[Change],
+        now_ms: int,
+    ) -> Commit:
+        """Send what a commit changes, after what it leaves untouched and its receipt."""
+        # A log of the last change of each key has no room for an end that was followed by a beginning.
+        last = {(change.family, change.key): change for change in changes}
+        untouched = [place for place in found if place != receipt and place not in last]
+        offsets = {change.revision: number for number, change in enumerate(last.values(), 1 + len(untouched))}
+        count = 1 + len(untouched) + len(last)
+        link = await self._server.link()
+        cause = batch.request_id or ""
+        drafts = {
+            place: self._next(found[place], change, cause, now_ms, has_receipt=True) for place, change in last.items()
+        }
+        alarms = {}
+        for place, draft in drafts.items():
+            if (alarm := self._alarm(place, found[place], draft)) is not None:
+                alarms[alarm] = link.ask(alarm)
+
+        relative = _commit_at(commit, lambda planned: BASE + offsets.get(planned, 0), BASE + count - 1)
+        messages = [
+            self._receipt_message(link, batch, receipt, found[receipt], relative if changes else commit, now_ms)
+        ]
+        for number, place in enumerate(untouched):
+            messages.append(
+                (self._subjects.carrier(number), _guard(self._subjects.of(place), seq_of(found[place])), b"")
+            )
+        for place, draft in drafts.items():
+            kind, body = _body(draft)
+            self._check_size(place[1], body, draft, link)
+            after = count - 1 - offsets[draft.seq]
+            messages.append((self._subjects.of(place), _headers(draft, kind, seq_of(found[place]), after), body))
+
+        async with self._batches:
+            if count == 1:
+                subject, headers, body = messages[0]
+                first = await number_of(link.ask(subject, body, headers(b"")))
+            else:
+                first = await self._send_batch(link, messages)
+        if alarms:
+            await asyncio.gather(*(self._ring(alarm, ringing) for alarm, ringing in alarms.items()))
+        for place, draft in drafts.items():
+            self._space.keep(place, _numbered(draft, first + offsets[draft.seq], first + count - 1))
+        if not changes:
+            return commit
+        return _commit_at(commit, lambda planned: first + offsets.get(planned, 0), first + count - 1)
+
+    def _receipt_message(
+        self, link: Link, batch: Batch, place: Place, before: Message | None, commit: Commit, now_ms: int
+    ) -> tuple[str, Callable[[bytes], bytes], bytes]:
+        receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
+        entry = keep(batch, commit, receipt_ms)
+        entry = msgspec.structs.replace(entry, revision=BASE, created_revision=BASE)
+        draft = Message(BASE, "put", entry, BASE, BASE, now_ms, None)
+        kind, body = _body(draft)
+        # What was taken, and records after a field was set, are in it whole.
+        self._check_size(place[1], body, draft, link)
+        # Rounded up, and a little longer: what the server drops by its own time may not be asked for by ours.
+        ttl = b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + 5)
+        headers = _headers(draft, kind, seq_of(before), 0)
+        return self._subjects.of(place), lambda more: headers(ttl + more), body
+
+
+# Parts ------------------------------------------------------------------------
+
+
+def _is_lone(batch: Batch) -> bool:
+    """Whether a batch is one message: one write, guards on its own key alone, nothing that a receipt must hold."""
+    if len(batch.writes) != 1 or batch.receipt_ms is not None:
+        return False
+    write = batch.writes[0]
+    if type(write) is Delete and write.take:
+        return False
+    return not batch.guards or all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
+
+
+def _only_expires(batch: Batch) -> bool:
+    """Whether a batch is what a sweeper asks for: nothing in it depends on the rest."""
+    if not batch.writes or batch.guards or batch.receipt_ms is not None:
+        return False
+    return all(type(write) is Expire for write in batch.writes)
+
+
+def _replayed(batch: Batch, receipt: Message | None, since: int) -> Commit | Refusal | None:
+    """What a retry is answered from the receipt that it left after that number, also if that is past its time."""
+    if receipt is None or receipt.held is None or receipt.seq <= since:
+        return None
+    asked = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
+    outcome = plan(asked, _always(receipt.held), now_ms=receipt.at_ms, revision=BASE)
+    return outcome if isinstance(outcome, Refusal) else outcome.commit
+
+
+def _commit_of(message: Message) -> Commit:
+    if message.op in ("delete", "expire"):
+        return Commit(message.commit, (None,), (message.entry,), message.at_ms)
+    return Commit(message.commit, (message.entry,), (None,), message.at_ms)
+
+
+def _numbered(draft: Message, seq: int, commit: int) -> Message:
+    """A message with the number that the server gave it."""
+    entry = draft.entry
+    if draft.op in ("delete", "expire"):
+        # What ended has its own numbers.
+        return msgspec.structs.replace(draft, seq=seq, commit=commit)
+    value_seq = seq if draft.value_seq == draft.seq else draft.value_seq
+    entry = entry_at(entry, seq, seq)
+    return Message(
+        seq,
+        draft.op,
+        entry,
+        value_seq,
+        commit,
+        draft.at_ms,
+        draft.cause,
+        draft.size_bytes,
+        draft.lost,
+        draft.past,
+        draft.under,
+        draft.has_receipt,
+    )
+
+
+def _commit_at(commit: Commit, number: Callable[[int], int], last: int) -> Commit:
+    """A commit whose revisions are known."""
+    entries = tuple(
+        None if entry is None else entry_at(entry, number(entry.revision), number(entry.revision))
+        for entry in commit.entries
+    )
+    return msgspec.structs.replace(commit, revision=last, entries=entries)
+
+
+def _finder(found: dict[Place, Message | None]) -> Callable[[Family, str], Entry | None]:
+    return lambda family, key: held_in(found[family, key])
+
+
+def _always(held: Entry | None) -> Callable[[Family, str], Entry | None]:
+    return lambda family, key: held
+
+
+def _body(draft: Message) -> tuple[str, bytes]:
+    stored = draft.entry.stored
+    return ("-", b"") if draft.held is None or stored is None else body_of(stored)
+
+
+def _headers(draft: Message, kind: str, expected: int, after: int) -> Callable[[bytes], bytes]:
+    return lambda more: headers_of(draft, kind, expected, after, more)
+
+
+def _guard(subject: str, seq: int) -> Callable[[bytes], bytes]:
+    """The headers of a message that is taken only if a subject's last message is this one."""
+    text = (
+        f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {seq}\r\n"
+        f"Nats-Expected-Last-Subject-Sequence-Subject: {subject}\r\n"
+    ).encode()
+    return lambda more: text + more + b"\r\n"
+
+
+def _settle(answer: asyncio.Future[int], outcome: int | Exception) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+async def _pause(attempt: int) -> None:
+    """Let others finish; a crowd is spread over time."""
+    longest_s = min(0.05, 0.0005 * 2**attempt)
+    await asyncio.sleep(random.uniform(0, longest_s))

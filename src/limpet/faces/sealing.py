@@ -1,0 +1,476 @@
+"""Sealing the audit trail, and verifying it.
+
+One sealer at a time, holding a fenced lock, takes the rows that are new, in the order of their revisions, and makes
+them links of one chain. From then on a row can neither be changed, nor removed, nor moved, without a trace. What is
+not sealed yet is signed, and counted by the head of its key; a verification tells how much of it there is.
+
+Whoever can write the database can still put back an older state of all of it. Keeping the anchor that a verification
+gives somewhere else, and handing it to the next, shows that too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Final, Literal
+
+import msgspec
+
+from limpet.codec import encode_field
+from limpet.errors import BrokenError, Conflict, Corrupt, InvalidValue, LimpetError, LockExpired, LockHeld, LockLost
+from limpet.faces.audit import Audit, Head, Keys, Row, Trail, head_key, read_head, signed
+from limpet.keys import Span, prefix_span
+from limpet.lock import Lock
+from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, Slice
+from limpet.store import Store
+
+__all__ = ["Problem", "Report", "Sealer", "record_expiries", "rows_of", "seal", "verify"]
+
+log = logging.getLogger("limpet.semantic")
+
+LOCK: Final = "limpet/audit"
+LOCK_TTL_S: Final = 5.0
+"""After how long another goes on where a sealer crashed."""
+SEAL_S: Final = 2.0
+"""How often the sealer looks. With that, a row is sealed within five seconds."""
+ROWS_MAX: Final = 60
+PROBLEMS_MAX: Final = 1000
+
+
+# Reading families beside the data ---------------------------------------------------
+
+
+async def _scan(store: Store, where: str | Span, family: Family, *, values: bool = True) -> AsyncIterator[Entry]:
+    """The entries of a family in a span, or whose keys begin so."""
+    session = store._session
+    span: Span | None = prefix_span(where) if isinstance(where, str) else where
+    while span is not None:
+        rest = span
+
+        async def page(part: Span = rest) -> Slice:
+            return await session.engine.scan(store.name, part, family=family, values=values)
+
+        found = await session.retrying(page)
+        for entry in found.entries:
+            yield entry
+        span = None if found.cursor is None else Span(found.cursor + "\0", rest.stop)
+
+
+async def _read(store: Store, keys: list[str], family: Family) -> list[Entry | None]:
+    session = store._session
+    return await session.retrying(lambda: session.engine.read(store.name, keys, family=family))
+
+
+async def rows_of(store: Store, *, prefix: str = "") -> AsyncIterator[dict[str, Any]]:
+    """The rows of the trail as documents, in the order in which they happened; with a prefix, of keys that begin so.
+
+    A row that is sealed has its number ``seq``. Nothing is verified here.
+    """
+    async for entry in _scan(store, "sealed/", "audit"):
+        document = entry.value
+        if document["row"]["key"].startswith(prefix):
+            yield {
+                "seq": document["seq"],
+                "revision": document["revision"],
+                "at_ms": document["at_ms"],
+                **_shown(document["row"]),
+            }
+    fresh = [entry async for entry in _scan(store, f"new/{prefix}", "audit")]
+    for entry in sorted(fresh, key=lambda one: one.revision):
+        yield {"seq": None, "revision": entry.revision, "at_ms": entry.updated_ms, **_shown(entry.value)}
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: member for name, member in row.items() if name not in ("mac", "previous")}
+
+
+# Sealing --------------------------------------------------------------------------
+
+
+class _Chain(msgspec.Struct, frozen=True):
+    """How long the chain is, and its last link."""
+
+    seq: int = 0
+    link: str = ""
+
+
+async def seal(store: Store, audit: Audit) -> int:
+    """Seal the rows that are new. Returns how many this call sealed; none while somebody else is at it."""
+    lock = store.lock(LOCK, ttl=LOCK_TTL_S, cancel=False)
+    try:
+        async with lock:
+            return await _seal_under(store, audit.keys, lock)
+    except (LockHeld, LockLost, LockExpired):
+        return 0
+
+
+async def _seal_under(store: Store, keys: Keys, lock: Lock) -> int:
+    # What was committed up to here is found by the scan. A row of a later revision might be found before one of
+    # an earlier, and waits for the next time.
+    horizon = (await store.status()).revision
+    fresh = [(entry.revision, entry.key) async for entry in _scan(store, "new/", "audit", values=False)]
+    due = [key for revision, key in sorted(fresh) if revision <= horizon]
+    for first in range(0, len(due), ROWS_MAX):
+        await _seal_some(store, keys, lock, due[first : first + ROWS_MAX])
+    return len(due)
+
+
+async def _seal_some(store: Store, keys: Keys, lock: Lock, due: list[str]) -> None:
+    (chain_entry,) = await _read(store, ["chain"], "audit")
+    chain = _Chain() if chain_entry is None else msgspec.convert(chain_entry.value, _Chain)
+    seq, link = chain.seq, chain.link
+    draft = store.batch().fence(lock)
+    for entry in await _read(store, due, "audit"):
+        if entry is None:
+            # Somebody removed it. Its key has one row less than it should, and a verification says so.
+            continue
+        seq += 1
+        document = {"seq": seq, "row": entry.value, "revision": entry.revision, "at_ms": entry.updated_ms}
+        link = keys.digest("link", encode_field([store.name, link, document]))
+        draft.include(
+            Delete(entry.key, family="audit"),
+            Put(_sealed_key(seq), encode_field({**document, "link": link}), family="audit"),
+            guards=[Guard(entry.key, Revision(entry.revision), "audit")],
+        )
+    text = signed(keys, store.name, "chain", {"seq": seq, "link": link})
+    condition: Condition = ABSENT if chain_entry is None else Revision(chain_entry.revision)
+    draft.include(Put("chain", text, family="audit"), guards=[Guard("chain", condition, "audit")])
+    await draft.commit()
+
+
+def _sealed_key(seq: int) -> str:
+    return f"sealed/{seq:016}"
+
+
+async def record_expiries(store: Store, audit: Audit) -> int:
+    """Tell of what expired and was not told of yet. Returns how many rows this call wrote."""
+    trail = Trail(store, audit)
+    now_ms = (await store.status()).now_ms
+    over = [
+        entry.key
+        async for entry in _scan(store, "live/", "ghost", values=False)
+        if entry.expires_ms is not None and entry.expires_ms - audit.grace_ms <= now_ms
+    ]
+    told = 0
+    for first in range(0, len(over), ROWS_MAX):
+        page = over[first : first + ROWS_MAX]
+        ghosts = await _read(store, page, "ghost")
+        heads = await trail.heads([name.removeprefix("live/") for name in page])
+        for name, ghost, head in zip(page, ghosts, heads, strict=True):
+            if ghost is None or head is None:
+                continue
+            if ghost.meta.get("n") == read_head(head).n:
+                told += await trail.record_expiry(name.removeprefix("live/"), head)
+                continue
+            # The key was written again since, without a time to live.
+            with contextlib.suppress(Conflict):
+                guard = Guard(name, Revision(ghost.revision), "ghost")
+                await store.batch().include(Delete(name, family="ghost"), guards=[guard]).commit()
+    return told
+
+
+class Sealer:
+    """Seals the trail of a namespace in the background, and tells of what expired."""
+
+    def __init__(self, store: Store, audit: Audit) -> None:
+        self._store = store
+        self._audit = audit
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin, on the running loop."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="limpet-sealer")
+
+    async def stop(self) -> None:
+        """End."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def turn(self) -> int:
+        """Do what there is to do now. Returns how many rows were sealed."""
+        await record_expiries(self._store, self._audit)
+        # The lock is asked for only when there is something to seal: it would fill the log of an idle namespace.
+        async for _ in _scan(self._store, "new/", "audit", values=False):
+            return await seal(self._store, self._audit)
+        return 0
+
+    async def _run(self) -> None:
+        clock = self._store._session.clock
+        while True:
+            await clock.sleep(SEAL_S)
+            try:
+                await self.turn()
+            except BrokenError as error:
+                if isinstance(error, Corrupt):
+                    log.error("sealing of namespace %s ended: %s", self._store.name, error)
+                return
+            except LimpetError as error:
+                log.warning("sealing of namespace %s failed and will be tried again: %s", self._store.name, error)
+
+
+# Verifying ------------------------------------------------------------------------
+
+Kind = Literal["altered", "missing", "moved", "unknown", "unaudited", "unreadable", "rolled_back"]
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something that is not as it was written.
+
+    Attributes:
+        kind: ``altered``, ``missing``, ``moved``, ``unknown``, ``unaudited``, ``unreadable`` or ``rolled_back``.
+        place: Which row, which link or which key.
+        text: What is wrong with it.
+    """
+
+    kind: Kind
+    place: str
+    text: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a verification found.
+
+    Attributes:
+        sealed: How many rows are sealed.
+        unsealed: How many are signed and counted, and not sealed yet.
+        keys: How many keys have rows.
+        pending: How many keys expired and are not told of yet.
+        anchor: The end of the chain, to be kept elsewhere and handed to the next verification.
+        problems: What is wrong, at most 1,000 of it.
+    """
+
+    sealed: int
+    unsealed: int
+    keys: int
+    pending: int
+    anchor: str
+    problems: tuple[Problem, ...]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as a document."""
+        return {"sound": self.is_sound, **msgspec.to_builtins(self)}
+
+
+async def verify(store: Store, audit: Audit, *, anchor: str | None = None, wait_s: float = 10.0) -> Report:
+    """Verify the trail of a namespace, and that what it holds is what the trail tells.
+
+    Writers go on meanwhile; sealing waits.
+
+    Args:
+        store: The namespace.
+        audit: With the keys that signed it.
+        anchor: The anchor of an earlier report: the chain must still go through it.
+        wait_s: How long to wait for a sealer that is at work.
+    """
+    async with store.lock(LOCK, ttl=LOCK_TTL_S, wait=wait_s):
+        return await _Verification(store, audit, anchor).run()
+
+
+class _Last(msgspec.Struct):
+    """The last row of a key that was seen so far."""
+
+    n: int = 0
+    mac: str | None = None
+    after: str | None = None
+    revision: int = 0
+
+
+class _Verification:
+    def __init__(self, store: Store, audit: Audit, anchor: str | None) -> None:
+        self._store, self._keys, self._anchor = store, audit.keys, _parsed(anchor)
+        self._problems: list[Problem] = []
+        self._heads: dict[str, tuple[Entry, Head]] = {}
+        self._fresh: list[Entry] = []
+        self._last: dict[str, _Last] = {}
+        self._chain = _Chain()
+        self._sealed = _Chain()
+        self._count = self._pending = self._horizon = self._now_ms = 0
+
+    async def run(self) -> Report:
+        status = await self._store.status()
+        # What changes from here on is not held against what was read before.
+        self._horizon, self._now_ms = status.revision, status.now_ms
+        try:
+            # All heads first, in scans of their own: a row that comes while this goes on comes with its head, and one
+            # that a head counts is then found. A page is not of one moment on every engine.
+            heads = prefix_span("head/")
+            for part in (heads, Span("", heads.start), Span(heads.stop or "", None)):
+                async for entry in _scan(self._store, part, "audit"):
+                    self._look_at(entry)
+            self._end_of_chain()
+            self._look_at_fresh()
+            for key, (entry, head) in self._heads.items():
+                self._compare_head(key, entry, head)
+            for key, last in self._last.items():
+                if key not in self._heads and last.revision <= self._horizon:
+                    self._found("missing", head_key(key), "there are rows of this key and no head")
+            await self._compare_data()
+        except Corrupt as error:
+            self._found("unreadable", "the store", str(error))
+        return Report(
+            self._count,
+            len(self._fresh),
+            len(self._heads),
+            self._pending,
+            f"{self._sealed.seq}@{self._sealed.link}",
+            tuple(self._problems),
+        )
+
+    def _found(self, kind: Kind, place: str, text: str) -> None:
+        if len(self._problems) < PROBLEMS_MAX:
+            self._problems.append(Problem(kind, place, text))
+
+    # The trail ----------------------------------------------------------------
+
+    def _look_at(self, entry: Entry) -> None:
+        root, _, rest = entry.key.partition("/")
+        try:
+            if entry.key == "chain":
+                self._chain = self._signed(entry, "chain", _Chain) or self._chain
+            elif root == "head":
+                head = self._signed(entry, f"head {rest}", Head)
+                if head is not None:
+                    self._heads[rest] = entry, head
+            elif root == "new":
+                self._fresh.append(entry)
+            elif root == "sealed":
+                self._count += 1
+                self._look_at_link(entry)
+            else:
+                self._found("unknown", entry.key, "nothing of this name belongs to the trail")
+        except (Corrupt, InvalidValue, msgspec.ValidationError, KeyError, TypeError, AttributeError):
+            self._found("altered", entry.key, "it is not of the form that it was written in")
+
+    def _signed(self, entry: Entry, what: str, kind: type[Any]) -> Any:
+        """What a document says, if its signature is right."""
+        document = self._unsigned(entry.key, what, entry.value)
+        return None if document is None else msgspec.convert(document, kind, strict=True)
+
+    def _unsigned(self, place: str, what: str, document: Any) -> dict[str, Any] | None:
+        rest = {name: member for name, member in document.items() if name != "mac"}
+        if not self._keys.matches(what, encode_field([self._store.name, rest]), document["mac"]):
+            self._found("altered", place, "its signature is not that of what it says")
+            return None
+        return rest
+
+    def _look_at_link(self, entry: Entry) -> None:
+        document = dict(entry.value)
+        link, seq = document.pop("link"), document["seq"]
+        if type(seq) is not int or entry.key != _sealed_key(seq):
+            self._found("moved", entry.key, "it stands where another row was sealed")
+            return
+        if seq > self._sealed.seq + 1:
+            missing = (
+                f"{self._sealed.seq + 1}" if seq == self._sealed.seq + 2 else f"{self._sealed.seq + 1} to {seq - 1}"
+            )
+            self._found("missing", entry.key, f"before it, {missing} of the chain")
+        elif not self._keys.matches("link", encode_field([self._store.name, self._sealed.link, document]), link):
+            self._found("altered", entry.key, "it is not the link that follows the one before it")
+        if self._anchor is not None and seq == self._anchor[0] and link != self._anchor[1]:
+            self._found("rolled_back", entry.key, "it is not the link that the anchor names")
+        self._sealed = _Chain(seq, link)
+        self._look_at_row(entry.key, document["row"], document["revision"])
+
+    def _end_of_chain(self) -> None:
+        if self._sealed != self._chain:
+            self._found(
+                "missing",
+                "chain",
+                f"the chain ends with {self._sealed.seq}, and {self._chain.seq} rows were sealed",
+            )
+        if self._anchor is not None and self._sealed.seq < self._anchor[0]:
+            self._found("rolled_back", "chain", f"it ends before the anchor, which is at {self._anchor[0]}")
+
+    def _look_at_fresh(self) -> None:
+        for entry in sorted(self._fresh, key=lambda one: one.key):
+            try:
+                document = entry.value
+                if entry.key != f"new/{document['key']}/{document['n']:010}":
+                    self._found("moved", entry.key, "it stands where another row was written")
+                self._look_at_row(entry.key, document, entry.revision)
+            except (Corrupt, InvalidValue, msgspec.ValidationError, KeyError, TypeError, AttributeError, ValueError):
+                self._found("altered", entry.key, "it is not of the form that it was written in")
+
+    def _look_at_row(self, place: str, document: dict[str, Any], revision: int) -> None:
+        unsigned = self._unsigned(place, "row", document)
+        if unsigned is None:
+            return
+        row = msgspec.convert(unsigned, Row)
+        last = self._last.setdefault(row.key, _Last())
+        if row.n != last.n + 1:
+            kind: Kind = "missing" if row.n > last.n + 1 else "moved"
+            self._found(kind, place, f"it is row {row.n} of {row.key!r}, and follows row {last.n}")
+        elif row.previous != last.mac:
+            self._found("altered", place, f"it follows another row {last.n} of {row.key!r}")
+        elif row.before != last.after:
+            self._found("unaudited", place, f"{row.key!r} was changed by other means before row {row.n}")
+        self._last[row.key] = _Last(row.n, document["mac"], row.after, revision)
+
+    def _compare_head(self, key: str, entry: Entry, head: Head) -> None:
+        last = self._last.get(key, _Last())
+        if last.n < head.n:
+            self._found("missing", head_key(key), f"{key!r} has {head.n} rows by count, and {last.n} are there")
+        elif last.n > head.n:
+            if last.revision <= self._horizon:
+                self._found("altered", head_key(key), f"{key!r} has more rows than the {head.n} by count")
+        elif (head.row, head.after) != (last.mac, last.after):
+            self._found("altered", head_key(key), f"the last row of {key!r} is another")
+
+    # The data -----------------------------------------------------------------
+
+    async def _compare_data(self) -> None:
+        there: set[str] = set()
+        async for entry in self._store.scan("tenant/"):
+            there.add(entry.key)
+            if entry.revision > self._horizon:
+                continue
+            found = self._heads.get(entry.key)
+            if found is None:
+                self._found("unaudited", entry.key, "no row tells of what it holds")
+            elif found[0].revision <= self._horizon and (problem := self._difference(entry, found[1])) is not None:
+                self._found("unaudited", entry.key, problem)
+        for key, (entry, head) in self._heads.items():
+            if head.after is not None and key not in there and entry.revision <= self._horizon:
+                await self._look_for(key, entry, head)
+
+    def _difference(self, entry: Entry, head: Head) -> str | None:
+        if head.after is None or entry.stored is None:
+            return "it is there, and its last row tells of its end"
+        if self._keys.of_value(self._store.name, entry.key, entry.stored, like=head.after) != head.after:
+            return "it holds another value than its last row tells of"
+        meta = entry.meta
+        if (meta.get("lastWriter"), meta.get("semantics"), entry.version) != (
+            head.writer,
+            head.semantics,
+            head.version,
+        ):
+            return "its version, its writer or its semantics are others than its last row tells of"
+        return None
+
+    async def _look_for(self, key: str, entry: Entry, head: Head) -> None:
+        """An entry that should be there, by its last row."""
+        if head.ttl_ms is not None and entry.updated_ms + head.ttl_ms <= self._now_ms + 1000:
+            self._pending += 1
+            return
+        (again,) = await _read(self._store, [head_key(key)], "audit")
+        if again is not None and again.revision == entry.revision and await self._store.entry(key) is None:
+            self._found("unaudited", key, "it is not there, and no row tells of its end")
+
+
+def _parsed(anchor: str | None) -> tuple[int, str] | None:
+    if anchor is None:
+        return None
+    seq, at, link = anchor.partition("@")
+    if not at or not seq.isdecimal():
+        raise InvalidValue("an anchor is what an earlier verification gave: a number, @ and a link")
+    return (int(seq), link) if int(seq) else None

@@ -1,0 +1,399 @@
+"""Access: bearer tokens, what each may do, and how a server hears that one was revoked.
+
+A token reads ``lmp_<id>_<secret>``. The secret is 256 random bits; the store keeps its SHA-256 and never the secret
+itself. What is random to this degree cannot be guessed from its hash, so a slow hash would only slow down the server.
+
+A token has scopes. A scope opens one namespace, or with ``*`` all but the server's own, for the keys and locks whose
+names start with its prefix. A prefix is a string and not a folder: ``team/a`` opens ``team/ab`` too, and ``team/a/``
+does not. No right brings another with it: who is to see values needs ``read`` and ``reveal``.
+
+Tokens are entries of the server's own namespace. Every server keeps them in memory and follows the log, so that one
+that is revoked anywhere is refused everywhere within moments, and checking one asks no engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from limpet.clock import ttl_to_ms
+from limpet.errors import BrokenError, Closed, InvalidValue, LimpetError, NotFound, PermissionDenied
+from limpet.keys import Span, check_namespace, prefix_span
+from limpet.model import ABSENT, Entry, Event, Synced
+from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.logs import shown
+from limpet.server.operations import Right
+from limpet.session import Session
+from limpet.store import Store
+
+__all__ = [
+    "RIGHTS",
+    "Bearer",
+    "Issued",
+    "Scope",
+    "Token",
+    "Tokens",
+    "Unauthenticated",
+    "create_token",
+    "list_tokens",
+    "revoke_token",
+    "rotate_token",
+]
+
+log = logging.getLogger("limpet.server")
+
+RIGHTS: Final[tuple[Right, ...]] = ("read", "write", "lock", "reveal", "admin")
+SCOPES_MAX: Final = 64
+TIME_S: Final = 30.0
+RETRY_S: Final = 0.5
+
+_PREFIX: Final = "token/"
+_FORM: Final = re.compile(r"lmp_([0-9a-f]{12})_[0-9a-f]{64}", re.ASCII)
+_NAME: Final = re.compile(r"[A-Za-z0-9._@-]{1,64}", re.ASCII)
+_NO_HASH: Final = "-" * 64
+"""As long as a hash, and equal to none."""
+
+
+class Unauthenticated(PermissionDenied):
+    """There is no token, or none that counts. Over HTTP that is a 401, because another token may help."""
+
+
+# What is kept -----------------------------------------------------------------
+
+
+class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a token opens: a namespace or ``*``, the names that start with a prefix, and for which rights."""
+
+    namespace: str
+    prefix: str = ""
+    rights: tuple[Right, ...] = ()
+
+    def check(self) -> Scope:
+        """Return the scope, or raise what is wrong with it."""
+        if self.namespace != "*" and check_namespace(self.namespace) == OWN_NAMESPACE:
+            raise InvalidValue(f"namespace {OWN_NAMESPACE!r} is the server's own: no token opens it")
+        prefix_span(self.prefix)
+        if not self.rights or set(self.rights) - set(RIGHTS):
+            raise InvalidValue(f"a scope has one or more rights of {', '.join(RIGHTS)}")
+        return self
+
+    def covers(self, namespace: str, right: Right, span: Span | None) -> bool:
+        """Whether all of a span lies in this scope."""
+        if right not in self.rights or self.namespace not in ("*", namespace):
+            return False
+        own = prefix_span(self.prefix)
+        if span is None:
+            return True
+        ends_inside = own.stop is None or (span.stop is not None and span.stop <= own.stop)
+        return own.start <= span.start and ends_inside
+
+
+class Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The secret before the last rotation, and until when it still counts."""
+
+    hash: str
+    until_ms: int
+
+    def __repr__(self) -> str:
+        return f"Former(until_ms={self.until_ms})"
+
+
+# An older server that ignored a member it does not know might grant more than a newer one meant.
+class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token as it is kept: everything but its secret."""
+
+    name: str
+    hash: str
+    scopes: tuple[Scope, ...]
+    created_ms: int
+    expires_ms: int | None = None
+    former: Former | None = None
+
+    def __repr__(self) -> str:
+        return f"Token({self.name!r})"
+
+    def accepts(self, digest: str, now_ms: int) -> str | None:
+        """None if this digest of a secret counts now, else why not. Takes the same time whichever it is."""
+        former = self.former
+        is_present = hmac.compare_digest(digest, self.hash)
+        is_former = hmac.compare_digest(digest, _NO_HASH if former is None else former.hash)
+        if not is_present and not is_former:
+            return "wrong secret"
+        if self.expires_ms is not None and now_ms >= self.expires_ms:
+            return "expired"
+        if not is_present and former is not None and now_ms >= former.until_ms:
+            return "rotated"
+        return None
+
+
+# What an id that nobody knows is compared with.
+_NOBODY: Final = Token("nobody", _NO_HASH, (), 0)
+
+
+class Issued(NamedTuple):
+    """A token at the one moment when its secret is known."""
+
+    id: str
+    token: Token
+    secret: str
+
+    def __repr__(self) -> str:
+        return f"Issued({self.id}, {self.token!r})"
+
+
+# Issuing them -----------------------------------------------------------------
+
+
+async def create_token(
+    store: Store, name: str, scopes: Sequence[Scope], *, expires: float | timedelta | None = None
+) -> Issued:
+    """Make a token. Its secret is in the answer and nowhere else.
+
+    Args:
+        store: The server's own namespace, `OWN_NAMESPACE`.
+        name: Who it is for, as logs will show: letters, digits and ``. _ @ -``.
+        scopes: What it opens.
+        expires: After how many seconds it ends, by the engine's clock; None for never.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidValue("a token is named with 1 to 64 letters, digits and . _ @ -")
+    if not 1 <= len(scopes) <= SCOPES_MAX:
+        raise InvalidValue(f"a token has 1 to {SCOPES_MAX} scopes")
+    now_ms = (await store.status()).now_ms
+    id = secrets.token_hex(6)
+    secret = _new_secret(id)
+    token = Token(name, _digest(secret), tuple(scope.check() for scope in scopes), now_ms, _end(now_ms, expires))
+    await store.put(_PREFIX + id, msgspec.to_builtins(token), expect=ABSENT)
+    return Issued(id, token, secret)
+
+
+async def list_tokens(store: Store) -> dict[str, Token]:
+    """All tokens by their ids, those that have expired included."""
+    entries = [entry async for entry in store.scan(_PREFIX)]
+    return {_id_of(entry.key): token for entry in entries if (token := _token_of(entry)) is not None}
+
+
+async def revoke_token(store: Store, id: str) -> None:
+    """End a token. Every server refuses it within moments. Raises `NotFound`."""
+    if not await store.delete(_PREFIX + id):
+        raise NotFound(_PREFIX + id)
+
+
+async def rotate_token(
+    store: Store, id: str, *, grace: float | timedelta = 0, expires: float | timedelta | None = None
+) -> Issued:
+    """Give a token another secret, and let the present one count a while longer.
+
+    Args:
+        store: The server's own namespace.
+        id: The token.
+        grace: For how many seconds the present secret still counts. The one before it ends at once.
+        expires: A new end, in seconds from now; without it the end stays as it was.
+    """
+    now_ms = (await store.status()).now_ms
+    until_ms = now_ms + (0 if grace == 0 else ttl_to_ms(grace))
+    secret = _new_secret(id)
+
+    def rotated(kept: Any) -> Any:
+        if kept is None:
+            raise NotFound(_PREFIX + id)
+        token = msgspec.convert(kept, Token)
+        end_ms = token.expires_ms if expires is None else _end(now_ms, expires)
+        if end_ms is not None and end_ms <= now_ms:
+            raise InvalidValue(f"token {token.name!r} has expired: give it a new end, or make another")
+        former = Former(token.hash, until_ms) if until_ms > now_ms else None
+        changed = msgspec.structs.replace(token, hash=_digest(secret), expires_ms=end_ms, former=former)
+        return msgspec.to_builtins(changed)
+
+    entry = await store.update(_PREFIX + id, rotated)
+    assert entry is not None
+    return Issued(id, msgspec.convert(entry.value, Token), secret)
+
+
+def _new_secret(id: str) -> str:
+    return f"lmp_{id}_{secrets.token_hex(32)}"
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _end(now_ms: int, expires: float | timedelta | None) -> int | None:
+    return None if expires is None else now_ms + ttl_to_ms(expires)
+
+
+def _id_of(key: str) -> str:
+    return key.removeprefix(_PREFIX)
+
+
+def _token_of(entry: Entry) -> Token | None:
+    """The token that an entry holds; None for what this release cannot read, which then opens nothing."""
+    try:
+        return msgspec.convert(entry.value, Token)
+    except msgspec.ValidationError:
+        log.warning("token %s cannot be read by this release, and is refused", shown(_id_of(entry.key)))
+        return None
+
+
+# Checking them ----------------------------------------------------------------
+
+
+class Bearer:
+    """Who came with a token. See `limpet.server.desk.Caller`.
+
+    Attributes:
+        name: The token's name and id, for logs.
+        client: Where it came from, if the face knows.
+    """
+
+    def __init__(self, tokens: Tokens, id: str, token: Token, digest: str, client: str | None) -> None:
+        self.name = f"{token.name}#{id}"
+        self.client = client
+        self._tokens = tokens
+        self._id = id
+        self._token = token
+        self._digest = digest
+
+    def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
+        """Whether each of these spans lies in a scope of the token; without any, whether the namespace does."""
+        if namespace == OWN_NAMESPACE:
+            return False
+        return all(self._is_covered(namespace, right, span) for span in (spans or (None,)))
+
+    def is_valid(self) -> bool:
+        """Whether the token still counts, with the same scopes: not revoked, not expired, its secret not replaced."""
+        known = self._tokens.find(self._id)
+        if known is None or known.scopes != self._token.scopes:
+            return False
+        return known.accepts(self._digest, self._tokens.now_ms()) is None
+
+    def _is_covered(self, namespace: str, right: Right, span: Span | None) -> bool:
+        return any(scope.covers(namespace, right, span) for scope in self._token.scopes)
+
+    def __repr__(self) -> str:
+        return f"Bearer({self.name!r})"
+
+
+class Tokens:
+    """All tokens of a store, kept as they are there."""
+
+    def __init__(self, session: Session) -> None:
+        self._store = Store(session, OWN_NAMESPACE)
+        self._clock = session.clock
+        self._known: dict[str, Token] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._broken: LimpetError | None = Closed("the tokens were not loaded yet")
+        self._ahead_ms = 0.0
+
+    async def start(self) -> None:
+        """Load all tokens, and follow what becomes of them."""
+        await self._read_time()
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = [
+            asyncio.create_task(self._follow(loaded), name="limpet-tokens"),
+            asyncio.create_task(self._keep_time(), name="limpet-tokens-time"),
+        ]
+        try:
+            await loaded
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Stop following. From now on every token is refused."""
+        self._broken = Closed("the server is closing")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+
+    async def caller_of(self, token: str | None, client: str | None) -> Bearer:
+        """Who comes with this token. Raises `Unauthenticated`, which tells only the holder of a secret why."""
+        if self._broken is not None:
+            raise self._broken
+        if token is None:
+            raise Unauthenticated("this server needs a token")
+        form = _FORM.fullmatch(token)
+        if form is None:
+            raise self._refusal(None, "no token by its form", client)
+        # One that nobody knows is compared as well, so that the time tells nothing about which ids there are.
+        known, digest = self._known.get(form[1], _NOBODY), _digest(token)
+        problem = known.accepts(digest, self.now_ms())
+        if problem is not None:
+            raise self._refusal(form[1], problem, client, known.name if problem != "wrong secret" else None)
+        return Bearer(self, form[1], known, digest, client)
+
+    def find(self, id: str) -> Token | None:
+        """The token of an id, if there is one and somebody still follows them."""
+        return None if self._broken is not None else self._known.get(id)
+
+    def now_ms(self) -> int:
+        """The engine's time, as carried forward by the monotonic clock since it was last read."""
+        return int(self._clock.monotonic() * 1000 + self._ahead_ms)
+
+    def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
+        log.info("KV access refused: client=%s token=%s reason=%s", shown(client or "-"), id or "-", shown(problem))
+        return Unauthenticated("this token is not valid" if name is None else f"token {name!r} is {problem}")
+
+    async def _follow(self, loaded: asyncio.Future[None]) -> None:
+        """Keep what is known as the log says. From whatever breaks the watch, it starts again with everything."""
+        while True:
+            try:
+                await self._watch(loaded)
+                error: LimpetError = Closed()
+            except LimpetError as raised:
+                error = raised
+            if not loaded.done():
+                loaded.set_exception(error)
+            if isinstance(error, BrokenError):
+                # Nobody could be told from somebody whose token was revoked.
+                self._broken = error
+                return
+            log.warning("tokens are loaded again: %s", error)
+            await self._clock.sleep(RETRY_S)
+
+    async def _watch(self, loaded: asyncio.Future[None]) -> None:
+        """Load everything, then follow. What was known stays until everything is loaded."""
+        known: dict[str, Token] = {}
+        async with self._store.watch(f"{_PREFIX}*", initial=True) as events:
+            async for event in events:
+                if isinstance(event, Synced):
+                    self._known, self._broken = known, None
+                    if not loaded.done():
+                        loaded.set_result(None)
+                else:
+                    _apply(known, event)
+
+    async def _keep_time(self) -> None:
+        while True:
+            await self._clock.sleep(TIME_S)
+            try:
+                await self._read_time()
+            except BrokenError:
+                return
+            except LimpetError as error:
+                log.warning("the engine did not tell its time: %s", error)
+
+    async def _read_time(self) -> None:
+        now_ms = (await self._store.status()).now_ms
+        self._ahead_ms = now_ms - self._clock.monotonic() * 1000
+
+
+def _apply(known: dict[str, Token], event: Event) -> None:
+    id = _id_of(event.key)
+    if event.op in ("put", "patch") and event.entry is not None:
+        token = _token_of(event.entry)
+        if token is not None:
+            known[id] = token
+            return
+    if event.op != "touch":
+        known.pop(id, None)

@@ -1,0 +1,191 @@
+"""The desk: every request of every face passes here, once.
+
+It asks whether the caller may, whether the namespace has room and time left, runs the operation, and tells the
+observers what came of it. A face turns what it was sent into a request, and the answer, or the error, into what it
+sends back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from limpet.errors import LimpetError, PermissionDenied
+from limpet.keys import Span, check_namespace
+from limpet.server.operations import Operation, Right
+from limpet.server.requests import Request
+from limpet.session import Session
+from limpet.store import Store
+
+__all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Desk", "Everybody", "Face", "Gate", "Observer"]
+
+OWN_NAMESPACE: Final = "limpet-server"
+"""Where the server keeps what is its own: tokens, and which namespaces it serves. No caller reaches it."""
+
+Face = Literal["nats", "http"]
+
+
+class Caller(Protocol):
+    """Who asks."""
+
+    @property
+    def name(self) -> str:
+        """Who it is, for logs."""
+        ...
+
+    def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
+        """Whether this caller has a right on all of these keys; with no keys named, whether on any in the namespace."""
+        ...
+
+
+class Callers(Protocol):
+    """Who may ask over HTTP."""
+
+    async def caller_of(self, token: str | None, client: str | None) -> Caller:
+        """Whose token this is, or who asks without one from this address. Raises `PermissionDenied`."""
+        ...
+
+
+class Everybody:
+    """A caller whom something else let through.
+
+    On NATS that is the permission for a subject, on HTTP an address that only this machine reaches.
+    """
+
+    def __init__(self, name: str = "anonymous") -> None:
+        self.name = name
+
+    def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
+        """Anything but the care of the server itself."""
+        return right != "admin"
+
+
+class Gate(Protocol):
+    """What holds a namespace to its rate and its room. Raises `RateLimited`."""
+
+    async def check(self, store: Store, operation: Operation, asked: Request) -> None:
+        """Let a request pass, or raise."""
+        ...
+
+
+class Call(NamedTuple):
+    """What came of a request, for whoever observes. Values are in ``asked`` and ``answer``, and go no further."""
+
+    face: Face
+    caller: str
+    namespace: str
+    operation: str
+    asked: Request | None
+    seconds: float
+    answer: dict[str, Any] | None = None
+    error: Exception | None = None
+
+
+class Observer(Protocol):
+    """Somebody who hears of every request: a log, a metric."""
+
+    def done(self, call: Call) -> None:
+        """Take note. It must be quick, and must not raise."""
+        ...
+
+
+class Desk:
+    """Runs the operations of one face on one session."""
+
+    def __init__(
+        self,
+        session: Session,
+        face: Face,
+        *,
+        gates: Sequence[Gate] = (),
+        observers: Sequence[Observer] = (),
+        read_only: bool = False,
+    ) -> None:
+        self._session = session
+        self._face: Face = face
+        self._gates = gates
+        self._observers = observers
+        self._read_only = read_only
+        self._stores: dict[str, Store] = {}
+        self._noted: set[str] = set()
+
+    def store(self, namespace: str) -> Store:
+        """The store of a namespace that callers may reach."""
+        found = self._stores.get(namespace)
+        if found is None:
+            if check_namespace(namespace) == OWN_NAMESPACE:
+                raise PermissionDenied(f"namespace {OWN_NAMESPACE!r} is the server's own")
+            found = self._stores[namespace] = Store(self._session, namespace)
+        return found
+
+    async def run(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> dict[str, Any]:
+        """Run an operation for a caller."""
+        began = time.perf_counter()
+        try:
+            store = await self.admit(operation, namespace, asked, caller)
+            answer = await operation.run(store, asked)
+        except (Exception, asyncio.CancelledError) as error:
+            kept = error if isinstance(error, Exception) else None
+            self._tell(Call(self._face, caller.name, namespace, operation.name, asked, _since(began), error=kept))
+            raise
+        self._tell(Call(self._face, caller.name, namespace, operation.name, asked, _since(began), answer))
+        return answer
+
+    async def admit(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> Store:
+        """Let a request pass, or raise; for a stream, whose end nobody waits for."""
+        # Rights first: whoever has none makes this server keep nothing for a namespace, not even its name.
+        self.check_rights(operation, namespace, asked, caller)
+        store = self.store(namespace)
+        for gate in self._gates:
+            await gate.check(store, operation, asked)
+        if namespace not in self._noted and operation.right_for(asked) != "read":
+            await self._note(namespace)
+        return store
+
+    def refused(self, caller: Caller, namespace: str, name: str, error: Exception) -> None:
+        """Take note of a request that did not get as far as an operation."""
+        self._tell(Call(self._face, caller.name, namespace, name, None, 0.0, error=error))
+
+    def check_rights(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> None:
+        """Raise `PermissionDenied` unless the caller may. A stream asks again from time to time."""
+        if check_namespace(namespace) == OWN_NAMESPACE:
+            raise PermissionDenied(f"namespace {OWN_NAMESPACE!r} is the server's own")
+        right, spans = operation.right_for(asked), operation.reach(asked).spans
+        if self._read_only and right != "read":
+            raise PermissionDenied("this server is for reading only")
+        needed: list[Right] = [right, *(["reveal"] if operation.reveals_for(asked) else [])]  # type: ignore[list-item]
+        for one in needed:
+            if not caller.may(namespace, one, spans):
+                raise PermissionDenied(f"{caller.name} may not {one} there in namespace {namespace!r}")
+
+    async def _note(self, namespace: str) -> None:
+        """Remember a namespace that is written to, so that a server that starts later sweeps it too."""
+        own = Store(self._session, OWN_NAMESPACE)
+        key = f"namespace/{namespace}"
+        if await own.entry(key) is None:
+            await own.put(key, True)
+        self._noted.add(namespace)
+
+    async def recall(self) -> list[str]:
+        """Sweep every namespace that was ever written to through a server. Returns their names."""
+        own = Store(self._session, OWN_NAMESPACE)
+        names = [entry.key.partition("/")[2] async for entry in own.scan("namespace/")]
+        for name in names:
+            self.store(name)
+        self._noted.update(names)
+        return names
+
+    def _tell(self, call: Call) -> None:
+        for observer in self._observers:
+            observer.done(call)
+
+
+def _since(began: float) -> float:
+    return time.perf_counter() - began
+
+
+def told(error: Exception) -> str:
+    """An error's message as a caller may read it: one that is not ours may hold anything."""
+    return str(error) if isinstance(error, LimpetError) else "internal error"

@@ -1,0 +1,282 @@
+"""What a client may ask of an engine: the nouns of a request, held to the contract as a draft would hold them.
+
+An engine trusts what stands above it. What comes over a wire was made by somebody else's program, so that names,
+values, times and counts are looked at here, before an engine hears of them. What is wrong is raised, and told by its
+key and never by its value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final
+
+import msgspec
+
+from limpet import codec
+from limpet.batch import digest_of
+from limpet.clock import TTL_S_MAX
+from limpet.codec import Stored
+from limpet.engines import http_wire as wire
+from limpet.errors import InvalidKey, InvalidTTL, InvalidValue, LimpetError, ValueTooLarge
+from limpet.keys import (
+    BATCH_BYTES_MAX,
+    BATCH_GUARDS_MAX,
+    BATCH_WRITES_MAX,
+    KEY_BYTES_MAX,
+    META_BYTES_MAX,
+    Span,
+    check_key,
+)
+from limpet.model import (
+    Add,
+    Batch,
+    Equals,
+    Expire,
+    FieldEquals,
+    Filter,
+    Guard,
+    HeldBy,
+    Mark,
+    Patch,
+    Put,
+    Revision,
+    Touch,
+    Version,
+    Window,
+    Write,
+)
+from limpet.sweep import SWEEP_MAX
+
+__all__ = ["check_changes", "check_due", "check_read", "check_scan", "check_window", "checked_batch"]
+
+KEYS_MAX: Final = 1_000
+GUARDS_MAX: Final = 512
+TESTS_MAX: Final = 32
+OPERANDS_MAX: Final = 1_000
+DIGEST_BYTES_MAX: Final = 64
+RECEIPT_MS_MAX: Final = 2 * 86_400_000
+TTL_MS_MAX: Final = 1000 * TTL_S_MAX
+NUMBER_MAX: Final = codec.INT_MAX
+
+
+def check_read(asked: wire.Read) -> None:
+    """A read is of a few keys."""
+    if len(asked.keys) > KEYS_MAX:
+        raise InvalidValue(f"one read is of up to {KEYS_MAX} keys, this one of {len(asked.keys)}")
+    for key in asked.keys:
+        check_key(key)
+
+
+def check_scan(asked: wire.Scan) -> None:
+    """A scan is of a span, in pages."""
+    _check_span(asked.span)
+    _check_page(asked.limit)
+    if asked.where is not None:
+        _check_filter(asked.where)
+
+
+def check_changes(asked: wire.Changes) -> None:
+    """The log is read in pages."""
+    _check_number(asked.after, "a revision")
+    _check_page(asked.limit)
+    if not 0 <= asked.wait_s < float("inf"):
+        raise InvalidValue("a wait is of zero or more seconds")
+    if asked.span is not None:
+        _check_span(asked.span)
+
+
+def check_due(asked: wire.Due) -> None:
+    """What has expired is told in pages."""
+    _check_page(asked.limit)
+
+
+def check_window(window: Window) -> None:
+    """A window has bounds."""
+    for name in window.__struct_fields__:
+        _check_number(getattr(window, name), name)
+
+
+def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
+    """A batch as an engine may have it.
+
+    Args:
+        batch: What was sent.
+        value_bytes_max: The largest value that this server takes.
+        any_lock: Whether locks may be written in any form, and not only as `limpet.lock` does it.
+    """
+    _check_counts(batch)
+    size_bytes = 0
+    for write in batch.writes:
+        size_bytes += _check_write(write, value_bytes_max)
+        if write.family == "receipt":
+            raise InvalidValue("receipts are written by the engine alone")
+        if write.family == "lock":
+            _check_lock(write, any_lock)
+    if size_bytes > BATCH_BYTES_MAX:
+        raise ValueTooLarge(batch.writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+    for guard in batch.guards:
+        _check_guard(guard)
+    _check_number(batch.value_bytes_max, "value_bytes_max")
+    return msgspec.structs.replace(
+        batch, digest=_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
+    )
+
+
+def _digest(batch: Batch) -> bytes:
+    """What was asked, as a hash of our own: a receipt answers whoever can name it, so nobody may make it up."""
+    if batch.receipt_ms is None:
+        return b""
+    asked = digest_of(batch.guards, batch.writes)
+    return hashlib.blake2b(asked + batch.digest, digest_size=16).digest()
+
+
+def _check_counts(batch: Batch) -> None:
+    expiries = sum(isinstance(write, Expire) for write in batch.writes)
+    if len(batch.writes) - expiries > BATCH_WRITES_MAX or expiries > SWEEP_MAX:
+        raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(batch.writes)}")
+    places = {(write.family, write.key) for write in batch.writes}
+    if len(places) < len(batch.writes):
+        raise InvalidValue("a batch writes each key at most once")
+    apart = {(guard.family, guard.key) for guard in batch.guards} - places
+    if len(apart) > BATCH_GUARDS_MAX or len(batch.guards) > GUARDS_MAX:
+        raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
+    if batch.request_id is None:
+        raise InvalidValue("a batch that travels has a request id, so that it can be asked for again")
+    check_key(batch.request_id)
+    if len(batch.digest) > DIGEST_BYTES_MAX:
+        raise InvalidValue(f"a digest has up to {DIGEST_BYTES_MAX} bytes")
+    if batch.receipt_ms is not None and not 0 < batch.receipt_ms <= RECEIPT_MS_MAX:
+        raise InvalidValue("a receipt is kept for one millisecond to two days")
+    if batch.retry_since is not None:
+        _check_number(batch.retry_since, "a revision")
+
+
+def _check_write(write: Write, value_bytes_max: int) -> int:
+    """Look at a write. Returns what its values count."""
+    check_key(write.key)
+    size_bytes = 0
+    if isinstance(write, Put):
+        size_bytes = _check_stored(write.key, write.stored, value_bytes_max)
+    elif isinstance(write, Patch):
+        size_bytes = _check_stored(write.key, write.fields, value_bytes_max)
+        for name in write.unset:
+            if check_key(name) in write.fields:
+                raise InvalidValue(f"field {name!r} is both set and unset")
+    elif isinstance(write, Add):
+        if not codec.INT_MIN <= write.by <= codec.INT_MAX:
+            raise InvalidValue("a counter moves by an integer from -2^63 to 2^63-1")
+    elif isinstance(write, Expire):
+        _check_number(write.revision, "a revision")
+    if isinstance(write, Put | Patch | Add):
+        if isinstance(write.meta_json, bytes):
+            _check_meta(write.key, write.meta_json)
+        _check_ttl(write.ttl_ms)
+    elif isinstance(write, Touch):
+        _check_ttl(write.ttl_ms)
+    return size_bytes
+
+
+def _check_lock(write: Write, any_form: bool) -> None:
+    """A lock that names no holder, or never ends, would trip whoever looks at it next."""
+    match write:
+        case Put():
+            sound = isinstance(write.ttl_ms, int) and isinstance(write.stored, bytes) and _names_holder(write.stored)
+        case Touch():
+            sound = write.ttl_ms is not None
+        case Add() | Patch():
+            sound = False
+        case _:
+            sound = True
+    if not sound and not any_form:
+        raise InvalidValue(f"{write.key!r}: a lock has a holder and a time to live")
+
+
+def _names_holder(stored: bytes) -> bool:
+    found = codec.decode(stored)
+    return isinstance(found, dict) and isinstance(found.get("holder"), str)
+
+
+def _check_guard(guard: Guard) -> None:
+    check_key(guard.key)
+    if guard.family == "receipt":
+        raise InvalidValue("receipts are looked at by the engine alone")
+    match guard.condition:
+        case Version(number) | Revision(number) | HeldBy(number):
+            if not codec.INT_MIN <= number <= codec.INT_MAX:
+                raise InvalidValue("a guard compares with an integer from -2^63 to 2^63-1")
+        case Equals(stored):
+            _check_stored(guard.key, stored, BATCH_BYTES_MAX)
+        case FieldEquals(name, stored):
+            check_key(name)
+            if not isinstance(stored, Mark):
+                _check_encoded(guard.key, stored)
+        case _:
+            pass
+
+
+def _check_filter(where: Filter) -> None:
+    if not 0 < len(where.tests) <= TESTS_MAX:
+        raise InvalidValue(f"a filter has 1 to {TESTS_MAX} tests")
+    for test in where.tests:
+        count = len(test.operands)
+        wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
+        if not wanted or count > OPERANDS_MAX:
+            raise InvalidValue("a test of a filter has another number of operands than it compares with")
+        for operand in test.operands:
+            _check_encoded(test.name, operand)
+
+
+def _check_stored(key: str, stored: Stored, limit_bytes: int) -> int:
+    if isinstance(stored, bytes):
+        _check_encoded(key, stored)
+    else:
+        for name, field in stored.items():
+            check_key(name)
+            _check_encoded(key, field)
+    size_bytes = codec.size_bytes(stored)
+    if size_bytes > limit_bytes:
+        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes)
+    return size_bytes
+
+
+def _check_encoded(key: str, encoded: bytes) -> None:
+    """Only what our own encoder would make is stored: values are compared by their encoding."""
+    if encoded[:1] == b"\0":
+        return
+    try:
+        sound = codec.encode_field(codec.decode(encoded)) == encoded
+    except (LimpetError, RecursionError):
+        sound = False
+    if not sound:
+        raise InvalidValue(f"the value for {key!r} is not canonical JSON")
+
+
+def _check_meta(key: str, meta_json: bytes) -> None:
+    if len(meta_json) > META_BYTES_MAX:
+        raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")
+    if meta_json[:1] != b"{":
+        raise InvalidValue(f"meta for {key!r} is a JSON object")
+    _check_encoded(key, meta_json)
+
+
+def _check_ttl(ttl_ms: int | Mark | None) -> None:
+    if isinstance(ttl_ms, int) and not 0 < ttl_ms <= TTL_MS_MAX:
+        raise InvalidTTL("is not above zero, or more than a hundred years")
+
+
+def _check_span(span: Span) -> None:
+    for bound in (span.start, span.stop or ""):
+        # Behind a key, and before whatever follows it, there is U+0000.
+        if "\0" in bound[:-1] or len(bound.encode()) > KEY_BYTES_MAX + 1:
+            raise InvalidKey(bound[:KEY_BYTES_MAX], "no key is, or follows, this bound of a span")
+
+
+def _check_page(limit: int) -> None:
+    # However much is asked for: a page may end early, and says so.
+    if limit < 1:
+        raise InvalidValue("a page holds one or more")
+
+
+def _check_number(number: int, what: str) -> None:
+    if not 0 <= number <= NUMBER_MAX:
+        raise InvalidValue(f"{what} is an integer from 0 to 2^63-1")

@@ -1,0 +1,273 @@
+"""The description of HTTP: an OpenAPI 3.1 document, made from the table of routes and the shapes of the operations.
+
+What a request may hold is told by its shape and by its parameters, which are also what reads them. Only the answers are
+described here by hand, and tests hold the server to them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+import msgspec
+
+import limpet
+from limpet.clock import TTL_S_MAX
+from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
+from limpet.server.exchange import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, Answered, Endpoint
+from limpet.server.operations import OPERATIONS, WAIT_S_MAX
+from limpet.server.parameters import Parameter
+from limpet.server.problems import PROBLEM_TYPE
+from limpet.server.requests import Request
+
+__all__ = ["describe"]
+
+Schema = dict[str, Any]
+
+_REF: Final = "#/components/schemas/{name}"
+_COMMON: Final = (400, 401, 403, 404, 405, 409, 410, 412, 413, 415, 421, 423, 429, 500, 503, 504)
+
+# Answers ----------------------------------------------------------------------
+
+_STRING: Final[Schema] = {"type": "string"}
+_INTEGER: Final[Schema] = {"type": "integer"}
+_NUMBER: Final[Schema] = {"type": "number"}
+_BOOLEAN: Final[Schema] = {"type": "boolean"}
+_MOMENT: Final[Schema] = {"type": "string", "format": "date-time"}
+_OBJECT: Final[Schema] = {"type": "object"}
+_KIND: Final[Schema] = {"enum": ["json", "bytes", "record"]}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _list_of(schema: Schema) -> Schema:
+    return {"type": "array", "items": schema}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": _REF.format(name=name)}
+
+
+def _members(text: str, optional: Sequence[str] = (), **members: Schema) -> Schema:
+    """An object whose members are all there, but for those that are optional."""
+    required = [name for name in members if name not in optional]
+    return {"type": "object", "description": text, "properties": members, "required": required}
+
+
+_ANSWERS: Final[dict[str, Schema]] = {
+    "Answer": {"type": "object", "description": "What the operation answers."},
+    "EntryDocument": _members(
+        'What is stored under a key. Raw bytes are `{"$bytes": base64}`.',
+        ["value"],
+        key=_STRING,
+        kind=_or_null(_KIND),
+        version=_INTEGER,
+        revision=_INTEGER,
+        created_revision=_INTEGER,
+        created_at=_MOMENT,
+        updated_at=_MOMENT,
+        expires_at=_or_null(_MOMENT),
+        size_bytes=_INTEGER,
+        meta=_OBJECT,
+        value={},
+    ),
+    "FieldsDocument": {"type": "object", "description": "Fields of a record, by their names."},
+    "SwapAnswer": _members("Whether this caller won.", swapped=_BOOLEAN),
+    "CounterAnswer": _members("What the counter holds now.", value=_INTEGER),
+    "ValueAnswer": _members("What was taken.", value={}),
+    "KeysPage": _members(
+        "Some keys, in order. When `truncated`, give `cursor` as `after` to go on.",
+        keys=_list_of(_STRING),
+        count=_INTEGER,
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
+    "EntriesPage": _members(
+        "Some entries, in order. When `truncated`, give `cursor` as `after` to go on.",
+        entries=_list_of(_ref("EntryDocument")),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
+    "Change": _members(
+        "What happened to a key.",
+        op={"enum": ["put", "patch", "touch", "delete", "expire", "synced"]},
+        key=_STRING,
+        kind=_or_null(_KIND),
+        version=_or_null(_INTEGER),
+        revision=_INTEGER,
+        commit=_INTEGER,
+        position=_or_null(_STRING),
+        cause=_or_null(_STRING),
+        at=_or_null(_MOMENT),
+        expires_at=_or_null(_MOMENT),
+        meta=_or_null(_OBJECT),
+        value={},
+    ),
+    "Changes": _members("Changes, oldest first.", changes=_list_of(_ref("Change")), truncated=_BOOLEAN),
+    "BatchAnswer": _members(
+        "What a batch left, write by write.",
+        revision=_INTEGER,
+        entries=_list_of(_or_null(_ref("EntryDocument"))),
+        taken=_list_of({}),
+        replayed=_BOOLEAN,
+    ),
+    "LockDocument": _members("Who holds a lock.", name=_STRING, holder=_STRING, token=_INTEGER, remaining=_NUMBER),
+    "Locks": _members("The locks that are held.", locks=_list_of(_ref("LockDocument"))),
+    "LockAnswer": _members("The fencing token.", token=_INTEGER),
+    "OutcomeAnswer": _members(
+        "Whether a request was applied, and what it left.",
+        ["revision", "entries"],
+        applied=_BOOLEAN,
+        revision=_INTEGER,
+        entries=_list_of(_or_null(_ref("EntryDocument"))),
+    ),
+    "StatusAnswer": _members(
+        "What a namespace holds.",
+        keys=_INTEGER,
+        bytes=_INTEGER,
+        revision=_INTEGER,
+        log_changes=_INTEGER,
+        log_bytes=_INTEGER,
+        log_after=_INTEGER,
+        store_id=_STRING,
+        epoch=_INTEGER,
+    ),
+    "Problem": _members(
+        "What went wrong (RFC 9457).",
+        ["retryable", "outcome"],
+        type=_STRING,
+        title=_STRING,
+        status=_INTEGER,
+        detail=_STRING,
+        code=_STRING,
+        retryable=_BOOLEAN,
+        outcome={"enum": ["rejected", "unavailable", "unknown", "broken"]},
+    ),
+}
+
+
+# What the code holds requests to, besides the types of their members.
+_KEY: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": KEY_BYTES_MAX}
+_TTL: Final[Schema] = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": TTL_S_MAX}
+_BOUNDS: Final[dict[str, Schema]] = {
+    "key": _KEY,
+    "name": _KEY,
+    "field": _KEY,
+    "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_MAX},
+    "ttl": _TTL,
+    "wait": {"type": "number", "minimum": 0, "maximum": WAIT_S_MAX},
+}
+_ONE_EXPECTATION: Final = [
+    *({"required": [name]} for name in ("version", "revision", "absent", "value")),
+    {"required": ["field", "equals"]},
+]
+
+
+# The document -----------------------------------------------------------------
+
+
+def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
+    """The OpenAPI document of a table of routes."""
+    shapes = {operation.request for operation in OPERATIONS.values()}
+    shapes |= {one.body for one in endpoints if isinstance(one.body, type) and one.body is not Request}  # type: ignore[misc]
+    _, components = msgspec.json.schema_components(sorted(shapes, key=lambda shape: shape.__name__), ref_template=_REF)
+    for component in components.values():
+        for name in component["properties"].keys() & _BOUNDS.keys():
+            component["properties"][name] = _BOUNDS[name]
+    components["Expect"]["oneOf"] = _ONE_EXPECTATION
+    paths: dict[str, Any] = {
+        "/": {"get": _open_endpoint("index", "What this is.")},
+        "/healthz": {"get": _open_endpoint("alive", "Whether the server is alive.")},
+        "/readyz": {"get": _open_endpoint("ready", "Whether the server serves requests.", 503)},
+    }
+    for endpoint in endpoints:
+        path = re.sub(r":\w+}", "}", endpoint.path)
+        paths.setdefault(path, {})[endpoint.method.lower()] = _endpoint(endpoint, components)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Limpet", "version": limpet.__version__, "description": inspect.getdoc(limpet)},
+        "paths": paths,
+        "security": [{"bearer": []}],
+        "components": {
+            "schemas": {**components, **_ANSWERS},
+            "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+            "responses": {"Problem": _response("What went wrong.", Answered("Problem", [PROBLEM_TYPE]))},
+        },
+    }
+
+
+def _open_endpoint(name: str, summary: str, *problems: int) -> dict[str, Any]:
+    answers = {"200": _response("As it is.", Answered("Answer")), **_problems([400, 405, 421, *problems])}
+    return {"operationId": name, "summary": summary, "security": [], "responses": answers}
+
+
+def _endpoint(endpoint: Endpoint, components: Mapping[str, Schema]) -> dict[str, Any]:
+    names = re.findall(r"{(\w+)", endpoint.path)
+    answers = {str(status): _response(HTTPStatus(status).phrase, one) for status, one in endpoint.answers.items()}
+    described = {
+        "operationId": endpoint.answer.__name__ + ("_by_body" if _is_second_of_its_name(endpoint) else ""),
+        "summary": (inspect.getdoc(endpoint.answer) or "").splitlines()[0],
+        "parameters": [*map(_path_parameter, names), *map(_parameter, endpoint.parameters)],
+        "responses": {**answers, **_problems(_COMMON)},
+    }
+    body = _body(endpoint, names, components)
+    return described if body is None else {**described, "requestBody": body}
+
+
+def _is_second_of_its_name(endpoint: Endpoint) -> bool:
+    return endpoint.method == "POST" and endpoint.path.endswith("/scan")
+
+
+def _path_parameter(name: str) -> dict[str, Any]:
+    schema = _KEY
+    if name == "namespace":
+        schema = {"type": "string", "pattern": "^[a-z0-9_-]{1,100}$"}
+    elif name == "operation":
+        schema = {"type": "string", "enum": list(OPERATIONS)}
+    return {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _parameter(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "in": parameter.place,
+        "description": parameter.text,
+        "schema": dict(parameter.schema),
+    }
+
+
+def _response(text: str, answered: Answered) -> dict[str, Any]:
+    response: dict[str, Any] = {"description": text}
+    if answered.headers:
+        response["headers"] = {name: {"schema": _STRING, "required": True} for name in answered.headers}
+    if answered.schema is not None:
+        response["content"] = {kind: {"schema": _ref(answered.schema)} for kind in answered.media_types}
+    elif tuple(answered.media_types) != (JSON_TYPE,):
+        response["content"] = {kind: {} for kind in answered.media_types}
+    return response
+
+
+def _problems(statuses: Iterable[int]) -> dict[str, Any]:
+    return {str(status): {"$ref": "#/components/responses/Problem"} for status in statuses}
+
+
+def _body(endpoint: Endpoint, names: Sequence[str], components: Mapping[str, Schema]) -> dict[str, Any] | None:
+    if endpoint.body is None:
+        return None
+    if endpoint.body == "value":
+        kinds: dict[str, Schema] = {JSON_TYPE: {}, BYTES_TYPE: {}, RECORD_TYPE: {"schema": _OBJECT}}
+        return {"required": True, "content": kinds}
+    if endpoint.body is Request:
+        shapes = {operation.request.__name__ for operation in OPERATIONS.values()}
+        return {"content": {JSON_TYPE: {"schema": {"anyOf": [_ref(name) for name in sorted(shapes)]}}}}
+    shape = components[endpoint.body.__name__]
+    # What the path gives is not in the body.
+    members = {name: member for name, member in shape["properties"].items() if name not in names}
+    required = [name for name in shape["required"] if name not in names]
+    schema = {**shape, "properties": members, "required": required}
+    return {"required": bool(required), "content": {JSON_TYPE: {"schema": schema}}}

@@ -1,0 +1,342 @@
+"""What comes and goes beside a body: the query parameters and the headers of HTTP, read and written in one place.
+
+Each says which members of a request it becomes. What is malformed is refused by name, and what is given twice, in a
+header and in the query, is refused too: nobody could tell which one was meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from json import dumps
+from typing import Any, Final, Literal, NamedTuple
+from urllib.parse import parse_qsl, unquote_to_bytes
+
+from limpet.errors import InvalidValue
+from limpet.keys import PAGE_MAX
+from limpet.server.requests import parse
+
+__all__ = ["Parameter", "add", "entry_headers", "gather", "is_current", "percent_decoded", "query_of"]
+
+Members = dict[str, Any]
+
+QUERY_MAX: Final = 200
+META_HEADER_MAX: Final = 4096
+
+
+class Parameter(NamedTuple):
+    """A query parameter or a header.
+
+    Attributes:
+        read: What it becomes; raises ValueError in words that do not show what was given.
+        repeats: Whether it may be given several times; then each adds to a list.
+    """
+
+    place: Literal["query", "header"]
+    name: str
+    read: Callable[[str], Members]
+    schema: Mapping[str, Any]
+    text: str
+    repeats: bool = False
+
+
+# How they are read ------------------------------------------------------------
+
+
+def _text(member: str) -> Callable[[str], Members]:
+    return lambda given: {member: given}
+
+
+def _whole(member: str) -> Callable[[str], Members]:
+    return lambda given: {member: _integer(given)}
+
+
+def _flag(member: str) -> Callable[[str], Members]:
+    def read(given: str) -> Members:
+        if given not in ("true", "false"):
+            raise ValueError("say true or false")
+        return {member: given == "true"}
+
+    return read
+
+
+def _integer(given: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", given):
+        raise ValueError("give a whole number")
+    return int(given)
+
+
+def _ttl(given: str) -> Members:
+    if given in ("keep", "never"):
+        return {"keep_ttl": True} if given == "keep" else {"ttl": None}
+    if not re.fullmatch(r"-?[0-9]{1,12}(\.[0-9]{1,9})?", given):
+        raise ValueError("give seconds, or one of the words keep and never")
+    return {"ttl": float(given) if "." in given else int(given)}
+
+
+def _where(given: str) -> Members:
+    found = re.fullmatch(r"(.+?):(?:(exists)|(eq|ne|lt|le|gt|ge|in|not_in):(.*))", given, re.DOTALL)
+    if found is None:
+        raise ValueError("write field:exists, or field:op:json with an op of eq, ne, lt, le, gt, ge, in, not_in")
+    field, exists, op, value = found.groups()
+    return {"where": {"field": field, "op": exists} if exists else _test(field, op, value)}
+
+
+def _test(field: str, op: str, value: str) -> Members:
+    return {"field": field, "op": op, "value": parse(value.encode(errors="surrogatepass"))}
+
+
+def _position(member: str) -> Callable[[str], Members]:
+    """A position, or a revision of this store."""
+    return lambda given: {member: int(given) if re.fullmatch(r"[0-9]{1,18}", given) else given}
+
+
+def _request_id(given: str) -> Members:
+    """A name in visible ASCII, also as the quoted string that the draft of Idempotency-Key wants."""
+    if not re.fullmatch(r"[!-~]+", given):
+        raise ValueError("give visible ASCII characters without spaces")
+    return {"request_id": given[1:-1] if len(given) > 2 and given[0] == given[-1] == '"' else given}
+
+
+def _fence(given: str) -> Members:
+    name, mark, token = given.rpartition(";")
+    if not mark:
+        raise ValueError("write name;token, with the name percent-encoded")
+    return {"fence": {"name": percent_decoded(name.encode("latin-1")), "token": _integer(token.strip())}}
+
+
+def _meta(given: str) -> Members:
+    # Starlette reads headers as Latin-1, and JSON is UTF-8.
+    return {"meta": parse(given.encode("latin-1"))}
+
+
+_TAG: Final = re.compile(r'\s*(W/)?"([^"\x00-\x20\x7f]*)"\s*(?:,|\Z)')
+
+
+def _tags(given: str) -> list[tuple[bool, str]]:
+    """Entity tags: whether each is weak, and what it says."""
+    found, at = [], 0
+    while at < len(given):
+        tag = _TAG.match(given, at)
+        if tag is None:
+            raise ValueError('give * or entity tags, such as "42"')
+        found.append((tag[1] is not None, tag[2]))
+        at = tag.end()
+    return found
+
+
+def _if_match(given: str) -> Members:
+    if given.strip() == "*":
+        return {"expect": {"absent": False}}
+    tags = _tags(given)
+    if len(tags) != 1:
+        raise ValueError("name one entity tag, or *")
+    ((is_weak, tag),) = tags
+    # No entry is ever of revision 0. So a tag that is none of ours meets what is there, and is told what that is.
+    ours = not is_weak and re.fullmatch(r"[1-9][0-9]{0,17}", tag)
+    return {"expect": {"revision": int(tag) if ours else 0}}
+
+
+def _if_none_match(given: str) -> Members:
+    if given.strip() != "*":
+        raise ValueError("a write takes * here: the key must not exist")
+    return {"expect": {"absent": True}}
+
+
+def is_current(given: str, revision: int) -> bool:
+    """Whether an ``If-None-Match`` names this revision. Weak tags count: nothing else has this number."""
+    try:
+        return given.strip() == "*" or any(tag == str(revision) for _, tag in _tags(given))
+    except ValueError as problem:
+        raise InvalidValue(f"If-None-Match: {problem}") from None
+
+
+def percent_decoded(raw: bytes) -> str:
+    """A part of a URL as text. Raises ValueError for what is no percent-encoding, or no UTF-8."""
+    if re.search(rb"%(?![0-9A-Fa-f]{2})", raw):
+        raise ValueError("a percent sign is followed by two hexadecimal digits")
+    try:
+        return unquote_to_bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise ValueError("percent-encoded characters are UTF-8") from None
+
+
+def query_of(raw: bytes) -> list[tuple[str, str]]:
+    """The names and values of a query, decoded strictly."""
+    try:
+        # A plus sign is a space in a query, and nowhere else.
+        percent_decoded(raw)
+        return parse_qsl(
+            raw.decode("ascii"), keep_blank_values=True, encoding="utf-8", errors="strict", max_num_fields=QUERY_MAX
+        )
+    except ValueError as problem:
+        told = "it is not UTF-8" if isinstance(problem, UnicodeError) else str(problem)
+        raise InvalidValue(f"the query cannot be read: {told}") from None
+
+
+def gather(
+    parameters: Sequence[Parameter],
+    query: Sequence[tuple[str, str]],
+    headers: Callable[[str], list[str]],
+) -> Members:
+    """The members of a request that parameters give."""
+    known = [parameter.name for parameter in parameters if parameter.place == "query"]
+    if any(name not in known for name, _ in query):
+        raise InvalidValue(f"the query has a parameter that nobody knows; known here: {', '.join(known) or 'none'}")
+    members: Members = {}
+    for parameter in parameters:
+        name = parameter.name
+        given = [value for other, value in query if other == name] if parameter.place == "query" else headers(name)
+        if len(given) > 1 and not parameter.repeats:
+            raise InvalidValue(f"{name} is given {len(given)} times")
+        for value in given:
+            add(members, _read(parameter, value), name, repeats=parameter.repeats)
+    return members
+
+
+def add(members: Members, more: Members, where: str, *, repeats: bool = False) -> None:
+    """Take up members that somebody gives, unless somebody else has given them."""
+    for member, item in more.items():
+        if repeats:
+            members.setdefault(member, []).append(item)
+        elif member in members:
+            raise InvalidValue(f"{member} is given in {where} and elsewhere too")
+        else:
+            members[member] = item
+
+
+def _read(parameter: Parameter, value: str) -> Members:
+    try:
+        return parameter.read(value)
+    except ValueError as problem:
+        raise InvalidValue(f"{parameter.name}: {problem}") from None
+
+
+# Which there are --------------------------------------------------------------
+
+_STRING: Final = {"type": "string"}
+_INTEGER: Final = {"type": "integer"}
+_BOOLEAN: Final = {"type": "boolean"}
+_SECONDS: Final = {
+    "type": "string",
+    "pattern": r"^([0-9]{1,9}(\.[0-9]{1,3})?|keep|never)$",
+    "examples": ["60", "0.5", "never"],
+}
+_TAG_OR_ANY: Final = {"type": "string", "pattern": r'^(\*|"[0-9]{1,18}")$', "examples": ['"42"', "*"]}
+_ANY: Final = {"type": "string", "enum": ["*"]}
+_TAGS: Final = {"type": "string", "pattern": r'^(\*|"[0-9]{1,18}"(, "[0-9]{1,18}")*)$', "examples": ['"41", "42"']}
+_NAME: Final = {"type": "string", "pattern": "^[!#-~]{1,200}$"}
+_HELD: Final = {
+    "type": "string",
+    "pattern": "^[A-Za-z0-9._~/-]{1,200};[0-9]{1,18}$",
+    "examples": ["nightly%2Freport;42"],
+}
+_PAGE: Final = {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}
+
+PREFIX: Final = Parameter("query", "prefix", _text("prefix"), _STRING, "Only what starts with this.")
+AFTER: Final = Parameter("query", "after", _text("after"), _STRING, "Go on after this key.")
+LIMIT: Final = Parameter("query", "limit", _whole("limit"), _PAGE, "How many at most.")
+VALUES: Final = Parameter("query", "values", _flag("values"), _BOOLEAN, "Whether values come along.")
+WHERE: Final = Parameter(
+    "query",
+    "where",
+    _where,
+    {"type": "array", "items": {"type": "string", "examples": ['state:ne:"done"', "worker:exists"]}},
+    "`field:op:json` or `field:exists`. All of them must hold.",
+    repeats=True,
+)
+FIELD: Final = Parameter(
+    "query", "field", _text("get"), {"type": "array", "items": _STRING}, "Only these fields.", repeats=True
+)
+PATTERN: Final = Parameter(
+    "query", "pattern", _text("pattern"), _STRING, "`*`, `something*`, or one exact key. All keys unless given."
+)
+INITIAL: Final = Parameter(
+    "query", "initial", _flag("initial"), _BOOLEAN, "Whether what there is comes first, and then an event `synced`."
+)
+POSITION: Final = Parameter(
+    "query", "after", _position("after"), _STRING, "Resume after this position, or after this revision."
+)
+LAST_EVENT_ID: Final = Parameter(
+    "header",
+    "Last-Event-ID",
+    _position("last_event_id"),
+    _STRING,
+    "Resume after this event. Goes before `after` and `initial`.",
+)
+TTL_QUERY: Final = Parameter("query", "ttl", _ttl, _SECONDS, "As `Limpet-TTL`.")
+TTL: Final = Parameter(
+    "header",
+    "Limpet-TTL",
+    _ttl,
+    _SECONDS,
+    "Seconds until it expires; `never`, the default; or `keep` to leave it as it is.",
+)
+IF_MATCH: Final = Parameter(
+    "header", "If-Match", _if_match, _TAG_OR_ANY, "The entity tag that the key must have, or `*`: it must exist."
+)
+IF_NONE_MATCH: Final = Parameter("header", "If-None-Match", _if_none_match, _ANY, "`*`: the key must not exist.")
+UNLESS_CURRENT: Final = Parameter(
+    "header",
+    "If-None-Match",
+    lambda _: {},
+    _TAGS,
+    "Entity tags that the caller has: answered by 304 if one is current.",
+    repeats=True,
+)
+REQUEST_ID: Final = Parameter(
+    "header",
+    "Limpet-Request-Id",
+    _request_id,
+    _NAME,
+    "Makes the request safe to repeat for ten minutes: a retry gets the first answer.",
+)
+IDEMPOTENCY_KEY: Final = Parameter("header", "Idempotency-Key", _request_id, _NAME, "As `Limpet-Request-Id`.")
+FENCE: Final = Parameter(
+    "header",
+    "Limpet-Fence",
+    _fence,
+    _HELD,
+    "`name;token` of a lock that must be held, its name percent-encoded.",
+)
+META: Final = Parameter(
+    "header",
+    "Limpet-Meta",
+    _meta,
+    {"type": "string", "contentMediaType": "application/json", "examples": ['{"by":"worker-3"}']},
+    "A small JSON object to keep beside the value.",
+)
+TOKEN: Final = Parameter("header", "Limpet-Token", _whole("token"), _INTEGER, "The token of the lock.")
+TOKEN_QUERY: Final = Parameter("query", "token", _whole("token"), _INTEGER, "As `Limpet-Token`.")
+
+CONDITIONS: Final = (IF_MATCH, IF_NONE_MATCH, FENCE, REQUEST_ID, IDEMPOTENCY_KEY)
+"""What every write may say besides."""
+
+
+# What goes back ---------------------------------------------------------------
+
+
+def entry_headers(entry: Mapping[str, Any]) -> dict[str, str]:
+    """What an entry says of itself in headers."""
+    found = {
+        "ETag": f'"{entry["revision"]}"',
+        "Last-Modified": format_datetime(entry["updated_at"].replace(microsecond=0), usegmt=True),
+        "Limpet-Version": str(entry["version"]),
+        "Limpet-Revision": str(entry["revision"]),
+        "Limpet-Created-At": _moment(entry["created_at"]),
+        "Limpet-Updated-At": _moment(entry["updated_at"]),
+    }
+    if entry["expires_at"] is not None:
+        found["Limpet-Expires-At"] = _moment(entry["expires_at"])
+    if entry["meta"]:
+        meta = dumps(entry["meta"], separators=(",", ":"))
+        # Many clients give up at headers of eight thousand bytes.
+        if len(meta) <= META_HEADER_MAX:
+            found["Limpet-Meta"] = meta
+    return found
+
+
+def _moment(at: datetime) -> str:
+    return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,568 @@
+"""The eight primitives of an engine over HTTP, so that Python programs have the same store on the far side of a server.
+
+``POST /v1/{namespace}/engine/{primitive}`` takes msgpack and answers with it; `limpet.engines.http_wire` is the form of
+both. Every request passes the desk, under a name such as ``engine.commit``, a group of commits one by one. What a
+caller may not see is left out of what a primitive answers, or the primitive is refused.
+
+A commit that comes again because its answer was lost must not be done twice. The engine finds it in the log. What it
+cannot find is a commit that is still on its way, here, so whoever comes again waits for that one; and a first attempt
+that arrives after its retry is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Incoming
+from starlette.responses import Response
+from starlette.routing import Route
+
+from limpet.codes import code_of
+from limpet.engines import http_wire as wire
+from limpet.errors import (
+    Conflict,
+    InvalidValue,
+    PermissionDenied,
+    RateLimited,
+    TransientError,
+    Unavailable,
+    ValueTooLarge,
+)
+from limpet.keys import PAGE_MAX, Span, key_span
+from limpet.model import (
+    Add,
+    Batch,
+    Change,
+    Commit,
+    Delete,
+    Entry,
+    Expire,
+    Family,
+    Feed,
+    Patch,
+    Put,
+    Refusal,
+    Slice,
+    Status,
+    Window,
+    Write,
+)
+from limpet.server import nouns
+from limpet.server.desk import Caller, Callers, Desk
+from limpet.server.operations import Operation, Reach, Right
+from limpet.server.requests import Primitive
+from limpet.session import Session
+from limpet.store import Store
+from limpet.sweep import SWEEP_MAX
+from limpet.transition import read_receipt
+
+__all__ = ["LIMITS", "routes"]
+
+LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=nouns.KEYS_MAX, wait_s=25.0)
+"""What one request may ask. A batch of the largest values fits into it."""
+
+REPLY_BYTES: Final = 4_000_000
+"""When a page is large enough to end. It may be larger by one value."""
+
+CHANGES_MAX: Final = 1_000
+
+BODY_S: Final = 30.0
+RETRY_AFTER_S: Final = 1
+OVERTAKEN_MAX: Final = 10_000
+
+_EVERYTHING: Final = (Span("", None),)
+
+
+def routes(session: Session, *, callers: Callers, desk: Desk, ending: asyncio.Event | None = None) -> list[Route]:
+    """The routes of the primitives.
+
+    Args:
+        session: The opened engine that is served.
+        callers: Who knows who asks.
+        desk: What every request passes.
+        ending: Set when the server ends, so that nobody is kept waiting. Without it, a wait ends with its task.
+    """
+    counter = _Counter(session, callers, desk, ending or asyncio.Event())
+    return [
+        Route("/v1/engine", counter.tell, methods=["GET"]),
+        Route("/v1/{namespace}/engine/{primitive}", counter.serve, methods=["POST"]),
+    ]
+
+
+class Refused(Conflict):
+    """A guard did not hold, for observers to count. Whoever asked gets the refusal itself."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.key, expected="what its guard says", current=None)
+        self.refusal = refusal
+
+
+Serve = Callable[["_Visit", bytes], Awaitable[Any]]
+
+
+class _Visit(NamedTuple):
+    """Somebody who asks something of a namespace."""
+
+    caller: Caller
+    namespace: str
+    incoming: Incoming
+
+    def may(self, right: Right, spans: Sequence[Span]) -> bool:
+        return self.caller.may(self.namespace, right, spans)
+
+    def sees(self, key: str, *, with_value: bool = True) -> bool:
+        """Whether it may read a key."""
+        spans = (key_span(key),)
+        return self.may("read", spans) and (not with_value or self.may("reveal", spans))
+
+    def sees_in(self, family: Family, key: str, *, with_value: bool = True) -> bool:
+        """Whether it may read what is under a name in a family."""
+        return self.sees(key, with_value=with_value) if family in _BY_KEY else self.sees_all
+
+    @property
+    def sees_all(self) -> bool:
+        return self.may("read", _EVERYTHING) and self.may("reveal", _EVERYTHING)
+
+    def demand(self, right: Right, spans: Sequence[Span], *others: Right) -> None:
+        """Raise unless it has the right, or one of the others, on all of these keys."""
+        if not any(self.may(one, spans) for one in (right, *others)):
+            raise PermissionDenied(f"{self.caller.name} may not {right} there in namespace {self.namespace!r}")
+
+
+class _Counter:
+    """Where primitives are asked for."""
+
+    def __init__(self, session: Session, callers: Callers, desk: Desk, ending: asyncio.Event) -> None:
+        self._session = session
+        self._callers = callers
+        self._desk = desk
+        self._ending = ending
+        self._attempts = _Attempts()
+        self._primitives: dict[str, Serve] = {
+            "read": self._read,
+            "scan": self._scan,
+            "commit": self._commit,
+            "changes": self._changes,
+            "due": self._due,
+            "trim": self._trim,
+            "status": self._status,
+        }
+
+    async def tell(self, incoming: Incoming) -> Response:
+        """What the engine is, and what one request may ask."""
+        try:
+            await self._caller(incoming)
+        except Exception as error:
+            return _failed(error)
+        return _answered(wire.Served(self._session.engine.traits, LIMITS))
+
+    async def serve(self, incoming: Incoming) -> Response:
+        """Run a primitive."""
+        namespace, name = incoming.path_params["namespace"], incoming.path_params["primitive"]
+        primitive = self._primitives.get(name)
+        try:
+            caller = await self._caller(incoming)
+        except Exception as error:
+            return _failed(error)
+        try:
+            if primitive is None:
+                raise InvalidValue(f"an engine has no such primitive; it has {', '.join(self._primitives)}")
+            body = await _body(incoming)
+            return _answered(await primitive(_Visit(caller, namespace, incoming), body))
+        except _Noted as noted:
+            return _failed(noted.error)
+        except Exception as error:
+            self._desk.refused(caller, namespace, f"engine.{name}" if primitive else "engine", error)
+            return _failed(error)
+
+    async def _caller(self, incoming: Incoming) -> Caller:
+        scheme, _, token = incoming.headers.get("Authorization", "").partition(" ")
+        client = None if incoming.client is None else incoming.client.host
+        try:
+            return await self._callers.caller_of(token.strip() if scheme.lower() == "bearer" else None, client)
+        except PermissionDenied as error:
+            raise _Unknown(str(error)) from error
+
+    async def _run(self, visit: _Visit, operation: Operation, what: Any) -> Any:
+        """Have the desk run a primitive. What goes wrong there it has told its observers."""
+        try:
+            answer = await self._desk.run(operation, visit.namespace, Primitive(what=what), visit.caller)
+        except Exception as error:
+            raise _Noted(error) from error
+        return answer["answer"]
+
+    # Reading --------------------------------------------------------------------
+
+    async def _read(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, wire.Read)
+        nouns.check_read(asked)
+        # A request id is no key, so who may read a receipt is known when it has been read.
+        reach = Reach() if asked.family == "receipt" else Reach(_spans_of(asked.family, asked.keys), asked.keys)
+        reveals = asked.family != "lock"
+        entries = await self._run(visit, self._reading("read", self._do_read, reach, reveals=reveals), asked)
+        if asked.family == "receipt" and not visit.sees_all:
+            return [None if entry is None or not _is_own(visit, entry) else entry for entry in entries]
+        return entries
+
+    async def _do_read(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        what: wire.Read = asked.what
+        keys = what.keys
+        found = await self._session.engine.read(store.name, keys, family=what.family) if keys else []
+        return {"answer": found}
+
+    async def _scan(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, wire.Scan)
+        nouns.check_scan(asked)
+        # A filter tells of values, too.
+        reveals = asked.family != "lock" and (asked.values or asked.where is not None)
+        spans = [asked.span] if asked.family in _BY_KEY else _EVERYTHING
+        found: Slice = await self._run(
+            visit, self._reading("scan", self._do_scan, Reach(spans), reveals=reveals), asked
+        )
+        return _short_slice(found)
+
+    async def _do_scan(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        what: wire.Scan = asked.what
+        options: dict[str, Any] = {"family": what.family, "where": what.where, "values": what.values}
+        return {
+            "answer": await self._session.engine.scan(store.name, what.span, limit=min(what.limit, PAGE_MAX), **options)
+        }
+
+    async def _status(self, visit: _Visit, _: bytes) -> Any:
+        status: Status = await self._run(visit, self._reading("status", self._do_status, Reach()), None)
+        if visit.may("read", _EVERYTHING):
+            return status
+        # What there is in all is not for everybody. Where the log is must be, or nobody could follow it.
+        return msgspec.structs.replace(status, keys=0, size_bytes=0, log_changes=0, log_bytes=0)
+
+    async def _do_status(self, store: Store, _: Primitive) -> dict[str, Any]:
+        return {"answer": await self._session.engine.status(store.name)}
+
+    # Following ------------------------------------------------------------------
+
+    async def _changes(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, wire.Changes)
+        nouns.check_changes(asked)
+        reach = Reach() if asked.span is None else Reach([asked.span])
+        operation = self._reading("changes", self._do_changes, reach, reveals=asked.span is not None)
+        feed: Feed = await self._run(visit, operation, asked)
+        if not feed.changes and asked.wait_s > 0:
+            feed = await self._news(visit, msgspec.structs.replace(asked, wait_s=min(asked.wait_s, LIMITS.wait_s)))
+        feed = _short_feed(feed)
+        if asked.span is None and not visit.sees_all:
+            feed = Feed([change for change in feed.changes if _is_seen(visit, change)], feed.head)
+        return feed
+
+    async def _do_changes(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        return {"answer": await self._feed(store.name, asked.what, 0.0)}
+
+    async def _feed(self, namespace: str, asked: wire.Changes, wait_s: float) -> Feed:
+        return await self._session.engine.changes(
+            namespace, asked.after, span=asked.span, limit=min(asked.limit, CHANGES_MAX), wait_s=wait_s
+        )
+
+    async def _news(self, visit: _Visit, asked: wire.Changes) -> Feed:
+        """Wait for changes, as long as there is somebody to tell.
+
+        Observers have heard of the look before. How long nothing came, and that somebody left, is no news to them.
+        """
+        news = asyncio.ensure_future(self._feed(visit.namespace, asked, asked.wait_s))
+        gone = asyncio.ensure_future(_gone(visit.incoming))
+        ending = asyncio.ensure_future(self._ending.wait())
+        try:
+            await asyncio.wait((news, gone, ending), return_when=asyncio.FIRST_COMPLETED)
+            if news.done():
+                return news.result()
+            raise Unavailable("the server is ending" if ending.done() else "nobody waits for this any more")
+        except Exception as error:
+            raise _Noted(error) from error
+        finally:
+            for task in (news, gone, ending):
+                task.cancel()
+            await asyncio.gather(news, gone, ending, return_exceptions=True)
+
+    # Care -----------------------------------------------------------------------
+
+    async def _due(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, wire.Due)
+        nouns.check_due(asked)
+        return await self._run(visit, self._caring(visit, "due", self._do_due), asked)
+
+    async def _do_due(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        return {"answer": await self._session.engine.due(store.name, limit=min(asked.what.limit, SWEEP_MAX))}
+
+    async def _trim(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, Window)
+        nouns.check_window(asked)
+        return await self._run(visit, self._caring(visit, "trim", self._do_trim), asked)
+
+    async def _do_trim(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        return {"answer": await self._session.engine.trim(store.name, asked.what)}
+
+    # Committing -----------------------------------------------------------------
+
+    async def _commit(self, visit: _Visit, body: bytes) -> Any:
+        asked = wire.decode(body, wire.Commits)
+        if len(asked.batches) > LIMITS.batches:
+            raise InvalidValue(f"one request has up to {LIMITS.batches} batches, this one {len(asked.batches)}")
+        return await asyncio.gather(*(self._commit_one(visit, batch) for batch in asked.batches))
+
+    async def _commit_one(self, visit: _Visit, sent: msgspec.Raw) -> msgspec.Raw:
+        """Commit a batch. What goes wrong is an outcome, for the others of the group are not concerned."""
+        batch = Batch((), ())
+        try:
+            try:
+                any_lock = visit.may("admin", _EVERYTHING)
+                batch = wire.decode_batch(sent)
+                batch = nouns.checked_batch(batch, value_bytes_max=self._session.value_bytes_max, any_lock=any_lock)
+                _check_rights(visit, batch)
+            except Exception as error:
+                self._desk.refused(visit.caller, visit.namespace, "engine.commit", error)
+                raise
+            outcome = await self._attempts.run(
+                visit, batch, lambda: self._run(visit, self._committing(visit, batch), batch)
+            )
+        except _Noted as noted:
+            if not isinstance(noted.error, Refused):
+                return wire.encode_outcome(noted.error, batch)
+            outcome = noted.error.refusal
+        except Exception as error:
+            return wire.encode_outcome(error, batch)
+        return wire.encode_outcome(_concealed(visit, batch, outcome), batch)
+
+    async def _do_commit(self, store: Store, asked: Primitive) -> dict[str, Any]:
+        batch: Batch = asked.what
+        outcome = await self._session.commit(store.name, batch)
+        if isinstance(outcome, Refusal):
+            if outcome.reason == "stale_request" or (outcome.guard is not None and outcome.guard.family == "data"):
+                raise Refused(outcome)
+            if outcome.reason == "size" and batch.value_bytes_max == self._session.value_bytes_max:
+                # The client names the limit that it was opened with. This one may be another.
+                raise ValueTooLarge(
+                    outcome.key, size_bytes=outcome.size_bytes, limit_bytes=batch.value_bytes_max, what="the record"
+                )
+        return {"answer": outcome}
+
+    # Rows for the desk ------------------------------------------------------------
+
+    def _reading(self, name: str, run: Any, reach: Reach, *, reveals: bool = False) -> Operation:
+        return Operation(f"engine.{name}", Primitive, "read", run, lambda _: reach, reveals=reveals)
+
+    def _caring(self, visit: _Visit, name: str, run: Any) -> Operation:
+        right: Right = "admin" if visit.may("admin", _EVERYTHING) else "write"
+        return Operation(f"engine.{name}", Primitive, right, run, lambda _: Reach(_EVERYTHING))
+
+    def _committing(self, visit: _Visit, batch: Batch) -> Operation:
+        """The row for a batch. It asks for one right only; `_check_rights` has asked for all."""
+        asked = (*batch.writes, *batch.guards)
+        keys = [write.key for write in batch.writes if write.family == "data" and not isinstance(write, Expire)]
+        weighed = [one for one in asked if one.family != "lock" and not isinstance(one, Expire)]
+        spans = [span for one in weighed for span in _spans_of(one.family, [one.key])]
+        right: Right = "write"
+        if all(isinstance(one, Expire) for one in asked):
+            right = "write" if visit.may("write", ()) else "admin"
+        elif not spans:
+            spans = [key_span(one.key) for one in asked]
+            right = "lock" if visit.may("lock", spans) else "write"
+        return Operation("engine.commit", Primitive, right, self._do_commit, lambda _: Reach(spans, keys))
+
+
+class _Attempts:
+    """Commits that are under way, and those whose first attempt must not come any more."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[str, str, str | None], tuple[Batch, asyncio.Future[Any]]] = {}
+        self._overtaken: OrderedDict[tuple[str, str, str | None], None] = OrderedDict()
+
+    async def run(self, visit: _Visit, batch: Batch, commit: Callable[[], Awaitable[Any]]) -> Any:
+        """Commit a batch, unless it is under way already, or done with."""
+        name = (visit.caller.name, visit.namespace, batch.request_id)
+        if batch.retry_since is not None:
+            earlier = self._under_way.get(name)
+            if earlier is not None and _is_same(earlier[0], batch):
+                await asyncio.wait((earlier[1],))
+                if not earlier[1].cancelled() and _is_settled(earlier[1].exception()):
+                    return earlier[1].result()
+            self._overtake(name)
+        elif batch.receipt_ms is None and name in self._overtaken:
+            raise Unavailable("this request was overtaken by its own retry")
+        if name in self._under_way:
+            return await commit()
+        work = asyncio.ensure_future(commit())
+        self._under_way[name] = batch, work
+        try:
+            return await work
+        finally:
+            del self._under_way[name]
+
+    def _overtake(self, name: tuple[str, str, str | None]) -> None:
+        self._overtaken[name] = None
+        self._overtaken.move_to_end(name)
+        if len(self._overtaken) > OVERTAKEN_MAX:
+            self._overtaken.popitem(last=False)
+
+
+def _is_same(first: Batch, again: Batch) -> bool:
+    return (first.guards, first.writes) == (again.guards, again.writes)
+
+
+def _is_settled(error: BaseException | None) -> bool:
+    """Whether a commit came to an answer. If not, its retry asks the engine."""
+    return error is None or (isinstance(error, _Noted) and isinstance(error.error, Refused))
+
+
+# Rights -------------------------------------------------------------------------
+
+_BY_KEY: Final[tuple[Family, ...]] = ("data", "lock")
+
+
+def _spans_of(family: Family, keys: Sequence[str]) -> Sequence[Span]:
+    """What names in a family concern: keys and locks themselves; what is kept beside them, the whole namespace."""
+    return [key_span(key) for key in keys] if family in _BY_KEY else _EVERYTHING
+
+
+def _check_rights(visit: _Visit, batch: Batch) -> None:
+    """What a batch takes: the right to write each key that it writes or asks for, and to see what it answers."""
+    for write in batch.writes:
+        spans = _spans_of(write.family, [write.key])
+        if isinstance(write, Expire):
+            # It ends only what has ended.
+            visit.demand("write", spans, "lock", "admin")
+        elif write.family == "lock":
+            visit.demand("lock", spans)
+        else:
+            visit.demand("write", spans)
+            if _answers_with_value(write):
+                visit.demand("reveal", spans)
+    for guard in batch.guards:
+        spans = _spans_of(guard.family, [guard.key])
+        if guard.family == "lock":
+            visit.demand("lock", spans, "write")
+        else:
+            visit.demand("write", spans)
+
+
+def _answers_with_value(write: Write) -> bool:
+    """Whether who asks for this needs the value that is answered. A put's own is known, and a touch does without."""
+    return isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take)
+
+
+def _concealed(visit: _Visit, batch: Batch, outcome: Commit | Refusal) -> Commit | Refusal:
+    """An outcome without the values that the caller may not see."""
+    if isinstance(outcome, Refusal):
+        found = outcome.found
+        family = "data" if outcome.guard is None else outcome.guard.family
+        if found is None or family == "lock" or visit.sees_in(family, found.key):
+            return outcome
+        return msgspec.structs.replace(outcome, found=found.without_value())
+    entries = tuple(
+        entry.without_value() if entry is not None and write.family == "data" and not _may_have(visit, write) else entry
+        for entry, write in zip(outcome.entries, batch.writes, strict=True)
+    )
+    return msgspec.structs.replace(outcome, entries=entries)
+
+
+def _may_have(visit: _Visit, write: Write) -> bool:
+    return isinstance(write, Put) or visit.may("reveal", (key_span(write.key),))
+
+
+def _is_seen(visit: _Visit, change: Change) -> bool:
+    return visit.sees_in(change.family, change.key, with_value=change.family != "lock")
+
+
+def _is_own(visit: _Visit, receipt: Entry) -> bool:
+    """Whether a receipt tells of nothing that the caller may not see."""
+    commit = read_receipt(receipt).commit
+    return all(visit.sees(entry.key) for entry in (*commit.entries, *commit.ended) if entry is not None)
+
+
+# Pages --------------------------------------------------------------------------
+
+
+def _short_slice(found: Slice) -> Slice:
+    """As much of a slice as one answer holds."""
+    count = _that_fit([entry.size_bytes for entry in found.entries])
+    if count == len(found.entries):
+        return found
+    return Slice(found.entries[:count], found.entries[count - 1].key)
+
+
+def _short_feed(feed: Feed) -> Feed:
+    """As much of the log as one answer holds."""
+    count = _that_fit([change.entry.size_bytes for change in feed.changes])
+    if count == len(feed.changes):
+        return feed
+    return Feed(feed.changes[:count], feed.changes[count - 1].revision)
+
+
+def _that_fit(sizes_bytes: Sequence[int]) -> int:
+    total_bytes = 0
+    for number, size_bytes in enumerate(sizes_bytes, 1):
+        total_bytes += size_bytes
+        if total_bytes > REPLY_BYTES:
+            return number
+    return len(sizes_bytes)
+
+
+# HTTP ---------------------------------------------------------------------------
+
+
+class _Noted(Exception):
+    """An error that the observers have heard of, or need not."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(type(error).__name__)
+        self.error = error
+
+
+class _Unknown(PermissionDenied):
+    """Nobody knows who this is, which HTTP tells apart from somebody who may not."""
+
+
+async def _body(incoming: Incoming) -> bytes:
+    """What was sent, if it is not too much and does not take for ever."""
+    # A page of another site can have a browser send forms and text, but not this, without asking first.
+    if incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.MEDIA:
+        raise InvalidValue(f"a primitive is asked for in {wire.MEDIA}")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in incoming.stream():
+                body += part
+                if len(body) > LIMITS.request_bytes:
+                    raise ValueTooLarge(
+                        incoming.url.path, size_bytes=len(body), limit_bytes=LIMITS.request_bytes, what="the request"
+                    )
+    except TimeoutError as error:
+        raise Unavailable("the request did not arrive in time") from error
+    except ClientDisconnect as error:
+        raise _Noted(Unavailable("whoever asked has left")) from error
+    return bytes(body)
+
+
+async def _gone(incoming: Incoming) -> None:
+    """Wait until whoever asked has left."""
+    while (await incoming.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answered(answer: Any) -> Response:
+    return Response(wire.encode(answer), media_type=wire.MEDIA)
+
+
+def _failed(error: Exception) -> Response:
+    headers: dict[str, str] = {}
+    status = code_of(error).status
+    if isinstance(error, _Unknown):
+        status, headers = 401, {"WWW-Authenticate": "Bearer"}
+    elif isinstance(error, RateLimited):
+        headers = {"Retry-After": str(math.ceil(error.retry_after))}
+    elif isinstance(error, TransientError):
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return Response(wire.encode(wire.failure_of(error)), status, headers, wire.MEDIA)

@@ -1,0 +1,68 @@
+"""Errors as plugins read them: what a reply says of a request that was not granted.
+
+Every reply says whether it was a success. One that was not has an ``error_code``, by the table of `limpet.codes`, and
+a message for people. ``code`` is the error's own, for clients that raise it again, and some errors add what a program
+needs to go on. What went wrong inside a database is not told in its own words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from limpet import errors
+from limpet.codes import code_of
+from limpet.server.desk import told
+from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField
+
+__all__ = ["reply_of"]
+
+_BY_SHAPE: Final = {
+    InvalidJSON: "INVALID_JSON",
+    MissingField: "MISSING_FIELD",
+    InvalidSubject: "INVALID_SUBJECT",
+}
+
+_SAFE: Final = {
+    errors.Unavailable: "The database cannot be reached or cannot serve now; try again later",
+    errors.Corrupt: "The database holds something that cannot be read",
+    errors.Closed: "The server is stopping",
+}
+
+_CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
+    errors.Conflict: {"key": "key", "reason": "reason", "version": "actual_version", "revision": "actual_revision"},
+    errors.NotFound: {"key": "key"},
+    errors.ValueTooLarge: {"size_bytes": "size_bytes", "limit_bytes": "limit_bytes"},
+    errors.RateLimited: {"retry_after": "retry_after"},
+    errors.LockHeld: {"name": "name", "holder": "holder", "token": "token", "remaining": "remaining"},
+    errors.LockExpired: {"name": "name", "token": "token"},
+    errors.LockLost: {"name": "name", "token": "token"},
+    errors.LockNotHeld: {"name": "name"},
+    errors.Compacted: {"oldest": "oldest"},
+    errors.Ambiguous: {"request_id": "request_id"},
+}
+"""Which attributes of an error its reply has, by the member's name."""
+
+
+def reply_of(error: Exception) -> dict[str, Any]:
+    """The reply to a request that failed."""
+    reply: dict[str, Any] = {
+        "success": False,
+        "error_code": _BY_SHAPE.get(type(error)) or code_of(error).reply,
+        "message": _message(error),
+    }
+    if isinstance(error, errors.LimpetError):
+        reply["code"] = error.code
+        for member, attribute in _CARRIED.get(type(error), {}).items():
+            reply[member] = getattr(error, attribute)
+    return reply
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, errors.ValueTooLarge) and error.limit_bytes % 1024 == 0 and error.limit_bytes >= 65_536:
+        size, limit = error.size_bytes, error.limit_bytes
+        return (
+            f"Value size exceeds {limit // 1024}KB limit (got {size / 1024:.1f}KB): "
+            f"{size:,} bytes, and {limit:,} are allowed"
+        )
+    safe = _SAFE.get(type(error))
+    return safe if safe is not None else told(error)

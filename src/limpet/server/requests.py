@@ -1,0 +1,387 @@
+"""The shapes of requests: what may be asked of a namespace, member by member.
+
+They are checked here and nowhere else, before anything is sent to an engine. A message names the member that is
+wrong and never shows what it held.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+import limpet
+from limpet.batch import Expectation
+from limpet.codec import DEPTH_MAX, INT_MAX, INT_MIN
+from limpet.errors import InvalidValue
+from limpet.model import ABSENT, PRESENT, Filter
+from limpet.wire import field_of
+
+TTL = int | float | None
+Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
+"""What every engine can compare."""
+
+
+class InvalidJSON(InvalidValue):
+    """What came is not a JSON object."""
+
+
+class MissingField(InvalidValue):
+    """A member that the request needs is not there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Missing required field: {name}")
+
+
+class InvalidSubject(InvalidValue):
+    """There is nothing to ask on that subject."""
+
+    def __init__(self, subject: str) -> None:
+        shown = subject if len(subject) <= 120 else f"{subject[:117]}..."
+        super().__init__(f"Invalid subject format: {shown}")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked. Members that nobody knows are ignored, as the first plugins were promised."""
+
+
+class Strict(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is asked, with a member that nobody knows being an error."""
+
+
+class Expect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key must be: one of these."""
+
+    version: Int64 | UnsetType = UNSET
+    revision: Int64 | UnsetType = UNSET
+    absent: bool | UnsetType = UNSET
+    value: Any = UNSET
+    field: str | UnsetType = UNSET
+    equals: Any = UNSET
+
+    def expectation(self) -> Expectation:
+        """The same for a store."""
+        given = (self.version, self.revision, self.absent, self.value, self.field)
+        if sum(one is not UNSET for one in given) != 1 or (self.equals is not UNSET) != (self.field is not UNSET):
+            raise InvalidValue(
+                "expect has one of version, revision, absent, value, or field together with equals", path="$.expect"
+            )
+        if not isinstance(self.version, UnsetType):
+            return limpet.Version(self.version)
+        if not isinstance(self.revision, UnsetType):
+            return limpet.Revision(self.revision)
+        if not isinstance(self.absent, UnsetType):
+            return ABSENT if self.absent else PRESENT
+        if not isinstance(self.field, UnsetType):
+            expected: Filter = limpet.field(self.field) == field_of(self.equals)
+            return expected
+        return limpet.equals(self.value)
+
+
+class Fence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A lock that must be held under this token."""
+
+    name: str
+    token: Int64
+
+
+class Guarded(Strict, frozen=True, kw_only=True):
+    """What every write may say besides."""
+
+    expect: Expect | None = None
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
+class Get(Request, frozen=True, kw_only=True):
+    """Read a value."""
+
+    key: str
+
+
+class Set(Request, frozen=True, kw_only=True):
+    """Replace a value, whatever there is."""
+
+    key: str
+    value: Any
+    ttl: TTL = None
+    request_id: str | None = None
+
+
+class Delete(Request, frozen=True, kw_only=True):
+    """End a key."""
+
+    key: str
+    expect: Expect | None = None
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
+class List(Request, frozen=True, kw_only=True):
+    """A page of keys."""
+
+    prefix: str = ""
+    limit: int = 1000
+    after: str | None = None
+
+
+class Entry(Strict, frozen=True, kw_only=True):
+    """Read a value with its version, revision, times and meta; or these alone."""
+
+    key: str
+    with_value: bool = True
+
+
+class Put(Guarded, frozen=True, kw_only=True):
+    """Replace a value, or a record, or raw bytes: the one that is given."""
+
+    key: str
+    value: Any = UNSET
+    fields: dict[str, Any] | UnsetType = UNSET
+    bytes: str | UnsetType = UNSET
+    ttl: TTL = None
+    keep_ttl: bool = False
+    meta: dict[str, Any] | None = None
+
+
+class Cas(Strict, frozen=True, kw_only=True):
+    """Replace a value if the key is as expected."""
+
+    key: str
+    value: Any
+    expect: Expect
+    ttl: TTL = None
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
+class Incr(Guarded, frozen=True, kw_only=True):
+    """Add to a counter."""
+
+    key: str
+    by: Int64 = 1
+    ttl: TTL | UnsetType = UNSET
+
+
+class Take(Guarded, frozen=True, kw_only=True):
+    """Get and delete in one step."""
+
+    key: str
+
+
+class Touch(Guarded, frozen=True, kw_only=True):
+    """Change only when a key expires; null for never."""
+
+    key: str
+    ttl: TTL
+
+
+class Swap(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One field, what it must hold, and what it shall hold. Without ``expected`` there must be no such field."""
+
+    field: str
+    new: Any
+    expected: Any = UNSET
+
+
+class FieldsOf(Strict, frozen=True, kw_only=True):
+    """Read fields of a record, write some of them, or swap one: the one that is given."""
+
+    key: str
+    get: list[str] | UnsetType | None = UNSET
+    set: dict[str, Any] | UnsetType = UNSET
+    unset: list[str] | UnsetType = UNSET
+    swap: Swap | UnsetType = UNSET
+    if_exists: bool = False
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
+class BatchGuard(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a key must be for the batch to happen."""
+
+    key: str
+    expect: Expect
+
+
+class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One write of a batch."""
+
+    op: Literal["put", "create", "add", "set", "touch", "delete", "take"]
+    key: str
+    value: Any = UNSET
+    fields: dict[str, Any] | UnsetType = UNSET
+    bytes: str | UnsetType = UNSET
+    by: Int64 = 1
+    unset: list[str] = []
+    if_exists: bool = False
+    ttl: TTL | UnsetType = UNSET
+    meta: dict[str, Any] | None = None
+
+
+class Batch(Strict, frozen=True, kw_only=True):
+    """Guards and writes that happen together or not at all."""
+
+    writes: list[BatchWrite] = []
+    guards: list[BatchGuard] = []
+    fences: list[Fence] = []
+    request_id: str | None = None
+
+
+class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One test of a field or a top-level member."""
+
+    field: str
+    op: Literal["eq", "ne", "lt", "le", "gt", "ge", "in", "not_in", "exists"] = "eq"
+    value: Any = UNSET
+
+    def filter(self) -> Filter:
+        """The same for a store."""
+        field = limpet.field(self.field)
+        if self.op == "exists":
+            return field.exists()
+        if self.value is UNSET:
+            raise MissingField("value")
+        if self.op in ("in", "not_in"):
+            if not isinstance(self.value, list):
+                raise InvalidValue(f"{self.op} takes a list of values", path="$.where")
+            return (field.in_ if self.op == "in" else field.not_in)(map(field_of, self.value))
+        compare: Callable[[Any, Any], Filter] = getattr(operator, self.op)
+        return compare(field, field_of(self.value))
+
+
+class Scan(Strict, frozen=True, kw_only=True):
+    """A page of entries, filtered."""
+
+    prefix: str = ""
+    where: list[Where] = []
+    limit: int = 100
+    after: str | None = None
+    values: bool = True
+
+
+class History(Strict, frozen=True, kw_only=True):
+    """The latest changes of a key that are still in the log, oldest first."""
+
+    key: str
+    limit: int = 100
+
+
+class Watch(Strict, frozen=True, kw_only=True):
+    """Changes as they happen. A face streams them; there is nothing to run."""
+
+    pattern: str = "*"
+    after: str | Int64 | None = None
+    initial: bool = False
+
+
+class Deliver(Watch, frozen=True, kw_only=True):
+    """Changes as they happen, sent to a subject that the caller listens to: where it wants replies, or another."""
+
+    deliver: str | None = None
+
+
+class Unwatch(Strict, frozen=True, kw_only=True):
+    """Have no more changes sent."""
+
+    watch: str
+
+
+class Lock(Strict, frozen=True, kw_only=True):
+    """A lease on a name."""
+
+    name: str
+    ttl: int | float
+    wait: int | float = 0
+    holder: str | None = None
+
+
+class Refresh(Strict, frozen=True, kw_only=True):
+    """Extend a lease from now on."""
+
+    name: str
+    token: Int64
+    ttl: int | float
+
+
+class Unlock(Strict, frozen=True, kw_only=True):
+    """Give a lease back."""
+
+    name: str
+    token: Int64
+
+
+class Locks(Strict, frozen=True, kw_only=True):
+    """Who holds what."""
+
+    prefix: str = ""
+
+
+class Outcome(Strict, frozen=True, kw_only=True):
+    """What became of a request."""
+
+    request_id: str
+
+
+class Status(Strict, frozen=True, kw_only=True):
+    """The namespace at a glance."""
+
+
+class Primitive(Request, frozen=True, kw_only=True):
+    """A primitive of the engine: ``what`` is a batch, or what `limpet.engines.http_wire` has for the others."""
+
+    what: Any
+
+
+R = TypeVar("R", bound=Request)
+
+
+def parse(body: bytes) -> Any:
+    """A request's JSON. Raises `InvalidJSON`, which says where and never what."""
+    try:
+        return _decode(body)
+    except UnicodeDecodeError:
+        raise InvalidJSON("Invalid JSON: it is not UTF-8") from None
+    except RecursionError:
+        raise InvalidJSON(f"Invalid JSON: nested deeper than {DEPTH_MAX}") from None
+    except msgspec.DecodeError as error:
+        raise InvalidJSON(f"Invalid JSON: {error}") from None
+
+
+_decode = msgspec.json.Decoder().decode
+
+
+def request_of(shape: type[R], members: Any) -> R:
+    """A request of this shape. Raises `MissingField` and `InvalidValue`, naming the member."""
+    if not isinstance(members, Mapping):
+        raise InvalidJSON("Invalid JSON: a request is an object")
+    for name in _needed(shape):
+        if name not in members:
+            raise MissingField(name)
+    try:
+        return msgspec.convert(members, shape)
+    except msgspec.ValidationError as error:
+        raise InvalidValue(_without_value(str(error))) from None
+
+
+def _needed(shape: type[Request]) -> Sequence[str]:
+    found = _NEEDED.get(shape)
+    if found is None:
+        found = _NEEDED[shape] = [field.name for field in msgspec.structs.fields(shape) if field.required]
+    return found
+
+
+_NEEDED: dict[type[Request], Sequence[str]] = {}
+
+
+def _without_value(problem: str) -> str:
+    """What msgspec complains of, without the word it was given where another was expected."""
+    told, at, path = problem.partition(" - at ")
+    if told.startswith("Invalid enum value"):
+        told = "it is not one of the words that are known"
+    elif told.startswith("Object contains unknown field"):
+        told = "the request has a member that nobody knows"
+    return f"{told}{at}{path}"

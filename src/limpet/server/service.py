@@ -1,0 +1,300 @@
+"""The service: one opened engine behind its faces, from the first request to the last.
+
+It opens the engine, then what watches over requests, then the faces; it is ready when all of that stands. On the way
+out it goes backwards: it is no longer ready, takes no more requests, finishes those under way, ends the streams, and
+lets go of the engine. Waiting for slow clients has an end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Final
+
+from limpet.errors import InvalidValue, LimpetError, Unavailable
+from limpet.server.access import Tokens
+from limpet.server.desk import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
+from limpet.server.limits import gates_of
+from limpet.server.logs import Logs
+from limpet.server.metrics import Metrics
+from limpet.server.settings import Place, Settings
+from limpet.session import Session
+from limpet.store import open_session
+
+__all__ = ["Service", "serve"]
+
+log = logging.getLogger("limpet.server")
+
+PLUGIN_VALUE_BYTES_MAX: Final = 65_536
+VALUE_BYTES_MAX: Final = 1_000_000
+LOOK_S: Final = 2.0
+CONNECT_S: Final = 5
+GRACE_S: Final = 1.0
+"""How long requests that are under way may take when the server ends."""
+
+
+class Service:
+    """A server. Use it with ``async with``; `wait` returns when one of its parts has ended by itself."""
+
+    def __init__(self, settings: Settings) -> None:
+        settings.check()
+        self.settings = settings
+        self.places: dict[str, str] = {}
+        self._parts = contextlib.AsyncExitStack()
+        self._answers = False
+        self._failed: asyncio.Future[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken, and the engine answers."""
+        return self._answers
+
+    async def __aenter__(self) -> Service:
+        self._failed = asyncio.get_running_loop().create_future()
+        try:
+            await self._open()
+        except BaseException:
+            await self._parts.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._answers = False
+        assert self._failed is not None
+        # From here on, parts end because they are told to.
+        self._failed.cancel()
+        log.info("Server stopping")
+        await self._parts.aclose()
+        log.info("Server stopped")
+
+    async def wait(self) -> None:
+        """Wait until a part has ended by itself, and raise what ended it."""
+        assert self._failed is not None
+        await self._failed
+
+    async def _open(self) -> None:
+        settings, enter = self.settings, self._parts.enter_async_context
+        session = await open_session(settings.url, clock=None, max_value_bytes=VALUE_BYTES_MAX, window=None)
+        self._parts.push_async_callback(session.close)
+        metrics = Metrics(session, names=settings.metric_names)
+        logs = Logs(session.clock, cleanup_interval_s=settings.cleanup_interval)
+        rates, quotas = gates_of(settings.limits, session.clock)
+        observers: list[Observer] = [metrics, logs]
+        if quotas is not None:
+            observers.append(quotas)
+        options: dict[str, Any] = {
+            "gates": [gate for gate in (rates, quotas) if gate is not None],
+            "observers": observers,
+            "read_only": settings.read_only,
+        }
+        if not settings.read_only:
+            session.sweeper.listeners += [metrics.swept, logs.swept]
+            session.sweeper.start()
+            namespaces = await Desk(session, "http").recall()
+            log.info("Sweeping %d namespaces", len(namespaces))
+        if settings.http is not None:
+            await enter(self._http(session, settings.http, metrics, options))
+        if settings.nats is not None:
+            plugins = session.limited(PLUGIN_VALUE_BYTES_MAX)
+            await enter(self._subjects(Desk(plugins, "nats", **options), settings.nats))
+        await enter(_running(self._look(session), "limpet-look"))
+        self._answers = True
+        log.info("Server ready: %s", ", ".join(f"{name} {place}" for name, place in self.places.items()))
+
+    async def _look(self, session: Session) -> None:
+        """Ask the engine now and then whether it is there."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await session.engine.status(OWN_NAMESPACE)
+            except LimpetError as error:
+                if self._answers:
+                    log.error("The engine does not answer: %s", error)
+                self._answers = False
+            else:
+                if not self._answers:
+                    log.info("The engine answers again")
+                self._answers = True
+
+    # HTTP -----------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _http(
+        self, session: Session, place: Place, metrics: Metrics, options: dict[str, Any]
+    ) -> AsyncIterator[None]:
+        import uvicorn
+
+        from limpet.server import primitives
+        from limpet.server.http import make_app, streams_of
+
+        class Server(uvicorn.Server):
+            """Leaves signals to whoever started it."""
+
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        desk = Desk(session, "http", **options)
+        async with contextlib.AsyncExitStack() as parts:
+            callers: Callers = _Nobody()
+            if self.settings.auth == "tokens":
+                callers = tokens = Tokens(session)
+                await tokens.start()
+                parts.push_async_callback(tokens.close)
+            ending = asyncio.Event()
+            app = make_app(
+                desk,
+                callers=callers,
+                ready=lambda: self.is_ready,
+                metrics=metrics.render,
+                more_routes=primitives.routes(session, callers=callers, desk=desk, ending=ending),
+            )
+            with _bound(place) as listening:
+                config = uvicorn.Config(
+                    app,
+                    log_config=None,
+                    access_log=False,
+                    lifespan="off",
+                    server_header=False,
+                    timeout_graceful_shutdown=int(GRACE_S),
+                    ssl_certfile=self.settings.certificate,
+                    ssl_keyfile=self.settings.certificate_key,
+                )
+                try:
+                    config.load()
+                except OSError as error:
+                    files = f"{self.settings.certificate} and {self.settings.certificate_key}"
+                    raise InvalidValue(f"cannot use {files} for TLS: {error.strerror or error}") from error
+                server = Server(config)
+                scheme = "https" if self.settings.certificate else "http"
+                found = Place(place.host, listening.getsockname()[1])
+                self.places["http"] = f"{scheme}://{found.shown}"
+                async with _running(server.serve(sockets=[listening]), "limpet-http", self._failed) as task:
+                    while not server.started and not task.done():  # noqa: ASYNC110 - it tells nobody
+                        await asyncio.sleep(0.01)
+                    try:
+                        yield
+                    finally:
+                        streams_of(app).close()
+                        ending.set()
+                        server.should_exit = True
+                        await asyncio.wait([task], timeout=2 * GRACE_S)
+
+    # NATS -----------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _subjects(self, desk: Desk, url: str) -> AsyncIterator[None]:
+        import nats
+        from nats.errors import Error as DriverError
+
+        from limpet.engine import Address
+        from limpet.server.subjects import Subjects
+
+        is_ending = False
+
+        async def lost() -> None:
+            if not is_ending:
+                log.warning("NATS: the connection is lost")
+
+        options: dict[str, Any] = {}
+        if self.settings.nats_credentials is not None:
+            options["user_credentials"] = self.settings.nats_credentials
+        try:
+            # The driver would try for ever, also before it was ever connected.
+            async with asyncio.timeout(CONNECT_S):
+                connection = await nats.connect(
+                    url.split(","),
+                    name="limpet",
+                    connect_timeout=CONNECT_S,
+                    max_reconnect_attempts=-1,
+                    allow_reconnect=True,
+                    error_cb=_complain,
+                    disconnected_cb=lost,
+                    reconnected_cb=_found_again,
+                    **options,
+                )
+        except (DriverError, OSError, TimeoutError) as error:
+            raise Unavailable(f"{Address.parse(url)} cannot be reached: {type(error).__name__}") from error
+        subjects = Subjects(desk, connection, prefix=self.settings.prefix)
+        try:
+            await subjects.start()
+            self.places["nats"] = f"{self.settings.prefix}.<plugin>.* on {Address.parse(url)}"
+            yield
+        finally:
+            is_ending = True
+            await subjects.drain(within_s=GRACE_S)
+            with contextlib.suppress(Exception):
+                await connection.close()
+
+
+class _Nobody:
+    """Asks nobody who they are: what reaches this server may use it."""
+
+    async def caller_of(self, token: str | None, client: str | None) -> Caller:
+        return Everybody()
+
+
+async def _complain(error: Exception) -> None:
+    log.warning("NATS: %s", str(error) or type(error).__name__)
+
+
+async def _found_again() -> None:
+    log.info("NATS: connected again")
+
+
+@contextlib.contextmanager
+def _bound(place: Place) -> Iterator[socket.socket]:
+    """A socket at a place; at port 0, wherever there is room."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    with socket.socket(family) as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((place.host, place.port))
+        except OSError as error:
+            raise InvalidValue(f"cannot listen at {place.shown}: {error.strerror}") from error
+        yield listening
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    work: Any, name: str, failed: asyncio.Future[None] | None = None
+) -> AsyncIterator[asyncio.Task[None]]:
+    """A task for as long as the body runs. One that ends by itself tells ``failed``."""
+    task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name=name)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if failed is not None and not failed.done() and not task.cancelled():
+            error = task.exception() or Unavailable(f"{name} ended by itself")
+            failed.set_exception(error)
+
+    task.add_done_callback(ended)
+    try:
+        yield task
+    finally:
+        task.remove_done_callback(ended)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def serve(settings: Settings, started: Callable[[Service], None]) -> None:
+    """Serve until a signal asks to end, or a part cannot go on, which is raised."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked.set)
+    try:
+        async with Service(settings) as service:
+            started(service)
+            ends = [asyncio.ensure_future(asked.wait()), asyncio.ensure_future(service.wait())]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in ends:
+                end.cancel()
+            for end in done:
+                end.result()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

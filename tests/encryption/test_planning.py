@@ -1,0 +1,305 @@
+"""What is decided here because the engine behind cannot look: turns, contention, and answers that were lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+import limpet
+from limpet.conformance.support import Failing
+from limpet.engine import Engine, open_engine
+from limpet.engines.sealed import ATTEMPTS, UNSETTLED_MAX, SealedEngine, _Turns
+from limpet.errors import Ambiguous, Contention
+from limpet.model import Add, Batch, Commit, Guard, Patch, Put, Refusal, Version
+from limpet.session import Session
+from tests.encryption.support import keyring
+
+CLOCK = limpet.SystemClock()
+
+
+async def sealed_over(engine: Engine) -> SealedEngine:
+    return SealedEngine(engine, keyring("k1"), CLOCK)
+
+
+@pytest.fixture
+async def behind() -> Engine:
+    return await open_engine("memory:", CLOCK)
+
+
+class Between:
+    """An engine in front of another, in which somebody else is faster a given number of times."""
+
+    def __init__(self, engine: Engine, times: int) -> None:
+        self._engine = engine
+        self.times = times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        if self.times and batch.guards:
+            self.times -= 1
+            (found,) = await self._engine.read(namespace, ("n",))
+            assert found is not None
+            assert found.stored is not None
+            await self._engine.commit(namespace, Batch((), (Put("n", found.stored),)))
+        return await self._engine.commit(namespace, batch)
+
+
+# Contention -------------------------------------------------------------------
+
+
+async def test_what_somebody_wrote_in_between_is_planned_on(behind: Engine) -> None:
+    between = Between(behind, 0)
+    engine = await sealed_over(between)
+    await engine.commit("ns", Batch((), (Add("n", 1),)))
+    between.times = 10
+
+    commit = await engine.commit("ns", Batch((), (Add("n", 1),)))
+
+    assert isinstance(commit, Commit)
+    assert commit.entries[0] is not None
+    assert (commit.entries[0].value, commit.entries[0].version) == (2, 12)
+
+
+async def test_who_never_gets_through_is_told(behind: Engine) -> None:
+    between = Between(behind, 0)
+    engine = await sealed_over(between)
+    await engine.commit("ns", Batch((), (Add("n", 1),)))
+    between.times = ATTEMPTS
+
+    with pytest.raises(Contention) as raised:
+        await engine.commit("ns", Batch((), (Add("n", 1),)))
+
+    assert (raised.value.key, raised.value.attempts) == ("n", ATTEMPTS)
+
+
+async def test_a_guard_of_the_caller_is_not_tried_again(behind: Engine) -> None:
+    between = Between(behind, 0)
+    engine = await sealed_over(between)
+    await engine.commit("ns", Batch((), (Add("n", 1),)))
+    between.times = 1
+
+    refusal = await engine.commit("ns", Batch((Guard("n", Version(1)),), (Add("n", 1),)))
+
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, refusal.guard) == ("guard", Guard("n", Version(1)))
+    assert refusal.found is not None
+    assert (refusal.found.value, refusal.found.version) == (1, 2)
+
+
+# Lost answers -----------------------------------------------------------------
+
+
+async def test_a_count_whose_answer_is_lost_is_answered_with_what_it_made(behind: Engine) -> None:
+    """Somebody else counts before it is asked for again: the first sum is the answer, and not a later one."""
+    failing = Failing(behind)
+    engine, other = await sealed_over(failing), SealedEngine(behind, keyring("k1"), CLOCK)
+    other._keyring = engine._keyring
+    failing.after = 1
+    with pytest.raises(Ambiguous) as lost:
+        await engine.commit("ns", Batch((), (Add("n", 5),)))
+    await other.commit("ns", Batch((), (Add("n", 100),)))
+
+    again = Batch((), (Add("n", 5),), request_id=lost.value.request_id, retry_since=lost.value.since)
+    commit = await engine.commit("ns", again)
+
+    assert isinstance(commit, Commit)
+    assert commit.replayed
+    assert [entry.value for entry in commit.entries if entry] == [5]
+    assert [entry.value for entry in await other.read("ns", ["n"]) if entry] == [105]
+
+
+async def test_a_count_that_was_not_applied_is_applied_when_asked_again(behind: Engine) -> None:
+    class Lost(Failing):
+        async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+            if self.after:
+                self.after -= 1
+                since = (await self._engine.status(namespace)).revision
+                raise Ambiguous("nobody knows", request_id="request-1", since=since)
+            return await self._engine.commit(namespace, batch)
+
+    failing = Lost(behind)
+    engine = await sealed_over(failing)
+    await engine.commit("ns", Batch((), (Add("n", 1),)))
+    failing.after = 1
+    with pytest.raises(Ambiguous) as lost:
+        await engine.commit("ns", Batch((), (Add("n", 5),)))
+    await engine.commit("ns", Batch((), (Add("n", 100),)))
+
+    again = Batch((), (Add("n", 5),), request_id="request-1", retry_since=lost.value.since)
+    commit = await engine.commit("ns", again)
+
+    assert isinstance(commit, Commit)
+    assert not commit.replayed
+    assert [entry.value for entry in commit.entries if entry] == [106]
+
+
+@pytest.mark.parametrize("engine", ["memory:", "nats"])
+async def test_a_store_settles_what_was_lost(engine: str) -> None:
+    url = os.environ["LIMPET_TEST_NATS"] + "?bucket_prefix=sealed-" if engine == "nats" else engine
+    failing = Failing(await open_engine(url, CLOCK))
+    store = limpet.Store(Session(await sealed_over(failing), CLOCK), f"t-{os.urandom(6).hex()}")
+    try:
+        failing.after = 2
+        assert await store.add("n", 5) == 5
+        failing.after = 2
+        assert (await store.record("r").set(a=1)).value == {"a": 1}
+        failing.after = 1
+        assert await store.record("r").swap("a", 1, 2)
+        failing.after = 1
+        assert await store.record("r").swap("a", 1, 2) is False
+        failing.after = 1
+        commit = await store.batch().add("n", 5).set("r", b=3).put("p", 1).commit()
+        assert [entry.value for entry in commit.entries if entry] == [10, {"a": 2, "b": 3}, 1]
+        failing.after = 1
+        assert await store.add("n", 5, request_id="request-1") == 15
+        assert await store.add("n", 5, request_id="request-1") == 15
+    finally:
+        await store.close()
+
+
+async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
+    failing = Failing(behind, after=2 * UNSETTLED_MAX)
+    engine = await sealed_over(failing)
+    for number in range(2 * UNSETTLED_MAX):
+        with pytest.raises(Ambiguous):
+            await engine.commit("ns", Batch((), (Patch(f"{number}", {"a": b"1"}),)))
+
+    assert len(engine._unsettled) == UNSETTLED_MAX
+
+
+# Turns ------------------------------------------------------------------------
+
+
+async def test_turns_go_round_in_order() -> None:
+    turns, order = _Turns(), []
+
+    async def go(number: int) -> None:
+        await turns.take("n")
+        order.append(number)
+        await asyncio.sleep(0)
+        turns.pass_on("n")
+
+    await asyncio.gather(*map(go, range(20)))
+
+    assert order == list(range(20))
+    assert turns._waiting == {}
+
+
+async def test_whoever_is_cancelled_leaves_the_turn_to_the_next() -> None:
+    turns, order = _Turns(), []
+    await turns.take("n")
+
+    async def go(number: int) -> None:
+        await turns.take("n")
+        order.append(number)
+        turns.pass_on("n")
+
+    waiting = [asyncio.create_task(go(number)) for number in range(4)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    await asyncio.sleep(0)
+    # The turn is the first one's, who is cancelled before hearing of it.
+    turns.pass_on("n")
+    waiting[0].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+    assert order == [2, 3]
+    assert turns._waiting == {}
+
+
+async def test_whoever_hears_of_the_turn_and_is_cancelled_passes_it_on() -> None:
+    turns = _Turns()
+    await turns.take("n")
+    first, second = (asyncio.create_task(turns.take("n")) for _ in range(2))
+    await asyncio.sleep(0)
+    turns.pass_on("n")
+    # Its future is done, and it has not run since.
+    asyncio.get_running_loop().call_soon(first.cancel)
+    await asyncio.gather(first, return_exceptions=True)
+    if not first.cancelled():
+        turns.pass_on("n")
+    await second
+    turns.pass_on("n")
+
+    assert turns._waiting == {}
+
+
+async def test_threads_and_tasks_take_turns_together() -> None:
+    turns, counted = _Turns(), [0]
+
+    def block() -> None:
+        for _ in range(200):
+            taking = turns.take("n")
+            with pytest.raises(StopIteration):
+                taking.send(None)
+            counted[0] += 1
+            turns.pass_on("n")
+
+    async def go() -> None:
+        for _ in range(200):
+            await turns.take("n")
+            found = counted[0]
+            await asyncio.sleep(0)
+            counted[0] = found + 1
+            turns.pass_on("n")
+
+    threads = [threading.Thread(target=block) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    await asyncio.gather(go(), go())
+    await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
+
+    assert counted == [1000]
+    assert turns._waiting == {}
+
+
+def test_a_loop_that_is_closed_does_not_keep_the_turn() -> None:
+    turns = _Turns()
+
+    async def leave_somebody_waiting() -> None:
+        await turns.take("n")
+        waiting = turns.take("n")
+        # Begun, and never finished: as in a loop that was stopped in the middle.
+        waiting.send(None)
+        left.append(waiting)
+
+    left: list[Any] = []
+    asyncio.run(leave_somebody_waiting())
+    turns.pass_on("n")
+
+    assert turns._waiting == {}
+
+
+def test_a_child_after_a_fork_waits_for_nobody() -> None:
+    with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
+        session: Any = store._twin._session
+        taking = session.engine._turns.take(("default", "data", "n"))
+        with pytest.raises(StopIteration):
+            taking.send(None)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if store.add("n") == 1 else 1)
+        _, status = os.waitpid(child, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_traits_are_those_of_the_engine_behind() -> None:
+    with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
+        traits = msgspec.structs.asdict(store.traits)
+
+    assert traits == {
+        "engine": "memory",
+        "durability": "none",
+        "log": "every",
+        "clock": "host",
+        "inline": True,
+        "encrypted": True,
+    }

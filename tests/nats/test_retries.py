@@ -1,0 +1,299 @@
+"""A write whose answer was lost is found again, however many others have written the key since."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+import limpet
+from limpet.codec import encode
+from limpet.engines import nats_wire
+from limpet.engines.nats_link import Unheard
+from limpet.engines.nats_wire import PAST_MAX, Message, Place
+from limpet.errors import Ambiguous
+from limpet.model import Add, Batch, Put
+from tests.engines import unique
+from tests.nats.support import engine_of, proxy_of, server, space_of, writer_of
+from tests.proxy import Proxy
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with proxy_of(server()) as running:
+        yield running
+
+
+@pytest.fixture
+async def stores(proxy: Proxy) -> AsyncIterator[tuple[limpet.Store, limpet.Store]]:
+    """A store on a line that may break, and another on the same namespace."""
+    async with (
+        limpet.open(proxy.url, namespace=unique(), sweep=False) as store,
+        limpet.open(server(), namespace=store.name, sweep=False) as other,
+    ):
+        yield store, other
+
+
+@asynccontextmanager
+async def unheard(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], call: Callable[[], Awaitable[Any]], key: str = "hot"
+) -> AsyncIterator[asyncio.Future[Any]]:
+    """A call that was applied and whose answer is lost. It cannot look what became of it before this is left."""
+    store, other = stores
+    engine = engine_of(store)
+    wait, connect = asyncio.Event(), engine.link
+    before = await other.entry(key)
+
+    async def link_when_told() -> Any:
+        await wait.wait()
+        return await connect()
+
+    proxy.fault("lose")
+    doing = asyncio.ensure_future(call())
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            async with asyncio.timeout(10):
+                while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
+                    await asyncio.sleep(0)
+                patch.setattr(engine, "link", link_when_told)
+                # It has done its part when it has passed the request on. The server does its own in a moment.
+                while (await other.entry(key)) == before:  # noqa: ASYNC110 - it is another process
+                    await asyncio.sleep(0.01)
+            yield doing
+    finally:
+        wait.set()
+
+
+async def crowd(store: limpet.Store, count: int, key: str = "hot") -> None:
+    """Add to a key under so many names, as that many processes would that come and go."""
+    for number in range(count):
+        added = await engine_of(store).commit(store.name, Batch((), (Add(key, 1),), request_id=f"passer-by/{number}"))
+        assert isinstance(added, limpet.Commit)
+
+
+async def past_of(store: limpet.Store, key: str = "hot") -> list[str]:
+    message = await space_of(store).last(("data", key))
+    assert message is not None
+    return [item.partition(",")[0] for item in message.past.split(";") if item]
+
+
+async def test_requests_with_receipts_push_no_other_out(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store]
+) -> None:
+    """Some callers name their requests and some do not, all on one key, and one of them looks for its answer late."""
+    store, other = stores
+    await store.add("hot", 1)
+
+    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+        for number in range(2 * PAST_MAX):
+            await other.add("hot", 1, request_id=f"theirs/{number}")
+            await other.add("hot", 1)
+
+    assert await doing == 1001
+    assert await other.get("hot") == 1001 + 4 * PAST_MAX
+
+
+async def test_what_may_still_be_asked_for_is_not_pushed_out(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store]
+) -> None:
+    """More processes than a key can remember write it once each. Those for whom there is no room leave a receipt."""
+    store, other = stores
+    await store.add("hot", 1)
+
+    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+        await crowd(other, 2 * PAST_MAX)
+
+    assert await doing == 1001
+    assert await other.get("hot") == 1001 + 2 * PAST_MAX
+    assert len(await past_of(other)) <= PAST_MAX
+
+
+VERBS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
+    "add": lambda store: store.add("hot", 1000),
+    "put": lambda store: store.put("hot", 7, meta={"by": "me"}),
+    "touch": lambda store: store.touch("hot", 60),
+    "delete": lambda store: store.delete("hot"),
+}
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+@pytest.mark.parametrize("verb", VERBS)
+async def test_a_write_is_found_in_its_key_or_in_its_receipt(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], verb: str, crowded: bool
+) -> None:
+    """Where it found no room in the key, what it did and what it is answered are the same."""
+    store, other = stores
+    await crowd(other, PAST_MAX + 1 if crowded else 1)
+    before = await store.entry("hot")
+    assert before is not None
+
+    async with unheard(proxy, stores, lambda: VERBS[verb](store)) as doing:
+        made = await other.entry("hot")
+        await crowd(other, 3)
+
+    answer, after = await doing, await other.entry("hot")
+    assert after is not None
+    match verb:
+        case "add":
+            assert (answer, after.value) == (before.value + 1000, before.value + 1003)
+        case "delete":
+            assert (answer, after.version) == (True, 3)
+        case _:
+            assert made is not None
+            found = msgspec.structs.replace(answer, stored=made.stored, meta_json=made.meta_json)
+            assert found == made
+            assert after.version == made.version + 3
+
+
+async def test_a_full_key_is_written_with_a_receipt_until_there_is_room_again(
+    stores: tuple[limpet.Store, limpet.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, other = stores
+    await crowd(other, PAST_MAX + 2)
+
+    assert await past_of(other) == [f"passer-by/{number}" for number in range(PAST_MAX)]
+    assert await other.outcome(f"passer-by/{PAST_MAX + 1}") is not None
+    assert await other.outcome(f"passer-by/{PAST_MAX - 1}") is None
+
+    monkeypatch.setattr(nats_wire, "PAST_MS", -1)
+    await crowd(other, 1)
+    monkeypatch.undo()
+    await crowd(other, 1)
+    assert await past_of(other) == ["passer-by/0"]
+
+
+async def test_a_write_that_is_applied_after_it_was_looked_for_is_not_doubled(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new leader answered the look before it had applied all that it took over: the second request came too late."""
+    store, other = stores
+    await store.add("hot", 1)
+    space = space_of(store)
+    look = space.last
+    old = await look(("data", "hot"))
+    looks = 0
+
+    async def look_too_early(place: Place) -> Message | None:
+        nonlocal looks
+        found = await look(place)
+        if place != ("data", "hot"):
+            return found
+        looks += 1
+        return old if looks == 1 else found
+
+    monkeypatch.setattr(space, "last", look_too_early)
+    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+        await asyncio.sleep(0)
+
+    assert await doing == 1001
+    assert looks == 2
+    assert await other.get("hot") == 1001
+
+
+async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first was not there yet when it was looked for. It may still come, so nobody may say that it did not."""
+    store, other = stores
+    await store.add("hot", 1)
+    space, writer = space_of(store), writer_of(store)
+    look, send = space.last, writer._publish
+    old = await look(("data", "hot"))
+    sent = 0
+
+    async def look_too_early(place: Place) -> Message | None:
+        return old if sent < 2 else await look(place)
+
+    async def send_once(*args: Any) -> Any:
+        nonlocal sent
+        sent += 1
+        if sent == 2:
+            raise Unheard("503")
+        return await send(*args)
+
+    monkeypatch.setattr(space, "last", look_too_early)
+    monkeypatch.setattr(writer, "_publish", send_once)
+    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+        await asyncio.sleep(0)
+
+    assert await doing == 1001
+    assert sent == 2
+    assert await other.get("hot") == 1001
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_lost_answer_is_not_taken_for_contention(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has no attempt left to look may not say that nothing happened: it would be asked for as a new request."""
+    store, other = stores
+    await store.add("hot", 1)
+    draft = store.batch().add("hot", 1000)
+    monkeypatch.setattr("limpet.engines.nats_writer.ATTEMPTS", 1)
+    proxy.fault("lose")
+
+    await (draft.put("beside", 1) if several else draft).commit()
+
+    assert proxy.is_done
+    assert await other.get("hot") == 1001
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_retry_after_all_is_forgotten_is_refused(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine slept for an hour between a request and its retry, and the server has dropped the receipt."""
+    store, other = stores
+    await store.add("hot", 1)
+    space, engine = space_of(store), engine_of(store)
+    writes = (Add("hot", 1000), Put("beside", encode(1))) if several else (Add("hot", 1000),)
+
+    async def away() -> Any:
+        raise OSError("nobody is there")
+
+    proxy.fault("lose")
+    with monkeypatch.context() as patch:
+        writing = asyncio.ensure_future(engine.commit(store.name, Batch((), writes)))
+        while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
+            await asyncio.sleep(0)
+        patch.setattr(engine, "link", away)
+        with pytest.raises(Ambiguous) as unknown:
+            await writing
+    name, since = unknown.value.request_id, unknown.value.since
+    assert name is not None
+    retry = Batch((), writes, request_id=name, retry_since=since)
+    await other.add("hot", 1)
+    now_ms = space.now_ms
+    monkeypatch.setattr(space, "now_ms", lambda: now_ms() + 3_600_000)
+    monkeypatch.setattr(space_of(other), "now_ms", lambda: now_ms() + 3_600_000)
+    await other.add("hot", 1)
+    await other.put("beside", 2)
+    if (receipt := await space.last(("receipt", name))) is not None:
+        await space.purge(space.subjects.of(("receipt", name)), receipt.seq)
+
+    for _ in range(2):
+        with pytest.raises(Ambiguous):
+            await engine.commit(store.name, retry)
+
+    assert await other.get("hot") == 1003
+
+
+async def test_a_process_that_knows_an_old_state_of_a_key_can_tell_what_became_of_its_write(
+    proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key has forgotten requests of long ago since. That of just now is not among them."""
+    store, other = stores
+    await store.add("hot", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(nats_wire, "PAST_MS", -1)
+        await crowd(other, 3)
+    proxy.fault("lose")
+
+    assert await store.add("hot", 1000) == 1004
+
+    assert proxy.is_done
+    assert await other.get("hot") == 1004

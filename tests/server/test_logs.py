@@ -1,0 +1,429 @@
+"""What the server writes down, at which level, how much of it, and what never."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import limpet
+from limpet import ManualClock, Store
+from limpet.errors import Conflict, Corrupt, LimpetError, RateLimited, Unavailable
+from limpet.server import logs
+from limpet.server.desk import Call, Desk, Everybody
+from limpet.server.logs import Logs, configure, shown
+from limpet.server.operations import OPERATIONS
+from limpet.server.requests import InvalidJSON, MissingField, request_of
+from limpet.sweep import SWEEP_S, Round
+from tests.engines import url_of
+from tests.server.test_access import until
+
+SECRET = "hunter2-hunter2"
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -> AsyncIterator[Store]:
+    url = url_of(request.param, tmp_path)
+    async with limpet.open(url, namespace="trivia", clock=clock, sweep=False) as store:
+        yield store
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, "limpet.server")
+    return caplog
+
+
+class Talk:
+    """Somebody who asks at a desk that logs."""
+
+    def __init__(self, store: Store, clock: ManualClock) -> None:
+        # On a busy machine anything may take a while; what is slow has tests of its own.
+        self.logs = Logs(clock, slow_s=3600)
+        self.desk = Desk(store._session, "nats", observers=[self.logs])
+
+    async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> Any:
+        row = OPERATIONS[operation]
+        return await self.desk.run(row, namespace, request_of(row.request, members), Everybody("alice"))
+
+
+@pytest.fixture
+def talk(store: Store, clock: ManualClock) -> Talk:
+    return Talk(store, clock)
+
+
+def call(operation: str = "get", *, seconds: float = 0.001, error: Exception | None = None, **members: Any) -> Call:
+    """What an observer is told."""
+    asked = request_of(OPERATIONS[operation].request, members or {"key": "k"})
+    answer = None if error is not None else {"exists": True}
+    return Call("nats", "alice", "trivia", operation, asked, seconds, answer, error)
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    """An error that was raised somewhere."""
+    try:
+        raise error from cause
+    except Exception as found:
+        return found
+
+
+# Operations -------------------------------------------------------------------
+
+
+async def test_every_operation_is_a_debug_line_in_the_documented_form(
+    talk: Talk, lines: pytest.LogCaptureFixture
+) -> None:
+    await talk.ask("set", key="game_123", value="x" * 43)
+    await talk.ask("get", key="game_123")
+    await talk.ask("get", key="nothing")
+    await talk.ask("delete", key="game_123")
+    await talk.ask("list", prefix="game_")
+
+    assert [record.getMessage() for record in lines.records] == [
+        "KV set: plugin=trivia key=game_123 size=45",
+        "KV get: plugin=trivia key=game_123 hit=true",
+        "KV get: plugin=trivia key=nothing hit=false",
+        "KV delete: plugin=trivia key=game_123 deleted=true",
+        "KV list: plugin=trivia prefix=game_ count=0 truncated=false",
+    ]
+    assert {record.levelno for record in lines.records} == {logging.DEBUG}
+
+
+async def test_a_record_carries_the_facts_of_its_line(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
+    await talk.ask("set", key="game_123", value=1, ttl=60)
+
+    facts = vars(lines.records[0])
+    assert facts["latency_ms"] > 0
+    assert {name: facts[name] for name in ("operation", "op", "plugin", "namespace", "key", "size", "ttl")} == {
+        "operation": "kv_set",
+        "op": "set",
+        "plugin": "trivia",
+        "namespace": "trivia",
+        "key": "game_123",
+        "size": 1,
+        "ttl": 60,
+    }
+    assert (facts["caller"], facts["face"]) == ("alice", "nats")
+
+
+async def test_every_operation_can_be_logged(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
+    token = (await talk.ask("lock", name="job", ttl=10))["token"]
+    await talk.ask("put", key="b", bytes="AAAA")
+    await talk.ask("put", key="r", fields={"f": SECRET})
+    await talk.ask("fields", key="r", swap={"field": "f", "expected": 1, "new": SECRET})
+    await talk.ask("incr", key="n")
+    await talk.ask("batch", writes=[{"op": "put", "key": "x", "value": SECRET}])
+    await talk.ask("scan")
+    await talk.ask("unlock", name="job", token=token)
+
+    text = lines.text
+    assert "KV lock: plugin=trivia lock=job ttl=10" in text
+    assert "KV put: plugin=trivia key=b size=3" in text
+    assert "KV fields: plugin=trivia key=r size=18 swapped=false" in text
+    assert "KV batch: plugin=trivia size=17" in text
+    assert SECRET not in text
+
+
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+async def test_a_slow_operation_is_a_warning(level: str, clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
+    lines.set_level(level, "limpet.server")
+    Logs(clock).done(call(seconds=0.1001))
+
+    (record,) = lines.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "KV get slow: plugin=trivia key=k hit=true latency_ms=100.1"
+
+
+def test_waiting_for_a_lock_is_not_slowness(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
+    Logs(clock).done(call("lock", seconds=5.05, name="job", ttl=10, wait=5))
+
+    assert lines.records[0].levelno == logging.DEBUG
+
+
+# Failures ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Unavailable("the database is away"), Corrupt("damaged"), ValueError(SECRET)])
+def test_what_the_server_did_wrong_is_an_error_with_a_traceback(
+    error: Exception, clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    Logs(clock).done(call("set", error=raised(error), key="k", value=1))
+
+    (record,) = lines.records
+    code = "DATABASE_ERROR" if isinstance(error, LimpetError) else "INTERNAL_ERROR"
+    assert record.levelno == logging.ERROR
+    assert record.getMessage() == f"KV set failed: plugin=trivia key=k error={code}"
+    assert vars(record)["error_code"] == code
+    assert "in raised" in lines.text
+    assert type(error).__name__ in lines.text
+    assert SECRET not in lines.text
+
+
+def test_the_words_of_a_driver_are_kept_back_with_the_chain_of_causes_shown(
+    clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    cause = raised(KeyError(SECRET), raised(OSError(SECRET)))
+    Logs(clock).done(call(error=raised(Unavailable("the database is away"), cause)))
+
+    assert "Unavailable: the database is away" in lines.text
+    assert "KeyError (what it says may hold a value)" in lines.text
+    assert "OSError (what it says may hold a value)" in lines.text
+    assert SECRET not in lines.text
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "code"),
+    [
+        (limpet.errors.InvalidKey("k", "it is not"), logging.INFO, "VALIDATION_ERROR"),
+        (limpet.errors.PermissionDenied("no"), logging.INFO, "PERMISSION_DENIED"),
+        (limpet.errors.InvalidNamespace("X"), logging.INFO, "INVALID_PLUGIN_NAME"),
+        (MissingField("key"), logging.INFO, "MISSING_FIELD"),
+        (InvalidJSON("Invalid JSON"), logging.INFO, "INVALID_JSON"),
+        (Conflict("k", expected="x", current=None), logging.DEBUG, "CONFLICT"),
+        (limpet.errors.NotFound("k"), logging.DEBUG, "NOT_FOUND"),
+        (RateLimited("too fast", retry_after=1), logging.DEBUG, "RATE_LIMITED"),
+    ],
+)
+def test_what_a_caller_did_wrong_is_no_error_of_the_server(
+    error: Exception, level: int, code: str, clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    Logs(clock).done(call(error=raised(error)))
+
+    (record,) = lines.records
+    assert (record.levelno, record.exc_info) == (level, None)
+    assert record.getMessage() == f"KV get failed: plugin=trivia key=k error={code}"
+
+
+def test_an_error_that_a_face_made_for_itself_says_how_bad_it_is(
+    clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    class Problem(Exception):
+        status = 415
+
+    Logs(clock).done(call(error=raised(Problem(SECRET))))
+
+    assert lines.records[0].levelno == logging.INFO
+    assert SECRET not in lines.text
+
+
+async def test_a_request_that_was_refused_early_is_a_line_too(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
+    talk.desk.refused(Everybody(), "trivia\nforged", "se t", MissingField("key"))
+
+    assert lines.records[0].getMessage() == r'KV "se t" failed: plugin="trivia\nforged" error=MISSING_FIELD'
+
+
+async def test_an_operation_that_was_cancelled_says_so(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
+    asked = request_of(OPERATIONS["get"].request, {"key": "k"})
+    Logs(clock).done(Call("http", "alice", "trivia", "get", asked, 0.01))
+
+    assert lines.records[0].getMessage() == "KV get cancelled: plugin=trivia key=k"
+
+
+# Names and values -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("game_123", "game_123"),
+        ("team/a:b.c@d-é", "team/a:b.c@d-é"),
+        ("a\nERROR forged", r'"a\nERROR forged"'),
+        ("a\r\x1b[31m", r'"a\r\u001b[31m"'),
+        ("k hit=true", '"k hit=true"'),
+        ("k=v", '"k=v"'),
+        ('"', r'"\""'),
+        ("\u202eevil", r'"\u202eevil"'),
+        ("a\u2028b", r'"a\u2028b"'),
+        ("", '""'),
+    ],
+)
+def test_a_name_is_shown_so_that_it_forges_nothing(name: str, text: str) -> None:
+    assert shown(name) == text
+
+
+def test_a_long_name_is_cut() -> None:
+    assert len(shown("x" * 1024)) < 250
+
+
+@pytest.mark.parametrize("form", ["plain", "json"])
+async def test_neither_a_value_nor_a_forged_line_is_ever_written(
+    talk: Talk, form: Any, restored: None, clock: ManualClock
+) -> None:
+    stream = io.StringIO()
+    configure("debug", form, stream)
+    nasty = "k\n2025-01-01 00:00:00 ERROR [limpet.server] forged\r\x1b[2J"
+    await talk.ask("set", key=nasty, value=SECRET)
+    await talk.ask("get", key=nasty)
+    await talk.ask("take", key=nasty)
+    await talk.ask("put", key="r", fields={"f": SECRET}, meta={"m": SECRET})
+    with pytest.raises(Conflict):
+        await talk.ask("cas", key="r", value=SECRET, expect={"value": SECRET})
+    talk.logs.done(call("set", error=raised(ValueError(SECRET)), key="k", value=SECRET))
+    logging.getLogger("limpet.other").info("of another part: %s", nasty)
+
+    text = stream.getvalue()
+    assert SECRET not in text
+    assert "\x1b" not in text
+    assert not [line for line in text.splitlines() if line.startswith("2025-01-01")]
+    assert text.count("KV ") == 6
+
+
+# Sampling ---------------------------------------------------------------------
+
+
+def test_above_a_thousand_a_second_one_debug_line_of_a_hundred_is_written(
+    clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    found = Logs(clock)
+    for _ in range(1000):
+        found.done(call())
+    assert len(lines.records) == 1000
+    for _ in range(2000):
+        found.done(call())
+    assert len(lines.records) == 1020
+
+    # The next second is busy from the start, and the one after it is quiet again.
+    clock.advance(1)
+    for _ in range(500):
+        found.done(call())
+    assert len(lines.records) == 1025
+    clock.advance(1)
+    for _ in range(500):
+        found.done(call())
+    assert len(lines.records) == 1525
+
+
+def test_what_is_more_than_debug_is_always_written(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
+    found = Logs(clock)
+    for _ in range(3000):
+        found.done(call())
+    lines.clear()
+    for _ in range(50):
+        found.done(call(seconds=1.0))
+        found.done(call(error=MissingField("key")))
+        found.done(call(error=Unavailable("away")))
+
+    assert len(lines.records) == 150
+
+
+# The sweeper ------------------------------------------------------------------
+
+
+def test_what_the_sweeper_removed_is_summed_up_every_five_minutes(
+    clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    found = Logs(clock)
+    for _ in range(299):
+        clock.advance(1)
+        found.swept(Round({}, {}, 0.0))
+    found.swept(Round({"a": 30, "b": 11}, {}, 0.1))
+    assert lines.records == []
+
+    clock.advance(1)
+    found.swept(Round({"a": 1}, {"b": Unavailable("away")}, 0.05))
+    (record,) = lines.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == "KV cleanup: removed 42 expired keys in 0.15s (1 rounds failed)"
+
+    lines.clear()
+    clock.advance(300)
+    found.swept(Round({}, {}, 0.0))
+    assert lines.records[0].getMessage() == "KV cleanup: removed 0 expired keys in 0.00s"
+
+
+def test_a_slow_round_of_the_sweeper_is_a_warning_at_once(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
+    found = Logs(clock)
+    found.swept(Round({"a": 100}, {}, 1.5))
+    found.swept(Round({"a": 100}, {}, 1.0))
+
+    (record,) = lines.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "KV cleanup slow: 1.50s for 100 keys"
+
+
+@pytest.mark.parametrize("engine", ["memory", "sqlite"])
+async def test_the_sweeper_tells_of_its_rounds(
+    engine: str, tmp_path: Path, clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    async with limpet.open(url_of(engine, tmp_path), namespace="trivia", clock=clock) as store:
+        found = Logs(clock, cleanup_interval_s=10)
+        rounds: list[Round] = []
+        store._session.sweeper.listeners += [found.swept, rounds.append]
+        for number in range(5):
+            await store.put(str(number), 1, ttl=3)
+
+        for _ in range(10):
+            heard = len(rounds)
+            await until(lambda: clock.sleepers > 0)
+            clock.advance(SWEEP_S)
+            await until(lambda heard=heard: len(rounds) > heard)  # type: ignore[misc]
+
+    assert sum(sum(one.ended.values()) for one in rounds) == 5
+    assert [record.getMessage() for record in lines.records] == ["KV cleanup: removed 5 expired keys in 0.00s"]
+
+
+# The form ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """What `configure` changes is as before, afterwards."""
+    ours = logging.getLogger("limpet")
+    before = (list(ours.handlers), ours.level, ours.propagate)
+    yield
+    ours.handlers[:], ours.propagate = before[0], before[2]
+    ours.setLevel(before[1])
+
+
+@pytest.mark.usefixtures("restored")
+def test_plain_lines_are_for_people(clock: ManualClock) -> None:
+    stream = io.StringIO()
+    handler = configure("DEBUG", "plain", stream)
+    record = logging.makeLogRecord({"created": 1_763_807_445.0, "levelname": "DEBUG", "name": "limpet.server"})
+    record.msg = "KV set: plugin=trivia"
+
+    assert handler.format(record) == "2025-11-22 10:30:45 DEBUG [limpet.server] KV set: plugin=trivia"
+
+
+@pytest.mark.usefixtures("restored")
+def test_json_lines_are_for_programs(clock: ManualClock) -> None:
+    stream = io.StringIO()
+    configure("DEBUG", "json", stream)
+    found = Logs(clock)
+    found.done(call())
+    found.done(call(error=raised(Unavailable("away"))))
+
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert first["message"] == "KV get: plugin=trivia key=k hit=true"
+    assert (first["level"], first["logger"], first["key"], first["hit"]) == ("DEBUG", "limpet.server", "k", True)
+    assert first["at"].endswith("Z")
+    assert "in raised" in second["traceback"]
+    assert second["error_code"] == "DATABASE_ERROR"
+
+
+@pytest.mark.usefixtures("restored")
+def test_setting_up_again_replaces_what_was(clock: ManualClock) -> None:
+    first, second = io.StringIO(), io.StringIO()
+    configure("DEBUG", "plain", first)
+    configure("WARNING", "plain", second)
+    found = Logs(clock)
+    found.done(call())
+    found.done(call(seconds=1.0))
+
+    assert first.getvalue() == ""
+    assert second.getvalue().count("\n") == 1
+
+
+def test_the_defaults_are_those_that_were_promised() -> None:
+    assert (logs.SLOW_S, logs.SWEEP_SLOW_S, logs.CLEANUP_INTERVAL_S) == (0.1, 1.0, 300.0)
+    assert (logs.SAMPLED_ABOVE, logs.SAMPLED_ONE_OF) == (1000, 100)

@@ -1,0 +1,138 @@
+"""Where a server's settings come from, and which are refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from limpet.cli.arguments import Setup
+from limpet.cli.serve import _settings, serve_command
+from limpet.errors import InvalidValue
+from limpet.server.limits import Limit
+from limpet.server.settings import Place, Settings, read_file
+
+
+def settings_of(*words: str, **environment: str) -> Settings:
+    """What ``limpet serve`` makes of its options, without serving."""
+    found: list[Settings] = []
+
+    @click.pass_obj
+    def take(setup: Setup, /, **given: Any) -> None:
+        found.append(_settings(setup, given))
+
+    command = click.Command("serve", params=serve_command.params, callback=take)
+    group = click.Group("limpet", commands=[command])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        command.context_settings = serve_command.context_settings
+        group.main(["serve", *words], obj=Setup(None, "default", False), standalone_mode=False)
+    return found[0]
+
+
+def test_alone_it_serves_http_on_this_machine() -> None:
+    settings = settings_of()
+
+    assert settings.http == Place("127.0.0.1", 8080)
+    assert (settings.nats, settings.auth, settings.prefix) == (None, "none", "db.kv")
+    assert settings.url == "sqlite:///limpet.db"
+
+
+def test_with_nats_http_is_served_only_where_asked_for() -> None:
+    assert settings_of("--nats", "nats://127.0.0.1:4222").http is None
+    assert settings_of("--nats", "nats://127.0.0.1:4222", "--http", ":9000").http == Place("127.0.0.1", 9000)
+
+
+def test_the_command_line_counts_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "limpet.toml"
+    file.write_text(
+        'url = "sqlite:///other.db"\nhttp = "127.0.0.1:1"\nprefix = "a"\nread-only = true\n'
+        "[limits]\nrate = 10\n[limits.namespaces.trivia]\nkeys = 5\n"
+    )
+
+    settings = settings_of(
+        *("--config", str(file), "--prefix", "c"), LIMPET_SERVE_HTTP="127.0.0.1:2", LIMPET_SERVE_PREFIX="b"
+    )
+
+    assert (settings.url, settings.http, settings.prefix) == ("sqlite:///other.db", Place("127.0.0.1", 2), "c")
+    assert settings.read_only
+    assert settings.limits.default == Limit(rate=10)
+    assert settings.limits.namespaces == {"trivia": Limit(rate=10, keys=5)}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("htpt = 'x'", "unknown setting 'htpt'"),
+        ("http = ", "is not TOML"),
+        (b"\xff", "cannot read"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str | bytes, problem: str) -> None:
+    file = tmp_path / "limpet.toml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+
+    with pytest.raises(InvalidValue, match=problem):
+        read_file(file)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="No such file"):
+        read_file(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("text", ["8080", "host", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1"])
+def test_a_place_is_a_host_and_a_port(text: str) -> None:
+    with pytest.raises(InvalidValue, match=re.escape("HOST:PORT")):
+        Place.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_here"),
+    [
+        ("127.0.0.1:80", True),
+        ("127.9.9.9:80", True),
+        ("[::1]:80", True),
+        ("localhost:80", True),
+        (":80", True),
+        ("0.0.0.0:80", False),
+        ("[::]:80", False),
+        ("10.0.0.1:80", False),
+        ("example.org:80", False),
+    ],
+)
+def test_it_is_known_who_can_reach_a_place(text: str, is_here: bool) -> None:
+    place = Place.parse(text)
+
+    assert place.is_here is is_here
+    assert Place.parse(place.shown) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"http": None}, "nobody could reach"),
+        ({"http": Place.parse("0.0.0.0:80")}, "other machines"),
+        ({"certificate": "a"}, "both"),
+        ({"prefix": "db.*"}, "subject"),
+        ({"prefix": "db..kv"}, "subject"),
+        ({"prefix": ""}, "subject"),
+        ({"cleanup_interval": 0.0}, "interval"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], problem: str) -> None:
+    settings = Settings(**{"url": "memory:", "http": Place("127.0.0.1", 0), **given})
+
+    with pytest.raises(InvalidValue, match=problem):
+        settings.check()
+
+
+def test_other_machines_are_served_with_tokens_or_when_somebody_insists() -> None:
+    everywhere = Place.parse("0.0.0.0:80")
+
+    Settings(url="memory:", http=everywhere, auth="tokens").check()
+    Settings(url="memory:", http=everywhere, insecure=True).check()
