@@ -171,19 +171,23 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _let_coverage_be_forked() -> None:
-    """Fork while no other thread is in the middle of a measurement.
+    """Fork while no other thread is in the middle of a measurement, and have a child tell only of itself.
 
-    A child has the lock of the measurements as it was, but not the thread that would let go of it.
+    A child has the lock of the measurements as it was, but not the thread that would let go of it. And it has all
+    that was measured before it, which takes seconds to write down at its end.
     """
     measuring = coverage.Coverage.current()
     collector = None if measuring is None else measuring._collector
     if collector is None or collector.data_lock is None:
         return
     # The first lines of the child are measured too, by the thread that holds it.
-    collector.data_lock = threading.RLock()  # type: ignore[assignment]
-    os.register_at_fork(
-        before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=collector.unlock_data
-    )
+    collector.data_lock = threading.RLock()
+
+    def begin_anew() -> None:
+        collector._clear_data()
+        collector.unlock_data()
+
+    os.register_at_fork(before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=begin_anew)
 
 
 def _is_measured(item: pytest.Item, engine: str) -> bool:
