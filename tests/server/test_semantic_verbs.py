@@ -12,8 +12,10 @@ import httpx2
 import pytest
 
 import limpet
+from limpet import ManualClock
 from limpet.errors import Conflict, InvalidValue, PermissionDenied
 from limpet.faces.audit import Audit
+from limpet.faces.conflicts import ConflictAlarm
 from limpet.faces.sealing import rows_of, verify
 from limpet.faces.semantic import SemanticStore
 from limpet.plugin import error_of
@@ -507,3 +509,23 @@ async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_na
         assert (told["error_code"], told["code"]) == ("PERMISSION_DENIED", "permission_denied")
 
     assert [row["op"] async for row in rows_of(Store(sqlite_nats.session, "platform"))] == ["put"]
+
+
+async def test_a_server_counts_semantic_writes_and_hears_of_conflicts_that_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # By a clock that is turned by hand, or this would take as long as a window does.
+    clock = ManualClock()
+    alarm = ConflictAlarm(clock=clock, writes_min=5)
+    monkeypatch.setattr("limpet.server.service.ConflictAlarm", lambda **_: alarm)
+    served = Settings(url=f"sqlite:///{tmp_path}/state.db", http=Place("127.0.0.1", 0))
+    async with Service(served) as service, httpx2.AsyncClient(base_url=service.places["http"]) as http:
+        for _ in range(6):
+            await http.put(f"v1/platform/semantic/{KEY}", json={**PUT, "expectedVersion": 7})
+            clock.advance(60)
+        assert (await http.put(f"v1/platform/semantic/{KEY}", json=PUT)).status_code == 201
+        text = (await http.get("metrics")).text
+
+    assert "conflicts in namespace platform go on: 5 of 5 writes in 300 s" in caplog.text
+    labels = 'namespace="platform",outcome="success",purpose="checkpoint"'
+    assert f"limpet_semantic_writes_total{{{labels}}} 1.0" in text

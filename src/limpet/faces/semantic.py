@@ -548,8 +548,10 @@ class SemanticStore:
 
     def _tell_conflict(self, conflict: VersionConflict, asked: list[_Asked], writer: str) -> None:
         one = next(one for one in asked if one.key == conflict.key)
-        self._log(logging.WARNING, one, writer, conflict.request_id, one.purpose, conflict.version, False, conflict)
-        self._observe(one, "conflict", one.purpose, conflict.request_id)
+        # A delete says nothing of a purpose, and what it would have ended does.
+        purpose = one.purpose or ("" if conflict.current is None else _purpose(conflict.current))
+        self._log(logging.WARNING, one, writer, conflict.request_id, purpose, conflict.version, False, conflict)
+        self._observe(one, "conflict", purpose, conflict.request_id)
 
     def _log(
         self,

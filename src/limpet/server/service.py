@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from limpet.errors import InvalidValue, LimpetError, Unavailable
 from limpet.faces.audit import Audit
+from limpet.faces.conflicts import ConflictAlarm
 from limpet.server.access import Tokens
 from limpet.server.desk import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
 from limpet.server.limits import gates_of
@@ -88,7 +89,8 @@ class Service:
         observers: list[Observer] = [metrics, logs]
         if quotas is not None:
             observers.append(quotas)
-        kept = Kept(_audit_of(settings), settings.audit)
+        alarm = ConflictAlarm(clock=session.clock)
+        kept = Kept(_audit_of(settings), settings.audit, [metrics.observe, alarm])
         options: dict[str, Any] = {
             "gates": [gate for gate in (kept, rates, quotas) if gate is not None],
             "observers": observers,
