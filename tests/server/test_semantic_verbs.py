@@ -436,6 +436,15 @@ async def test_what_would_leave_no_row_is_refused(audited: Face, operation: str,
     assert (await verify(audited.desk.store("shop"), audit())).is_sound
 
 
+async def test_rows_that_cannot_be_sealed_at_the_end_are_left_to_the_next_server(
+    audited: Face, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Kept(audit(), ["shop"]).sealing(audited.session):
+        await audited.session.close()
+
+    assert "a trail has rows that the next server will seal: Closed" in caplog.text
+
+
 async def test_other_namespaces_are_written_as_ever(audited: Face) -> None:
     async with audited.client("other") as http:
         assert (await http.put("http://limpet.test/v1/bank/entries/k", json=1)).status_code == 201
@@ -446,6 +455,10 @@ async def test_other_namespaces_are_written_as_ever(audited: Face) -> None:
 
 
 # A whole server ---------------------------------------------------------------
+
+
+def sealers() -> int:
+    return sum(task.get_name() == "limpet-sealer" for task in asyncio.all_tasks())
 
 
 def settings(url: str, **others: Any) -> Settings:
@@ -460,6 +473,7 @@ async def test_a_server_seals_the_trail_and_lets_no_client_write_past_it(
     bus = nats_server().url
 
     async with Service(settings(url, nats=bus, prefix="audited.kv")) as service:
+        assert sealers() == 1
         async with httpx2.AsyncClient(base_url=service.places["http"]) as http:
             assert (await http.put(place, json=PUT)).status_code == 201
             assert (await http.put("v1/platform/entries/k", json=1)).status_code == 403
@@ -474,6 +488,7 @@ async def test_a_server_seals_the_trail_and_lets_no_client_write_past_it(
             report = await verify(far, audit())
             assert report.is_sound
 
+    assert sealers() == 0
     async with limpet.open(url, namespace="platform") as store:
         report = await verify(store, audit())
     assert (report.is_sound, report.sealed, report.unsealed) == (True, 1, 0)
@@ -486,7 +501,7 @@ async def test_a_server_that_only_reads_seals_nothing(tmp_path: Path, monkeypatc
         await SemanticStore(store, audit=audit()).kv_put(KEY, {}, writer="a", semantics={"purpose": "cursor"})
 
         async with Service(settings(url, read_only=True)):
-            pass
+            assert sealers() == 0
 
         assert (await verify(store, audit())).unsealed == 1
 

@@ -174,7 +174,7 @@ def _facts(call: Call) -> dict[str, Any]:
     asked, plugin = call.asked, shown(call.namespace)
     op = call.operation if call.operation in OPERATIONS else shown(call.operation)
     facts: dict[str, Any] = {
-        "operation": op if op.startswith("kv_") else f"kv_{op}",
+        "operation": f"kv_{op}",
         "op": op,
         "plugin": plugin,
         "namespace": plugin,
