@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from limpet import errors
 
-__all__ = ["CODES", "Code", "code_of"]
+__all__ = ["CODES", "OF_FACES", "Code", "code_of"]
 
 
 class Code(NamedTuple):
@@ -45,9 +45,14 @@ CODES: Final[dict[type[errors.LimpetError], Code]] = {
     errors.Closed: Code(503, "DATABASE_ERROR", 6),
 }
 
+OF_FACES: Final = {"version_conflict": Code(409, "CONFLICT", 4)}
+"""Errors of faces that are kinds of the above and are told differently, by their codes."""
+
 _UNEXPECTED: Final = Code(500, "INTERNAL_ERROR", 1)
 
 
 def code_of(error: BaseException) -> Code:
     """How an error is told; one that is not ours is nobody's fault but the program's."""
+    if isinstance(error, errors.LimpetError) and error.code in OF_FACES:
+        return OF_FACES[error.code]
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), _UNEXPECTED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from pathlib import Path
 
@@ -123,3 +124,22 @@ def test_a_letter_can_be_dropped(prepared: tuple[Limpet, Path]) -> None:
     assert run.json("deadletters", "drop", listed["letter"])["dropped"] is True
     assert run("deadletters", "list").stdout == ""
     assert run("--url", "sqlite:///nowhere.db", "deadletters", "list").exit_code == 3
+
+
+def test_a_semantic_verb_is_called_by_its_name_and_leaves_a_row(
+    prepared: tuple[Limpet, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = prepared
+    put = json.dumps(
+        {"key": KEY, "value": {"n": 3}, "lastWriter": "carol:fix", "semantics": FLAG, "expectedVersion": 2}
+    )
+
+    assert run.json("call", "kv_put", put)["version"] == 3
+    late = run("call", "kv_put", put)
+    assert (late.exit_code, SECRET_VALUE in late.stderr) == (4, False)
+    assert run.documents("audit", "show")[-1]["writer"] == "carol:fix"
+    assert run("audit", "verify").exit_code == 0
+
+    monkeypatch.delenv("LIMPET_AUDIT_KEYS")
+    assert run.json("call", "kv_get", json.dumps({"key": KEY}))["value"] == {"n": 3}
+    assert run("call", "kv_put", put).exit_code == 7

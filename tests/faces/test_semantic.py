@@ -182,7 +182,7 @@ async def test_a_conflict_has_the_version_and_the_value_found(kept: SemanticStor
     }
     assert "value" not in conflict.to_dict(with_value=False)
     assert isinstance(conflict, Conflict)
-    assert code_of(conflict).status == 412
+    assert code_of(conflict).status == 409
     again = pickle.loads(pickle.dumps(conflict))  # noqa: S301 - our own
     assert (again.to_dict(), str(again)) == (conflict.to_dict(), str(conflict))
 

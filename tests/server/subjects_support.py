@@ -90,7 +90,8 @@ async def opened(url: str, clock: Any = None) -> AsyncIterator[Session]:
 async def serving(session: Session, *, nats_url: str | None = None, **options: Any) -> AsyncIterator[Subjects]:
     """A server on a connection of its own."""
     connection = await driver.connect(nats_url or nats_server().url, allow_reconnect=False)
-    desk = Desk(session.limited(65_536), "nats", observers=options.pop("observers", ()))
+    observers, more = options.pop("observers", ()), options.pop("desk", {})
+    desk = Desk(session.limited(65_536), "nats", observers=observers, **more)
     served = Subjects(desk, connection, **options)
     await served.start()
     try:

@@ -428,6 +428,8 @@ async def test_a_wait_for_a_lock_ends_with_the_server(made: Face, http: httpx2.A
     problem(await waiting, 503, "closed")
 
 
+KV = "tenant/acme/project/docs/delta"
+
 # The call ---------------------------------------------------------------------
 
 
@@ -444,6 +446,11 @@ async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClien
         "refresh": {"ttl": 30, "token": 1},
         "unlock": {"token": 1},
         "outcome": {"request_id": "x"},
+        "kv_get": {"key": KV},
+        "kv_put": {"key": KV, "value": {}, "lastWriter": "a:b", "semantics": {"purpose": "cursor"}},
+        "kv_delete": {"key": KV, "lastWriter": "a:b"},
+        "kv_list": {"prefix": "tenant/acme/"},
+        "kv_batch": {"items": [{"op": "delete", "key": KV}], "lastWriter": "a:b"},
     }
     fields = OPERATIONS[name].request.__struct_fields__
     named = {member: "k" for member in ("key", "name") if member in fields}
@@ -800,5 +807,5 @@ def test_every_operation_has_a_route() -> None:
     assert any(endpoint.path.endswith("/call/{operation}") for endpoint in ENDPOINTS)
     assert {endpoint.path.split("/")[3] for endpoint in ENDPOINTS} == {
         *("entries", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "history"),
-        *("watch", "locks", "outcome", "status", "call"),
+        *("watch", "locks", "outcome", "status", "semantic", "call"),
     }

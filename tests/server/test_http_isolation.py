@@ -270,6 +270,19 @@ def fully_asked() -> list[tuple[str, dict[str, Any]]]:
     ]
     asked += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
     asked += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]
+    kv_put = {"value": {}, "semantics": {"purpose": "cursor"}}
+    by, held = {"lastWriter": "a:b"}, {"held": {"key": THEIRS, "token": 1}}
+    asked += [
+        ("kv_get", {"key": THEIRS}),
+        ("kv_put", {"key": THEIRS, **kv_put, **by}),
+        ("kv_delete", {"key": THEIRS, **by}),
+    ]
+    asked += [("kv_put", {**mine, **kv_put, **by, **held}), ("kv_delete", {**mine, **by, **held})]
+    asked += [("kv_list", {"prefix": prefix}) for prefix in ("", "team/a", "team/b/")]
+    kv_items = [{"op": "put", **mine, **kv_put}]
+    asked += [("kv_batch", {"items": [*kv_items, {"op": "delete", "key": THEIRS}], **by})]
+    asked += [("kv_batch", {"items": [{"op": "put", "key": THEIRS, **kv_put}], **by})]
+    asked += [("kv_batch", {"items": kv_items, **by, **held})]
     return asked
 
 

@@ -136,6 +136,22 @@ async def test_a_namespace_holds_its_quota_of_keys_and_no_more(store: Store, clo
     assert (await store.status()).keys == 10
 
 
+async def test_semantic_writes_are_held_to_rates_and_quotas_too(store: Store, clock: ManualClock) -> None:
+    semantic: dict[str, Any] = {"value": {"text": "x" * 100}, "semantics": {"purpose": "cursor"}}
+    place, by = "tenant/acme/project/docs/", {"lastWriter": "a:b"}
+    items = [{"op": "put", "key": f"{place}{number}", **semantic} for number in range(4)]
+
+    assert await Counter(store, clock, keys=3).passes("kv_put", 5, key=place, **semantic, **by) == 3
+    with pytest.raises(RateLimited, match="3 keys"):
+        await Counter(store, clock, keys=3).ask("kv_batch", items=items, **by)
+    with pytest.raises(RateLimited, match="400 bytes"):
+        await Counter(store, clock, bytes=400).ask("kv_batch", "other", items=items, **by)
+    counter = Counter(store, clock, rate=1, burst=4)
+    await counter.ask("kv_batch", "other", items=items, **by)
+    with pytest.raises(RateLimited, match="1 times a second"):
+        await counter.ask("kv_get", "other", key=f"{place}0")
+
+
 async def test_a_burst_does_not_run_past_a_quota_whatever_is_under_way(store: Store, clock: ManualClock) -> None:
     """What was let in and is not written yet would be missing from what the engine says."""
     counter = Counter(store, clock, keys=100)

@@ -18,13 +18,14 @@ from prometheus_client.samples import Sample
 
 import limpet
 from limpet import ManualClock, Store
-from limpet.codes import CODES
+from limpet.codes import CODES, OF_FACES
 from limpet.errors import Conflict, InvalidNamespace, LimpetError, Unavailable
 from limpet.server import metrics
 from limpet.server.desk import OWN_NAMESPACE, Desk, Everybody
 from limpet.server.metrics import Metrics, Names
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import MissingField, request_of
+from limpet.server.semantics import Kept
 from limpet.sweep import SWEEP_S, Round
 from tests.engines import url_of
 from tests.server.test_access import until
@@ -47,7 +48,8 @@ class Counted:
 
     def __init__(self, store: Store, names: Names = "limpet", **options: Any) -> None:
         self.metrics = Metrics(store._session, names=names, **options)
-        self.desk = Desk(store._session, "nats", observers=[self.metrics])
+        kept = Kept(observers=[self.metrics.observe])
+        self.desk = Desk(store._session, "nats", observers=[self.metrics], semantic=kept.of)
         store._session.sweeper.listeners.append(self.metrics.swept)
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> Any:
@@ -103,6 +105,47 @@ async def test_a_swap_that_lost_is_a_conflict_too(counted: Counted) -> None:
         await counted.ask("cas", key="r", value=1, expect={"absent": True})
 
     assert await counted.value("limpet_conflicts_total", namespace="trivia") == 2
+
+
+CURSOR: dict[str, Any] = {
+    "key": "tenant/acme/project/docs/cursor",
+    "value": {},
+    "lastWriter": "a:b",
+    "semantics": {"purpose": "cursor"},
+}
+
+
+async def test_semantic_writes_are_counted_by_namespace_purpose_and_outcome(counted: Counted) -> None:
+    key = {"key": CURSOR["key"], "lastWriter": "a:b"}
+    await counted.ask("kv_put", **CURSOR, requestId="r")
+    await counted.ask("kv_put", **CURSOR, requestId="r")
+    for _ in range(2):
+        with pytest.raises(Conflict):
+            await counted.ask("kv_put", **CURSOR, expectedVersion=7)
+    with pytest.raises(Conflict):
+        await counted.ask("kv_delete", **key, expectedVersion=7)
+    await counted.ask("kv_get", key=CURSOR["key"])
+    await counted.ask("kv_delete", **key)
+
+    found = {
+        one.labels["outcome"]: one.value
+        for one in await counted.samples()
+        if one.name == "limpet_semantic_writes_total"
+        and (one.labels["namespace"], one.labels["purpose"]) == ("trivia", "cursor")
+    }
+    assert found == {"success": 2, "replayed": 1, "conflict": 3}
+    assert await counted.value("limpet_errors_total", namespace="trivia", code="version_conflict") == 3
+    assert await counted.value("limpet_conflicts_total", namespace="trivia") == 3
+
+
+async def test_a_purpose_that_was_made_up_gets_no_label(counted: Counted) -> None:
+    for number in range(5):
+        key = f"{CURSOR['key']}/{number}"
+        await counted.ask("put", key=key, value={}, meta={"semantics": {"purpose": f"made-up-{number}"}})
+        await counted.ask("kv_delete", key=key, lastWriter="a:b")
+
+    found = [one for one in await counted.samples() if one.name == "limpet_semantic_writes_total"]
+    assert [(one.labels["purpose"], one.value) for one in found] == [("other", 5)]
 
 
 async def test_latencies_are_in_buckets(counted: Counted) -> None:
@@ -344,6 +387,9 @@ EXPRESSIONS = expressions()
 async def exported(store: Store) -> dict[str, dict[str, set[str]]]:
     """The labels of every metric that a busy server exports, with their values."""
     counted = await busy(store, "limpet")
+    await counted.ask("kv_put", **CURSOR)
+    with pytest.raises(Conflict):
+        await counted.ask("kv_put", **CURSOR, expectedVersion=7)
     found: dict[str, dict[str, set[str]]] = {}
     async with store.watch("*"):
         for sample in await counted.samples():
@@ -405,8 +451,10 @@ async def test_every_expression_asks_for_metrics_and_labels_that_there_are(where
                 assert value in found[name]["le"], f"{name} has no bucket up to {value}"
             if label == "operation":
                 assert set(value.split("|")) <= set(OPERATIONS)
+            if label == "outcome":
+                assert set(value.split("|")) <= found[name]["outcome"]
             if label == "code":
-                assert set(value.split("|")) <= {kind.code for kind in CODES}
+                assert set(value.split("|")) <= {kind.code for kind in CODES} | set(OF_FACES)
     for names, label in uses.grouped:
         for name in names:
             assert label in OF_PROMETHEUS or label in found[name], f"{name} has no label {label}"
@@ -417,6 +465,7 @@ def test_these_are_the_alerts() -> None:
         "LimpetOutage": "5m",
         "LimpetErrorRate": "5m",
         "LimpetConflictRate": "10m",
+        "LimpetSemanticConflictRate": "10m",
         "LimpetCleanupSlow": None,
         "LimpetCleanupFails": None,
         "LimpetStorage": "15m",
@@ -429,6 +478,8 @@ def test_these_are_the_alerts() -> None:
     [
         ("LimpetErrorRate", "> 0.1"),
         ("LimpetConflictRate", "> 0.1"),
+        ("LimpetSemanticConflictRate", "> 0.1"),
+        ("LimpetSemanticConflictRate", ">= 20"),
         ("LimpetCleanupSlow", 'le="5.0"'),
         ("LimpetCleanupFails", ">= 3"),
         ("LimpetStorage", "> 1e9"),
@@ -450,6 +501,7 @@ def test_the_dashboard_has_a_place_for_every_metric() -> None:
     shown = " ".join(EXPRESSIONS.values())
     names = ["operations", "errors", "conflicts", "operation_duration_seconds", "expired", "sweep_duration_seconds"]
     names += ["sweep_failures", "watches", "watch_lag_revisions", "locks", "keys", "storage_bytes", "engine_up"]
+    names += ["semantic_writes"]
 
     assert [name for name in names if f"limpet_{name}" not in shown] == []
     ids = [panel["id"] for panel in DASHBOARD["panels"]]

@@ -64,10 +64,21 @@ def test_the_command_line_counts_before_the_environment_and_that_before_the_file
     assert settings.limits.namespaces == {"trivia": Limit(rate=10, keys=5)}
 
 
+def test_audited_namespaces_are_named_by_flags_a_variable_or_a_list_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "limpet.toml"
+    file.write_text('audit = ["platform", "billing"]\n')
+
+    assert [*settings_of().audit] == []
+    assert [*settings_of("--config", str(file)).audit] == ["platform", "billing"]
+    assert [*settings_of("--config", str(file), LIMPET_SERVE_AUDIT="a b").audit] == ["a", "b"]
+    assert [*settings_of("--audit", "c", "--audit", "d", LIMPET_SERVE_AUDIT="a b").audit] == ["c", "d"]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         ("htpt = 'x'", "unknown setting 'htpt'"),
+        ("audit = 'platform'", "audit is a list"),
         ("http = ", "is not TOML"),
         (b"\xff", "cannot read"),
     ],
@@ -122,6 +133,7 @@ def test_it_is_known_who_can_reach_a_place(text: str, is_here: bool) -> None:
         ({"prefix": "db..kv"}, "subject"),
         ({"prefix": ""}, "subject"),
         ({"cleanup_interval": 0.0}, "interval"),
+        ({"audit": ["limpet-server"]}, "own"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], problem: str) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import limpet
     from limpet.faces.audit import Audit
     from limpet.faces.sealing import Report
+    from limpet.faces.semantic import SemanticStore
 
 ROW_COLUMNS: Final = {"seq": 6, "time": 25, "op": 8, "version": 8, "writer": 24, "purpose": 13, "key": 0}
 
@@ -34,6 +35,20 @@ def audit_of_environment() -> Audit:
             "the keys of the trail are not known: set LIMPET_AUDIT_KEYS, or name a file by LIMPET_AUDIT_KEYS_FILE"
         )
     return found
+
+
+async def semantic_store(store: limpet.Store, *, writes: bool = True) -> SemanticStore:
+    """The semantic entries of a namespace, with its trail if something is to be written."""
+    from limpet.faces.audit import Audit
+    from limpet.faces.sealing import rows_of
+    from limpet.faces.semantic import SemanticStore
+
+    if not writes:
+        return SemanticStore(store)
+    async for _ in rows_of(store):
+        # A namespace that has a trail gets a row of this as well, or the trail would not be whole.
+        return SemanticStore(store, audit=audit_of_environment())
+    return SemanticStore(store, audit=Audit.from_environment())
 
 
 @click.group(name="audit", cls=Group, epilog=examples("limpet audit verify", "limpet audit show tenant/acme/"))

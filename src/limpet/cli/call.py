@@ -9,6 +9,7 @@ import click
 import limpet
 from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup, value_of
+from limpet.cli.audit import semantic_store
 from limpet.cli.commands import Command, examples
 from limpet.errors import InvalidValue
 
@@ -53,4 +54,6 @@ def call_command(setup: Setup, operation: str, request: str) -> None:
 
 
 async def _answer(row: Operation, store: limpet.Store, asked: Any) -> dict[str, Any]:
-    return await row.run(store, asked)
+    if not row.is_semantic:
+        return await row.run(store, asked)
+    return await row.run(await semantic_store(store, writes=row.right == "write"), asked)

@@ -92,6 +92,12 @@ def _take_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     metavar="SECONDS",
     help="How often the log sums up what has expired.",
 )
+@click.option(
+    "--audit",
+    multiple=True,
+    metavar="NAMESPACE",
+    help="Keep a trail of what is written there, with the keys of LIMPET_AUDIT_KEYS. May be repeated.",
+)
 @pass_setup
 def serve_command(setup: Setup, /, **given: Any) -> None:
     """Serve the store to other processes, over HTTP and over NATS.

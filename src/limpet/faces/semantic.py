@@ -33,6 +33,7 @@ from limpet.faces.semantic_model import (
     BatchItem,
     Delete,
     Envelope,
+    Held,
     InvalidField,
     Put,
     Semantics,
@@ -58,6 +59,7 @@ __all__ = [
     "Delete",
     "Envelope",
     "Escalated",
+    "Held",
     "InvalidField",
     "InvalidKeyField",
     "Listing",
@@ -243,7 +245,7 @@ class SemanticStore:
         expected_version: int | None = None,
         request_id: str | None = None,
         spec_ref: str | None = None,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> Envelope:
         """Put a value under a key.
@@ -257,7 +259,7 @@ class SemanticStore:
                 entry of purpose lock needs one: 0 to acquire it, its version to renew it.
             request_id: Makes the call safe to repeat for ten minutes. One is made when none is given.
             spec_ref: The specification or decision that governs it.
-            held: An entry of purpose lock that must still be held.
+            held: An entry of purpose lock that must still be held: its envelope, or its key and token.
             fence: A lock of the store that must still be held.
 
         Raises:
@@ -277,7 +279,7 @@ class SemanticStore:
         writer: str,
         expected_version: int | None = None,
         request_id: str | None = None,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> bool:
         """End a key. False when there was none. The arguments are those of `kv_put`."""
@@ -291,7 +293,7 @@ class SemanticStore:
         *,
         writer: str,
         request_id: str | None = None,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> list[Envelope | None]:
         """Change several keys, all of them or none: each with the version that it must have.
@@ -381,7 +383,7 @@ class SemanticStore:
         writer: str,
         request_id: str | None,
         *,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> tuple[Commit, str]:
         """Make changes in one commit, under the ids and guards that they came with."""
@@ -404,7 +406,7 @@ class SemanticStore:
         writer: str,
         request_id: str,
         is_given: bool,
-        held: Envelope | None,
+        held: Envelope | Held | None,
         fence: Fencing | Fence | None,
     ) -> Commit:
         trail, request = self._trail, _request(asked, writer)
@@ -546,8 +548,10 @@ class SemanticStore:
 
     def _tell_conflict(self, conflict: VersionConflict, asked: list[_Asked], writer: str) -> None:
         one = next(one for one in asked if one.key == conflict.key)
-        self._log(logging.WARNING, one, writer, conflict.request_id, one.purpose, conflict.version, False, conflict)
-        self._observe(one, "conflict", one.purpose, conflict.request_id)
+        # A delete says nothing of a purpose, and what it would have ended does.
+        purpose = one.purpose or ("" if conflict.current is None else _purpose(conflict.current))
+        self._log(logging.WARNING, one, writer, conflict.request_id, purpose, conflict.version, False, conflict)
+        self._observe(one, "conflict", purpose, conflict.request_id)
 
     def _log(
         self,
@@ -592,7 +596,7 @@ class SemanticStore:
         semantics: Semantics | dict[str, Any],
         request_id: str | None = None,
         spec_ref: str | None = None,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> Envelope | None:
         """Change a key by a function of what is there: reload and replay, until it holds or the policy is spent.
@@ -656,7 +660,7 @@ class SemanticStore:
         expected_version: int | None = None,
         request_id: str | None = None,
         spec_ref: str | None = None,
-        held: Envelope | None = None,
+        held: Envelope | Held | None = None,
         fence: Fencing | Fence | None = None,
     ) -> Envelope:
         """Put a value as `kv_put` does, and again where a failure will pass. A conflict is the caller's to decide.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 
 from limpet.clock import ttl_to_ms
-from limpet.codec import encode_field
+from limpet.codec import INT_MAX, encode_field
 from limpet.errors import Conflict, InvalidTTL, InvalidValue, TypeMismatch
 from limpet.model import Entry
 
@@ -21,6 +21,7 @@ __all__ = [
     "BatchItem",
     "Delete",
     "Envelope",
+    "Held",
     "InvalidField",
     "Put",
     "Semantics",
@@ -78,9 +79,11 @@ class VersionConflict(Conflict):
         reason: ``guard``; ``lock_expired`` where an entry of purpose lock was to be renewed and is over;
             ``stale_request`` where the request id was used before for another request.
         request_id: The request id, by which the log tells of it.
+        is_shown: Whether whoever asked a server may be told the value. Nobody may, until it was asked who asked.
     """
 
     code = "version_conflict"
+    is_shown = False
     # The core knows two reasons; an expired lock is a guard that failed.
     reason: Literal["guard", "stale_request", "lock_expired"]  # type: ignore[assignment]
 
@@ -208,6 +211,7 @@ class Envelope(msgspec.Struct, frozen=True):
             "specRef": self.spec_ref,
             "updatedAt": _iso(self.updated_at),
             "expiresAt": None if self.expires_at is None else _iso(self.expires_at),
+            "token": self.token if self.semantics.purpose == "lock" else None,
         }
         if not with_value:
             del document["value"]
@@ -216,6 +220,13 @@ class Envelope(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         # A repr ends up in logs, and a value may be a secret.
         return f"Envelope({self.key!r}, version={self.version}, revision={self.revision})"
+
+
+class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An entry of purpose lock that must still be held: what of its envelope says which one."""
+
+    key: str
+    token: Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
 
 
 def _iso(moment: datetime) -> str:

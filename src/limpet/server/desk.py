@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
 from limpet.errors import LimpetError, PermissionDenied
-from limpet.keys import Span, check_namespace
+from limpet.faces.semantic import SemanticStore, VersionConflict
+from limpet.keys import Span, check_namespace, key_span
 from limpet.server.operations import Operation, Right
 from limpet.server.requests import Request
 from limpet.session import Session
@@ -25,6 +26,8 @@ OWN_NAMESPACE: Final = "limpet-server"
 """Where the server keeps what is its own: tokens, and which namespaces it serves. No caller reaches it."""
 
 Face = Literal["nats", "http"]
+
+_TO_SEE: Final[tuple[Right, ...]] = ("read", "reveal")
 
 
 class Caller(Protocol):
@@ -63,7 +66,7 @@ class Everybody:
 
 
 class Gate(Protocol):
-    """What holds a namespace to its rate and its room. Raises `RateLimited`."""
+    """What holds a namespace to its rate, to its room, or to its trail. Raises `RateLimited` or `PermissionDenied`."""
 
     async def check(self, store: Store, operation: Operation, asked: Request) -> None:
         """Let a request pass, or raise."""
@@ -102,12 +105,14 @@ class Desk:
         gates: Sequence[Gate] = (),
         observers: Sequence[Observer] = (),
         read_only: bool = False,
+        semantic: Callable[[Store], SemanticStore] = SemanticStore,
     ) -> None:
         self._session = session
         self._face: Face = face
         self._gates = gates
         self._observers = observers
         self._read_only = read_only
+        self._semantic = semantic
         self._stores: dict[str, Store] = {}
         self._noted: set[str] = set()
 
@@ -125,8 +130,11 @@ class Desk:
         began = time.perf_counter()
         try:
             store = await self.admit(operation, namespace, asked, caller)
-            answer = await operation.run(store, asked)
+            answer = await operation.run(self._semantic(store) if operation.is_semantic else store, asked)
         except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, VersionConflict):
+                spans = [key_span(error.key)]
+                error.is_shown = all(caller.may(namespace, right, spans) for right in _TO_SEE)
             kept = error if isinstance(error, Exception) else None
             self._tell(Call(self._face, caller.name, namespace, operation.name, asked, _since(began), error=kept))
             raise

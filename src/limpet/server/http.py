@@ -46,16 +46,20 @@ from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import (
     AFTER,
     CONDITIONS,
+    EXPECTED_VERSION,
     FENCE,
     FIELD,
     IDEMPOTENCY_KEY,
     INITIAL,
+    KV_ONCE,
     LAST_EVENT_ID,
+    LAST_WRITER,
     LIMIT,
     META,
     PATTERN,
     POSITION,
     PREFIX,
+    PURPOSE,
     REQUEST_ID,
     TOKEN,
     TOKEN_QUERY,
@@ -76,6 +80,7 @@ SPACE: Final = "/v1/{namespace}"
 # A verb stands before the key, which may be anything.
 ENTRIES: Final = f"{SPACE}/entries/{{key:key}}"
 RECORDS: Final = f"{SPACE}/records/{{key:key}}"
+SEMANTIC: Final = f"{SPACE}/semantic/{{key:key}}"
 LOCKS: Final = f"{SPACE}/locks/{{name:key}}"
 TOLD: Final = ("ETag", "Limpet-Version", "Limpet-Revision")
 
@@ -116,6 +121,7 @@ def _endpoints() -> Sequence[Endpoint]:
     written, touched, done = {200: entry, 201: entry}, {200: entry}, {204: Answered()}
     timed = [*CONDITIONS, TTL, TTL_QUERY]
     once = [REQUEST_ID, IDEMPOTENCY_KEY]
+    put_away = Answered("EnvelopePut")
     page = [PREFIX, LIMIT, AFTER]
     resumed = [PATTERN, POSITION, INITIAL, LAST_EVENT_ID]
     return [
@@ -141,6 +147,11 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint("DELETE", LOCKS, release_lock, done, [TOKEN, TOKEN_QUERY]),
         Endpoint("GET", f"{SPACE}/outcome/{{request_id:key}}", outcome, _ok("OutcomeAnswer")),
         Endpoint("GET", f"{SPACE}/status", status, _ok("StatusAnswer")),
+        Endpoint("GET", SEMANTIC, get_semantic, _ok("Envelope")),
+        Endpoint("PUT", SEMANTIC, put_semantic, {200: put_away, 201: put_away}, KV_ONCE, requests.KvPut),
+        Endpoint("DELETE", SEMANTIC, delete_semantic, done, [LAST_WRITER, EXPECTED_VERSION, *KV_ONCE]),
+        Endpoint("GET", f"{SPACE}/semantic", list_semantic, _ok("Envelopes"), [PREFIX, PURPOSE, LIMIT, AFTER]),
+        Endpoint("POST", f"{SPACE}/semantic", batch_semantic, _ok("EnvelopesPut"), KV_ONCE, requests.KvBatch),
         Endpoint("POST", f"{SPACE}/call/{{operation}}", call, _ok("Answer"), [], requests.Request),
     ]
 
@@ -299,6 +310,40 @@ async def release_lock(exchange: Exchange) -> Response:
     """Give a lock back."""
     await exchange.run("unlock", await exchange.members())
     return Response(status_code=204)
+
+
+async def get_semantic(exchange: Exchange) -> Response:
+    """A semantic entry in its envelope."""
+    members = await exchange.members()
+    answer = await exchange.run("kv_get", members)
+    if not answer.pop("exists"):
+        raise NotFound(members["key"])
+    return json_response(answer)
+
+
+async def put_semantic(exchange: Exchange) -> Response:
+    """Put a semantic entry, if its key has the version that is expected."""
+    answer = await exchange.run("kv_put", await exchange.members())
+    return json_response(answer, 201 if answer["version"] == 1 else 200)
+
+
+async def delete_semantic(exchange: Exchange) -> Response:
+    """End a semantic entry, if its key has the version that is expected."""
+    members = await exchange.members()
+    answer = await exchange.run("kv_delete", members)
+    if not answer["deleted"]:
+        raise NotFound(members["key"])
+    return Response(status_code=204)
+
+
+async def list_semantic(exchange: Exchange) -> Response:
+    """A page of semantic entries, of one purpose or of all."""
+    return json_response(await exchange.run("kv_list", await exchange.members()))
+
+
+async def batch_semantic(exchange: Exchange) -> Response:
+    """Puts and deletes of semantic entries that happen together or not at all."""
+    return json_response(await exchange.run("kv_batch", await exchange.members()))
 
 
 async def outcome(exchange: Exchange) -> Response:

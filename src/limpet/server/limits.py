@@ -323,6 +323,14 @@ def additions_of(asked: Request, *, with_sizes: bool = True) -> dict[str, Additi
             return {asked.key: _fields(fields, with_sizes)} if fields else {}
         case requests.Batch():
             return {write.key: _written(write, with_sizes) for write in asked.writes if write.op in _ADDING}
+        case requests.KvPut():
+            return {asked.key: _content(asked.value, with_sizes)}
+        case requests.KvBatch():
+            return {
+                item.key: _content(item.value, with_sizes)
+                for item in asked.items
+                if isinstance(item, requests.KvItemPut)
+            }
         case requests.Primitive(what=Batch() as batch):
             return {
                 write.key: _committed(write)
@@ -348,6 +356,8 @@ def _writes(asked: Request) -> int:
     match asked:
         case requests.Batch():
             return len(asked.writes)
+        case requests.KvBatch():
+            return len(asked.items)
         case requests.Primitive(what=Batch() as batch):
             # What has expired is ended by whoever comes by, and is nobody's own doing.
             return sum(not isinstance(write, Expire) for write in batch.writes)

@@ -18,7 +18,7 @@ import platform
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -26,6 +26,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 import limpet
 from limpet.clock import Clock
 from limpet.errors import Conflict, LimpetError
+from limpet.faces.semantic import Observation
+from limpet.faces.semantic_model import Purpose
 from limpet.keys import Span
 from limpet.server.desk import OWN_NAMESPACE, Call
 from limpet.server.logs import reply_code
@@ -49,6 +51,8 @@ OTHER: Final = "other"
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 Names = Literal["limpet", "rosey", "both"]
+
+_PURPOSES: Final = frozenset(get_args(Purpose))
 
 
 class _Histogram:
@@ -85,7 +89,7 @@ class _Held(NamedTuple):
 
 
 class Metrics:
-    """Counts for one server. An observer of the desk, and with `swept` a listener of the sweeper."""
+    """Counts for one server. An observer of the desk, by `observe` of semantic writes, by `swept` of the sweeper."""
 
     def __init__(self, session: Session, *, names: Names = "limpet", namespaces_max: int = NAMESPACES_MAX) -> None:
         self._session = session
@@ -97,6 +101,7 @@ class Metrics:
         self._errors: Counter[tuple[str, str]] = Counter()
         self._replies: Counter[tuple[str, str]] = Counter()
         self._conflicts: Counter[str] = Counter()
+        self._semantic: Counter[tuple[str, str, str]] = Counter()
         self._latency: defaultdict[tuple[str, str], _Histogram] = defaultdict(_Histogram)
         self._expired: Counter[str] = Counter()
         self._rounds = _Histogram()
@@ -125,6 +130,13 @@ class Metrics:
             self._replies[namespace, reply_code(error)] += 1
         if isinstance(error, Conflict) or (call.answer is not None and call.answer.get("swapped") is False):
             self._conflicts[namespace] += 1
+
+    def observe(self, observation: Observation) -> None:
+        """Count a semantic write, or its conflict."""
+        namespace = self._label(observation.namespace, welcome=observation.outcome != "conflict")
+        # What was put by other verbs, and ends by these, may claim to be for anything.
+        purpose = observation.purpose if observation.purpose in _PURPOSES else OTHER
+        self._semantic[namespace, purpose, observation.outcome] += 1
 
     def swept(self, done: Round) -> None:
         """Count a round of the sweeper."""
@@ -196,6 +208,8 @@ class Metrics:
         yield _counter("limpet_operations", "Requests, whatever came of them.", labels, self._operations)
         yield _counter("limpet_errors", "Requests that were not granted.", ("namespace", "code"), self._errors)
         yield _counter("limpet_conflicts", "Writes that found another state.", ("namespace",), _each(self._conflicts))
+        labels = ("namespace", "purpose", "outcome")
+        yield _counter("limpet_semantic_writes", "Writes of semantic entries.", labels, self._semantic)
         yield _histogram(
             "limpet_operation_duration_seconds", "How long requests took.", ("operation",), self._latency_by_operation()
         )

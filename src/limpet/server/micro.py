@@ -165,6 +165,12 @@ _BOOLEAN: Final = {"type": "boolean"}
 _INTEGER: Final = {"type": "integer"}
 _OBJECT: Final = {"type": "object"}
 _STAMP: Final = {"version": _INTEGER, "revision": _INTEGER}
+_TEXT: Final = {"type": "string"}
+_OBJECTS: Final = {"type": "array", "items": _OBJECT}
+_ENVELOPE: Final = {
+    **dict.fromkeys(("key", "lastWriter", "requestId", "specRef", "updatedAt", "expiresAt"), _TEXT),
+    **{"value": _OBJECT, "semantics": _OBJECT, "token": _INTEGER, **_STAMP},
+}
 _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "get": {"exists": _BOOLEAN, "value": {}},
     "delete": {"deleted": _BOOLEAN},
@@ -180,4 +186,9 @@ _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "unwatch": {"ended": _BOOLEAN},
     "lock": {"token": _INTEGER},
     "outcome": {"applied": _BOOLEAN, "revision": _INTEGER},
+    "kv_get": {"exists": _BOOLEAN, **_ENVELOPE},
+    "kv_put": {**_ENVELOPE, "replayed": _BOOLEAN},
+    "kv_delete": {"deleted": _BOOLEAN},
+    "kv_list": {"entries": _OBJECTS, "truncated": _BOOLEAN, "cursor": {"type": ["string", "null"]}},
+    "kv_batch": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
 }

@@ -21,7 +21,7 @@ from limpet.server.exchange import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, Answered,
 from limpet.server.operations import OPERATIONS, WAIT_S_MAX
 from limpet.server.parameters import Parameter
 from limpet.server.problems import PROBLEM_TYPE
-from limpet.server.requests import Request
+from limpet.server.requests import KV_KEY, Request
 
 __all__ = ["describe"]
 
@@ -57,6 +57,21 @@ def _members(text: str, optional: Sequence[str] = (), **members: Schema) -> Sche
     """An object whose members are all there, but for those that are optional."""
     required = [name for name in members if name not in optional]
     return {"type": "object", "description": text, "properties": members, "required": required}
+
+
+_ENVELOPE: Final[dict[str, Schema]] = {
+    "key": _STRING,
+    "version": _INTEGER,
+    "revision": _INTEGER,
+    "lastWriter": _STRING,
+    "semantics": _ref("Semantics"),
+    "requestId": _STRING,
+    "specRef": _STRING,
+    "updatedAt": _MOMENT,
+    "expiresAt": _MOMENT,
+    "token": _INTEGER,
+}
+_IN_SOME_ENVELOPES: Final = ("specRef", "expiresAt", "token")
 
 
 _ANSWERS: Final[dict[str, Schema]] = {
@@ -137,6 +152,20 @@ _ANSWERS: Final[dict[str, Schema]] = {
         store_id=_STRING,
         epoch=_INTEGER,
     ),
+    "Envelope": _members("A semantic entry.", _IN_SOME_ENVELOPES, value=_OBJECT, **_ENVELOPE),
+    "EnvelopePut": _members(
+        "A semantic entry that was written, without its value.", _IN_SOME_ENVELOPES, replayed=_BOOLEAN, **_ENVELOPE
+    ),
+    "Envelopes": _members(
+        "Some semantic entries, in order. When `truncated`, give `cursor` as `after` to go on.",
+        entries=_list_of(_ref("Envelope")),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
+    "EnvelopesPut": _members(
+        "What a batch left: an envelope for each put, null for each delete.",
+        entries=_list_of(_or_null(_ref("EnvelopePut"))),
+    ),
     "Problem": _members(
         "What went wrong (RFC 9457).",
         ["retryable", "outcome"],
@@ -176,9 +205,13 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     shapes = {operation.request for operation in OPERATIONS.values()}
     shapes |= {one.body for one in endpoints if isinstance(one.body, type) and one.body is not Request}  # type: ignore[misc]
     _, components = msgspec.json.schema_components(sorted(shapes, key=lambda shape: shape.__name__), ref_template=_REF)
+    # As JSON has it, where the default of a tuple is a list.
+    components = msgspec.json.decode(msgspec.json.encode(components))
     for component in components.values():
         for name in component["properties"].keys() & _BOUNDS.keys():
-            component["properties"][name] = _BOUNDS[name]
+            # What a shape says of its own bounds is narrower.
+            if not {"maximum", "maxLength"} & component["properties"][name].keys():
+                component["properties"][name] = _BOUNDS[name]
     components["Expect"]["oneOf"] = _ONE_EXPECTATION
     paths: dict[str, Any] = {
         "/": {"get": _open_endpoint("index", "What this is.")},
@@ -212,7 +245,10 @@ def _endpoint(endpoint: Endpoint, components: Mapping[str, Schema]) -> dict[str,
     described = {
         "operationId": endpoint.answer.__name__ + ("_by_body" if _is_second_of_its_name(endpoint) else ""),
         "summary": (inspect.getdoc(endpoint.answer) or "").splitlines()[0],
-        "parameters": [*map(_path_parameter, names), *map(_parameter, endpoint.parameters)],
+        "parameters": [
+            *(_path_parameter(name, KV_KEY if "/semantic/" in endpoint.path else _KEY) for name in names),
+            *map(_parameter, endpoint.parameters),
+        ],
         "responses": {**answers, **_problems(_COMMON)},
     }
     body = _body(endpoint, names, components)
@@ -223,8 +259,7 @@ def _is_second_of_its_name(endpoint: Endpoint) -> bool:
     return endpoint.method == "POST" and endpoint.path.endswith("/scan")
 
 
-def _path_parameter(name: str) -> dict[str, Any]:
-    schema = _KEY
+def _path_parameter(name: str, schema: Schema) -> dict[str, Any]:
     if name == "namespace":
         schema = {"type": "string", "pattern": "^[a-z0-9_-]{1,100}$"}
     elif name == "operation":

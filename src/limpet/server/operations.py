@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 import limpet
 from limpet.batch import Draft
 from limpet.codec import Fields
 from limpet.errors import InvalidValue
+from limpet.faces.semantic import Envelope, SemanticStore
 from limpet.keys import PAGE_MAX, Span, check_key, key_span, pattern_span, prefix_span
 from limpet.model import ABSENT, ANY, KEEP, Filter, Mark
 from limpet.server import requests
@@ -209,6 +211,56 @@ async def _watch(_: Store, __: requests.Watch) -> Answer:
     raise InvalidValue("a watch is a stream of its own, and no part of anything else")
 
 
+async def _kv_get(kept: SemanticStore, asked: requests.KvGet) -> Answer:
+    envelope = await kept.kv_get(asked.key)
+    return {"exists": False} if envelope is None else {"exists": True, **envelope.to_dict()}
+
+
+async def _kv_put(kept: SemanticStore, asked: requests.KvPut) -> Answer:
+    envelope = await kept.kv_put(
+        asked.key,
+        asked.value,
+        writer=asked.last_writer,
+        semantics=asked.semantics,
+        expected_version=asked.expected_version,
+        request_id=asked.request_id,
+        spec_ref=asked.spec_ref,
+        held=asked.held,
+    )
+    return _put_away(envelope)
+
+
+async def _kv_delete(kept: SemanticStore, asked: requests.KvDelete) -> Answer:
+    deleted = await kept.kv_delete(
+        asked.key,
+        writer=asked.last_writer,
+        expected_version=asked.expected_version,
+        request_id=asked.request_id,
+        held=asked.held,
+    )
+    return {"deleted": deleted}
+
+
+async def _kv_list(kept: SemanticStore, asked: requests.KvList) -> Answer:
+    found = await kept.kv_list(asked.prefix, purpose=asked.purpose, limit=asked.limit, after=asked.after)
+    return {
+        "entries": [envelope.to_dict() for envelope in found.envelopes],
+        "truncated": found.cursor is not None,
+        "cursor": found.cursor,
+    }
+
+
+async def _kv_batch(kept: SemanticStore, asked: requests.KvBatch) -> Answer:
+    items = [msgspec.to_builtins(item) for item in asked.items]
+    found = await kept.kv_batch(items, writer=asked.last_writer, request_id=asked.request_id, held=asked.held)
+    return {"entries": [None if envelope is None else _put_away(envelope) for envelope in found]}
+
+
+def _put_away(envelope: Envelope) -> Answer:
+    """An envelope that was written. Its value is known to whoever sent it, who may not be allowed to read one."""
+    return {**envelope.to_dict(with_value=False), "replayed": envelope.replayed}
+
+
 def _conditions(asked: Any) -> dict[str, Any]:
     """What a write says besides, as a store takes it."""
     expect = ANY if asked.expect is None else asked.expect.expectation()
@@ -246,6 +298,12 @@ class Reach(NamedTuple):
 def _of_key(asked: Any) -> Reach:
     fence = [] if getattr(asked, "fence", None) is None else [key_span(asked.fence.name)]
     return Reach([key_span(asked.key), *fence], [asked.key])
+
+
+def _of_semantic(asked: Any) -> Reach:
+    written = [item.key for item in asked.items] if isinstance(asked, requests.KvBatch) else [asked.key]
+    held = [] if getattr(asked, "held", None) is None else [asked.held.key]
+    return Reach([key_span(key) for key in (*written, *held)], written)
 
 
 def _of_name(asked: Any) -> Reach:
@@ -297,16 +355,18 @@ class Operation(NamedTuple):
         reveals: Whether its answer may hold a value.
         only_reads: Tells of a request whether it changes nothing though others of this name do.
         conceals: Tells of a request whether it shows no value though others of this name do.
+        is_semantic: Whether it runs on the semantic entries of a namespace, and not on the namespace itself.
     """
 
     name: str
     request: type[requests.Request]
     right: Right
-    run: Callable[[Store, Any], Awaitable[Answer]]
+    run: Callable[[Any, Any], Awaitable[Answer]]
     reach: Callable[[Any], Reach]
     reveals: bool = False
     only_reads: Callable[[Any], bool] | None = None
     conceals: Callable[[Any], bool] | None = None
+    is_semantic: bool = False
 
     def right_for(self, asked: Any) -> Right:
         """What a certain request takes."""
@@ -358,4 +418,9 @@ OPERATIONS: Final = _table(
     Operation("locks", requests.Locks, "read", _locks, _of_prefix),
     Operation("outcome", requests.Outcome, "read", _outcome, lambda _: _EVERYTHING),
     Operation("status", requests.Status, "read", _status, lambda _: _EVERYTHING),
+    Operation("kv_get", requests.KvGet, "read", _kv_get, _of_semantic, reveals=True, is_semantic=True),
+    Operation("kv_put", requests.KvPut, "write", _kv_put, _of_semantic, is_semantic=True),
+    Operation("kv_delete", requests.KvDelete, "write", _kv_delete, _of_semantic, is_semantic=True),
+    Operation("kv_list", requests.KvList, "read", _kv_list, _of_prefix, reveals=True, is_semantic=True),
+    Operation("kv_batch", requests.KvBatch, "write", _kv_batch, _of_semantic, is_semantic=True),
 )

@@ -100,6 +100,10 @@ def _request_id(given: str) -> Members:
     return {"request_id": given[1:-1] if len(given) > 2 and given[0] == given[-1] == '"' else given}
 
 
+def _kv_request_id(given: str) -> Members:
+    return {"requestId": _request_id(given)["request_id"]}
+
+
 def _fence(given: str) -> Members:
     name, mark, token = given.rpartition(";")
     if not mark:
@@ -310,6 +314,19 @@ META: Final = Parameter(
 )
 TOKEN: Final = Parameter("header", "Limpet-Token", _whole("token"), _INTEGER, "The token of the lock.")
 TOKEN_QUERY: Final = Parameter("query", "token", _whole("token"), _INTEGER, "As `Limpet-Token`.")
+
+PURPOSE: Final = Parameter("query", "purpose", _text("purpose"), _STRING, "Only what is for this.")
+LAST_WRITER: Final = Parameter(
+    "query", "lastWriter", _text("lastWriter"), _STRING, "Who writes: `<agent>:<directive>`, or a service account."
+)
+EXPECTED_VERSION: Final = Parameter(
+    "query", "expectedVersion", _whole("expectedVersion"), _INTEGER, "The version that the key must have."
+)
+KV_ONCE: Final = (
+    REQUEST_ID._replace(read=_kv_request_id),
+    IDEMPOTENCY_KEY._replace(read=_kv_request_id),
+)
+"""What makes a semantic write safe to repeat, beside the member ``requestId`` of its body."""
 
 CONDITIONS: Final = (IF_MATCH, IF_NONE_MATCH, FENCE, REQUEST_ID, IDEMPOTENCY_KEY)
 """What every write may say besides."""

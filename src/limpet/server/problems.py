@@ -18,6 +18,8 @@ from starlette.responses import Response
 
 from limpet.codes import code_of
 from limpet.errors import LimpetError
+from limpet.faces.semantic import VersionConflict
+from limpet.server.semantics import conflict_document
 
 __all__ = ["PROBLEM_TYPE", "Problem", "document_of", "headers_of", "problem_response"]
 
@@ -25,7 +27,7 @@ PROBLEM_TYPE: Final = "application/problem+json"
 
 # The attributes of our errors that a caller may see. The entry that a conflict found is not among them: it has a value.
 _TOLD: Final = (
-    *("key", "expected", "path", "name", "holder", "token", "remaining", "oldest", "attempts", "request_id"),
+    *("key", "field", "expected", "path", "name", "holder", "token", "remaining", "oldest", "attempts", "request_id"),
     *("size_bytes", "limit_bytes", "retry_after"),
 )
 _RENAMED: Final = {"actual_version": "version", "actual_revision": "revision"}
@@ -48,7 +50,11 @@ def problem_response(error: Exception) -> Response:
 
 def document_of(error: Exception) -> dict[str, Any]:
     """An error as a problem document."""
-    if isinstance(error, LimpetError):
+    if isinstance(error, VersionConflict):
+        document = _document(code_of(error).status, error.code, str(error))
+        document |= {"retryable": error.retryable, "outcome": error.outcome}
+        document |= {name: item for name, item in conflict_document(error).items() if name != "message"}
+    elif isinstance(error, LimpetError):
         told = {name: getattr(error, name) for name in _TOLD if getattr(error, name, None) is not None}
         told |= {shown: getattr(error, name) for name, shown in _RENAMED.items() if hasattr(error, name)}
         document = _document(code_of(error).status, error.code, str(error))

@@ -11,8 +11,10 @@ from typing import Any, Final
 
 from limpet import errors
 from limpet.codes import code_of
+from limpet.faces.semantic import InvalidField, InvalidKeyField, VersionConflict
 from limpet.server.desk import told
 from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField
+from limpet.server.semantics import conflict_document
 
 __all__ = ["reply_of"]
 
@@ -30,6 +32,9 @@ _SAFE: Final = {
 
 _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
     errors.Conflict: {"key": "key", "reason": "reason", "version": "actual_version", "revision": "actual_revision"},
+    InvalidField: {"field": "field"},
+    InvalidKeyField: {"field": "field"},
+    MissingField: {"field": "field"},
     errors.NotFound: {"key": "key"},
     errors.ValueTooLarge: {"size_bytes": "size_bytes", "limit_bytes": "limit_bytes"},
     errors.RateLimited: {"retry_after": "retry_after"},
@@ -50,7 +55,9 @@ def reply_of(error: Exception) -> dict[str, Any]:
         "error_code": _BY_SHAPE.get(type(error)) or code_of(error).reply,
         "message": _message(error),
     }
-    if isinstance(error, errors.LimpetError):
+    if isinstance(error, VersionConflict):
+        reply |= conflict_document(error)
+    elif isinstance(error, errors.LimpetError):
         reply["code"] = error.code
         for member, attribute in _CARRIED.get(type(error), {}).items():
             reply[member] = getattr(error, attribute)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,12 +17,22 @@ import limpet
 from limpet.batch import Expectation
 from limpet.codec import DEPTH_MAX, INT_MAX, INT_MIN
 from limpet.errors import InvalidValue
+from limpet.faces.semantic_keys import KEY_MAX
+from limpet.faces.semantic_model import Held, InvalidField, Semantics, shaped
 from limpet.model import ABSENT, PRESENT, Filter
 from limpet.wire import field_of
 
 TTL = int | float | None
 Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
 """What every engine can compare."""
+KV_PAGE_MAX: Final = 1000
+KV_KEY: Final = {
+    "type": "string",
+    "pattern": r"^tenant/[a-z0-9._~@:+=-]+/project/[a-z0-9._~@:+=-]+(/[a-z0-9._~@:+=-]+)+$",
+    "maxLength": KEY_MAX,
+}
+# For descriptions alone: what is wrong with a key is said by those who know its parts.
+KvKey = Annotated[str, msgspec.Meta(extra_json_schema=KV_KEY)]
 
 
 class InvalidJSON(InvalidValue):
@@ -34,6 +44,7 @@ class MissingField(InvalidValue):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Missing required field: {name}")
+        self.field = name
 
 
 class InvalidSubject(InvalidValue):
@@ -330,6 +341,76 @@ class Status(Strict, frozen=True, kw_only=True):
     """The namespace at a glance."""
 
 
+class Semantic(Strict, frozen=True, kw_only=True, rename="camel"):
+    """What is asked of semantic entries: spelt as their documents are, and what is wrong is said of a member."""
+
+
+class KvGet(Semantic, frozen=True, kw_only=True):
+    """Read an envelope."""
+
+    key: KvKey
+
+
+class KvPut(Semantic, frozen=True, kw_only=True):
+    """Put a value in its envelope, if the key has the version that is expected."""
+
+    key: KvKey
+    value: dict[str, Any]
+    last_writer: str
+    semantics: Semantics
+    expected_version: Int64 | None = None
+    request_id: str | None = None
+    spec_ref: str | None = None
+    held: Held | None = None
+
+
+class KvDelete(Semantic, frozen=True, kw_only=True):
+    """End a key, if it has the version that is expected."""
+
+    key: KvKey
+    last_writer: str
+    expected_version: Int64 | None = None
+    request_id: str | None = None
+    held: Held | None = None
+
+
+class KvList(Semantic, frozen=True, kw_only=True):
+    """A page of envelopes, of one purpose or of all."""
+
+    prefix: str
+    purpose: str | None = None
+    limit: Annotated[int, msgspec.Meta(ge=1, le=KV_PAGE_MAX)] = 100
+    after: str | None = None
+
+
+class KvItemPut(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, tag_field="op", tag="put"):
+    """A put of a batch."""
+
+    key: KvKey
+    value: dict[str, Any]
+    semantics: Semantics
+    expected_version: Int64 | None = None
+    spec_ref: str | None = None
+
+
+class KvItemDelete(
+    msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True, tag_field="op", tag="delete"
+):
+    """A delete of a batch."""
+
+    key: KvKey
+    expected_version: Int64 | None = None
+
+
+class KvBatch(Semantic, frozen=True, kw_only=True):
+    """Puts and deletes that happen together or not at all."""
+
+    items: list[KvItemPut | KvItemDelete]
+    last_writer: str
+    request_id: str | None = None
+    held: Held | None = None
+
+
 class Primitive(Request, frozen=True, kw_only=True):
     """A primitive of the engine: ``what`` is a batch, or what `limpet.engines.http_wire` has for the others."""
 
@@ -361,6 +442,11 @@ def request_of(shape: type[R], members: Any) -> R:
     for name in _needed(shape):
         if name not in members:
             raise MissingField(name)
+    if issubclass(shape, Semantic):
+        try:
+            return shaped(members, shape)
+        except InvalidField as error:
+            raise InvalidField(error.field, _without_value(error.problem)) from None
     try:
         return msgspec.convert(members, shape)
     except msgspec.ValidationError as error:
@@ -370,7 +456,7 @@ def request_of(shape: type[R], members: Any) -> R:
 def _needed(shape: type[Request]) -> Sequence[str]:
     found = _NEEDED.get(shape)
     if found is None:
-        found = _NEEDED[shape] = [field.name for field in msgspec.structs.fields(shape) if field.required]
+        found = _NEEDED[shape] = [field.encode_name for field in msgspec.structs.fields(shape) if field.required]
     return found
 
 

@@ -16,11 +16,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 from limpet.errors import InvalidValue, LimpetError, Unavailable
+from limpet.faces.audit import Audit
+from limpet.faces.conflicts import ConflictAlarm
 from limpet.server.access import Tokens
 from limpet.server.desk import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
 from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
+from limpet.server.semantics import Kept
 from limpet.server.settings import Place, Settings
 from limpet.session import Session
 from limpet.store import open_session
@@ -86,16 +89,20 @@ class Service:
         observers: list[Observer] = [metrics, logs]
         if quotas is not None:
             observers.append(quotas)
+        alarm = ConflictAlarm(clock=session.clock)
+        kept = Kept(_audit_of(settings), settings.audit, [metrics.observe, alarm])
         options: dict[str, Any] = {
-            "gates": [gate for gate in (rates, quotas) if gate is not None],
+            "gates": [gate for gate in (kept, rates, quotas) if gate is not None],
             "observers": observers,
             "read_only": settings.read_only,
+            "semantic": kept.of,
         }
         if not settings.read_only:
             session.sweeper.listeners += [metrics.swept, logs.swept]
             session.sweeper.start()
             namespaces = await Desk(session, "http").recall()
             log.info("Sweeping %d namespaces", len(namespaces))
+            await enter(kept.sealing(session))
         if settings.http is not None:
             await enter(self._http(session, settings.http, metrics, options))
         if settings.nats is not None:
@@ -229,6 +236,16 @@ class Service:
             await subjects.drain(within_s=GRACE_S)
             with contextlib.suppress(Exception):
                 await connection.close()
+
+
+def _audit_of(settings: Settings) -> Audit | None:
+    """The keys of the trails, where there are any to keep."""
+    if not settings.audit:
+        return None
+    audit = Audit.from_environment()
+    if audit is None:
+        raise InvalidValue("--audit takes keys: set LIMPET_AUDIT_KEYS, or name a file by LIMPET_AUDIT_KEYS_FILE")
+    return audit
 
 
 class _Nobody:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import ipaddress
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from limpet.errors import InvalidValue
+from limpet.keys import check_namespace
+from limpet.server.desk import OWN_NAMESPACE
 from limpet.server.limits import Limit, Limits
 
 __all__ = ["Place", "Settings", "read_file"]
@@ -66,6 +69,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_form: Literal["plain", "json"] = "plain"
     metric_names: Literal["limpet", "rosey", "both"] = "limpet"
     cleanup_interval: float = 300.0
+    audit: Sequence[str] = ()
     limits: Limits = Limits(Limit(), {})
 
     def check(self) -> None:
@@ -83,6 +87,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"{self.prefix!r} is not the beginning of a subject: words without * and >, and dots")
         if self.cleanup_interval <= 0:
             raise InvalidValue("a cleanup interval is above zero seconds")
+        for namespace in self.audit:
+            if check_namespace(namespace) == OWN_NAMESPACE:
+                raise InvalidValue(f"namespace {namespace!r} is the server's own, and has no semantic entries")
 
 
 def _is_subject(prefix: str) -> bool:
@@ -102,4 +109,6 @@ def read_file(path: Path) -> dict[str, Any]:
     for name in members:
         if name not in known:
             raise InvalidValue(f"{path}: unknown setting {name!r}, known: {', '.join(sorted(known))}")
+    if not isinstance(members.get("audit", []), list):
+        raise InvalidValue(f"{path}: audit is a list of namespaces")
     return members

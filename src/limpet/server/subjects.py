@@ -59,7 +59,8 @@ CALLERS_MAX: Final = 10_000
 COMPLAIN_S: Final = 1.0
 
 _WAITING: Final = "limpet-lock-wait"
-_AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status"})
+_PAGES: Final = ("list", "scan", "kv_list")
+_AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status", "kv_list"})
 
 
 async def _never(*_: Any) -> dict[str, Any]:
@@ -381,14 +382,19 @@ class Subjects:
         told = reply_of(error)
         endpoint.errors += 1
         endpoint.last_error = told["error_code"]
-        return _encode(told)
+        body = _encode(told)
+        if len(body) > self._connection.max_payload:
+            # The value that a conflict found. Better a reply without it than none.
+            told.pop("value", None)
+            body = _encode(told)
+        return body
 
     def _fitting(self, name: str, answer: dict[str, Any]) -> bytes:
         """An answer as NATS can carry it. A page may end early; anything else that is too large is an error."""
         body = _encode({"success": True, **answer})
         limit_bytes = self._connection.max_payload
         while len(body) > limit_bytes:
-            held = answer.get("keys" if name == "list" else "entries") if name in ("list", "scan") else None
+            held = answer.get("keys" if name == "list" else "entries") if name in _PAGES else None
             if not held or len(held) == 1:
                 raise ValueTooLarge(name, size_bytes=len(body), limit_bytes=limit_bytes, what="the reply")
             kept = held[: max(1, len(held) * limit_bytes // (len(body) + len(body) // 8))]
@@ -480,5 +486,8 @@ def _keys(asked: Any) -> Sequence[str]:
     """The keys that a request names, each once."""
     if isinstance(asked, requests.Batch):
         return [*dict.fromkeys(part.key for part in _parts(asked))]
+    if isinstance(asked, requests.KvPut | requests.KvDelete | requests.KvBatch):
+        written = [item.key for item in asked.items] if isinstance(asked, requests.KvBatch) else [asked.key]
+        return [*dict.fromkeys([*written, *([] if asked.held is None else [asked.held.key])])]
     key = getattr(asked, "key", None)
     return () if key is None else (key,)
