@@ -92,10 +92,11 @@ def replay(setup: Setup, letter: str, onto: int | None) -> None:
     """
 
     async def work(store: limpet.Store) -> Envelope:
+        from limpet.faces.sealing import has_trail
         from limpet.faces.semantic import Audit, SemanticStore
 
         # A namespace that has a trail gets a row of this as well, or the trail would not be whole.
-        is_audited = await _has_trail(store)
+        is_audited = await has_trail(store)
         audit = audit_of_environment() if is_audited else Audit.from_environment()
         return await _letters(store).replay(letter, SemanticStore(store, audit=audit), expected_version=onto)
 
@@ -125,14 +126,6 @@ def _letters(store: limpet.Store) -> DeadLetters:
     from limpet.faces.deadletters import DeadLetters
 
     return DeadLetters.beside(store)
-
-
-async def _has_trail(store: limpet.Store) -> bool:
-    from limpet.faces.sealing import rows_of
-
-    async for _ in rows_of(store):
-        return True
-    return False
 
 
 def _found(setup: Setup, letter: str, work: Callable[[limpet.Store], Coroutine[Any, Any, T]]) -> T:

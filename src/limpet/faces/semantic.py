@@ -14,7 +14,7 @@ import inspect
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, Self
 
 import msgspec
@@ -27,7 +27,7 @@ from limpet.errors import Conflict, Contention, Corrupt, LimpetError, NotFound
 from limpet.faces.audit import Audit, Trail
 from limpet.faces.deadletters import DeadLetter, DeadLetters
 from limpet.faces.policy import Escalated, Outage, OutageAlert, RetryPolicy, retrying
-from limpet.faces.sealing import Report, Sealer, verify
+from limpet.faces.sealing import Pruned, Report, Sealer, prune, verify
 from limpet.faces.semantic_keys import InvalidKeyField, check_key, check_prefix, join
 from limpet.faces.semantic_model import (
     BatchItem,
@@ -782,9 +782,24 @@ class SemanticStore:
 
     async def verify(self, *, anchor: str | None = None) -> Report:
         """Verify the trail, and that the entries are as it tells. See `limpet.faces.sealing.verify`."""
+        return await verify(self.store, self._audited, anchor=anchor)
+
+    async def prune(
+        self,
+        *,
+        before: datetime | timedelta,
+        anchor: str | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Pruned:
+        """Remove what is sealed in the trail and older than a moment. See `limpet.faces.sealing.prune`."""
+        return await prune(self.store, self._audited, before=before, anchor=anchor, dry_run=dry_run, progress=progress)
+
+    @property
+    def _audited(self) -> Audit:
         if self._audit is None:
             raise InvalidField("audit", "this store is not audited")
-        return await verify(self.store, self._audit, anchor=anchor)
+        return self._audit
 
     def watch(self, prefix: str, *, initial: bool = True) -> AsyncIterator[tuple[str, Envelope | None]]:
         """The entries whose keys begin so, and every change of them: a key with its envelope, or None when it ended."""
