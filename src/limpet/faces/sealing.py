@@ -223,13 +223,14 @@ class Sealer:
 
     def start(self) -> None:
         """Begin, on the running loop."""
-        if self._task is None:
+        if self._task is None or self._task.get_loop() is not asyncio.get_running_loop():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="limpet-sealer")
 
     async def stop(self) -> None:
         """End."""
         task, self._task = self._task, None
-        if task is not None:
+        # In a child after a fork, the loop that it was on stayed behind with it.
+        if task is not None and task.get_loop() is asyncio.get_running_loop():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 

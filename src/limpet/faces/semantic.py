@@ -46,7 +46,7 @@ from limpet.faces.semantic_model import (
     semantics_of,
     shaped,
 )
-from limpet.model import ABSENT, Commit, Condition, Entry, Guard, HeldBy, Revision, Version
+from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
 from limpet.retry import pause_s
 from limpet.store import Store
 from limpet.transition import read_receipt
@@ -811,10 +811,18 @@ class SemanticStore:
 
 async def _watched(store: Store, prefix: str, initial: bool) -> AsyncIterator[tuple[str, Envelope | None]]:
     async for event in store.watch(f"{prefix}*", initial=initial):
-        if event.op in ("delete", "expire"):
-            yield event.key, None
-        elif event.op in ("put", "patch") and event.entry is not None:
-            yield event.key, envelope_of(event.entry)
+        told = told_by(event)
+        if told is not None:
+            yield told
+
+
+def told_by(event: Event) -> tuple[str, Envelope | None] | None:
+    """What an event of the store tells of an entry: the envelope after it, or None when it ended."""
+    if event.op in ("delete", "expire"):
+        return event.key, None
+    if event.op in ("put", "patch") and event.entry is not None:
+        return event.key, envelope_of(event.entry)
+    return None
 
 
 def _request(asked: list[_Asked], writer: str) -> bytes:
