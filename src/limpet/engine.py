@@ -192,8 +192,8 @@ class Sealing(Protocol):
         """The id of the key that seals what is written now."""
         ...
 
-    async def reseal(self, namespace: str, span: Span, *, limit: int = 500) -> Resealed:
-        """Seal with the current key what is sealed with another, or not at all."""
+    async def reseal(self, namespace: str, *, after: str | None = None, limit: int = 500) -> Resealed:
+        """Seal with the current key what is sealed with another, or not at all; go on behind a cursor."""
         ...
 
     async def seals(self, namespace: str) -> list[Seals]:

@@ -172,19 +172,19 @@ class Store:
     async def reseal(self, *, after: str | None = None, limit: int | None = None) -> Resealed:
         """Encrypt with the current key what older keys have encrypted, or what is not encrypted yet.
 
+        That is the data, then the audit trail of the namespace, then what can be recovered of what expired.
         No write of others is lost, and whoever is interrupted may start again. Each entry is put back as it is, so its
         version grows by one, and the cause of the change starts with ``limpet-reseal-``.
 
         Args:
-            after: Go on after this key.
+            after: Go on here: the cursor of an earlier call.
             limit: Look at this many entries at most; None for all.
         """
         engine, cursor = self._sealing, after
         looked_at = resealed = 0
         while limit is None or looked_at < limit:
             page = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - looked_at)
-            span = _span_after(prefix_span(""), cursor)
-            part = await self._session.retrying(functools.partial(engine.reseal, self.name, span, limit=page))
+            part = await self._session.retrying(functools.partial(engine.reseal, self.name, after=cursor, limit=page))
             looked_at, resealed, cursor = looked_at + part.looked_at, resealed + part.resealed, part.cursor
             if cursor is None:
                 break

@@ -142,7 +142,7 @@ def _would_block(work: Coroutine[Any, Any, Any]) -> RuntimeError:
     )
 
 
-class _Face:
+class Face:
     """Something blocking in front of its asynchronous twin."""
 
     def __init__(self, twin: Any, runner: Runner) -> None:
@@ -153,12 +153,15 @@ class _Face:
         return f"sync.{self._twin!r}"
 
 
-def mirror(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate[Any, P], R]:
-    """The blocking form of an asynchronous method."""
+def mirror(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *, on_loop: bool = False
+) -> Callable[Concatenate[Any, P], R]:
+    """The blocking form of an asynchronous method; ``on_loop`` for one that needs a loop on every engine."""
 
     @functools.wraps(method)
-    def call(self: _Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._runner.run(method(self._twin, *args, **kwargs))
+    def call(self: Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        run = self._runner.wait if on_loop else self._runner.run
+        return run(method(self._twin, *args, **kwargs))
 
     return call
 
@@ -171,7 +174,7 @@ def _iterate(run: Callable[[Coroutine[Any, Any, Any]], Any], items: AsyncIterato
         yield item
 
 
-class Store(_Face):
+class Store(Face):
     """One namespace, without await. Get one from `limpet.sync.open`."""
 
     _twin: _store.Store
@@ -223,7 +226,7 @@ class Store(_Face):
         """Change a value by a plain function of the value found; see `limpet.Store.update`."""
         if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
             raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
-        return self._runner.run(self._twin.update(key, _plain(change), ttl=ttl, fence=fence, meta=meta))
+        return self._runner.run(self._twin.update(key, plain(change), ttl=ttl, fence=fence, meta=meta))
 
     def scan(
         self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
@@ -297,7 +300,7 @@ class Store(_Face):
         self.close()
 
 
-def _plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function held to what it promised: a lambda may turn out to return a coroutine."""
 
     def changed(value: Any) -> Any:
@@ -322,7 +325,7 @@ class Draft(_Draft):
         return self._runner.run(super().commit())
 
 
-class Record(_Face):
+class Record(Face):
     """A handle on a key that holds a record."""
 
     _twin: _record.Record
@@ -342,7 +345,7 @@ class Record(_Face):
         return self._twin.key
 
 
-class Watch(_Face):
+class Watch(Face):
     """Changes as they happen: an iterator that blocks until the next one.
 
     Closing it, or the store, from another thread ends it.
@@ -401,7 +404,7 @@ class Watch(_Face):
         self.close()
 
 
-class _Leased(_Face):
+class _Leased(Face):
     """What a lock and a lead have in common."""
 
     _twin: _lock.Lock | _election.Election

@@ -41,7 +41,7 @@ def test_these_are_the_commands() -> None:
         *("get", "put", "del", "ls", "incr", "field get", "field set", "field swap"),
         *("call", "watch", "history", "lock", "serve", "stat", "doctor", "index", "grant"),
         *("token create", "token list", "token revoke", "token rotate"),
-        *("audit verify", "audit show", "audit seal"),
+        *("audit verify", "audit show", "audit seal", "audit prune"),
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
         *("keys new", "keys rotate", "keys list"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),

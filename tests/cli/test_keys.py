@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 import limpet
 import limpet.sync
+from limpet.faces.semantic import Audit, SemanticStore
 from tests.cli.support import Limpet
+
+KEY = "tenant/acme/project/docs/delta"
 
 
 @pytest.fixture
@@ -88,6 +92,25 @@ def test_keys_are_rotated(sealed: Limpet, keys: Path) -> None:
         (new, True, 1, 1),
         (old, False, 0, 1),
     ]
+
+
+def test_an_audited_namespace_is_rotated_with_its_trail(
+    sealed: Limpet, keys: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def prepare() -> None:
+        async with limpet.open(f"{url}?encryption=file:{keys}") as store:
+            kept = SemanticStore(store, audit=Audit(b"k" * 32))
+            await kept.kv_put(KEY, {"n": 1}, writer="alice", semantics={"purpose": "checkpoint", "ttlSeconds": 60})
+
+    asyncio.run(prepare())
+    monkeypatch.setenv("LIMPET_AUDIT_KEYS", f"1:{(b'k' * 32).hex()}")
+    keys.write_text(Limpet()("keys", "new").stdout + keys.read_text())
+
+    # The entry, its row, its head and its copy.
+    assert sealed.json("keys", "rotate")["resealed"] == 4
+    keys.write_text(keys.read_text().splitlines()[0])
+    assert sealed.json("audit", "verify")["sound"] is True
+    assert sealed.json("audit", "seal") == {"sealed": 1}
 
 
 def test_a_plain_store_is_encrypted(sealed: Limpet, run: Limpet, keys: Path) -> None:

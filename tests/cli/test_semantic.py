@@ -81,11 +81,59 @@ def test_a_trail_that_was_changed_exits_with_6(prepared: tuple[Limpet, Path]) ->
     assert (wrong.exit_code, "rolled_back" in wrong.stdout) == (6, True)
 
 
+def test_a_trail_is_pruned_and_says_so(prepared: tuple[Limpet, Path]) -> None:
+    run, _ = prepared
+    run("audit", "seal")
+    (letter,) = run.documents("deadletters", "list")
+
+    assert run("audit", "prune", "--before", "1d").stdout == "0 removed\n"
+    assert run("audit", "prune", "--before", "2999-01-01", "--dry-run").stdout.startswith("2 would be removed, up to ")
+    assert run.json("audit", "verify")["pruned"] == 0
+    pruned = run.json("audit", "prune", "--before", "0s")
+    assert (pruned["rows"], pruned["unaudited"], pruned["dry_run"]) == (2, 0, False)
+    told = run("audit", "verify").stdout
+    assert f"pruned       2, up to {pruned['to']}\n" in told
+    assert "sound        yes\n" in told
+    assert run("audit", "show").stdout == ""
+    # Its rows are gone, and it is audited as before.
+    run("deadletters", "replay", letter["letter"], "--onto", "2")
+    report = run.json("audit", "verify")
+    assert (report["sound"], report["pruned"], report["unsealed"]) == (True, 2, 1)
+
+
+def test_what_is_neither_an_age_nor_a_date_is_refused(prepared: tuple[Limpet, Path]) -> None:
+    run, _ = prepared
+    for wrong in ("soon", "2026-13-01", "", "9" * 30):
+        result = run("audit", "prune", "--before", wrong)
+        assert result.exit_code == 2
+        assert "neither an age" in result.stderr
+
+
+def test_a_trail_that_was_changed_is_not_pruned(prepared: tuple[Limpet, Path]) -> None:
+    run, file = prepared
+    run("audit", "seal")
+    database = sqlite3.connect(file)
+    with database:
+        database.execute("DELETE FROM limpet_entries WHERE family = 'audit' AND CAST(key AS TEXT) LIKE 'sealed/%2'")
+    database.close()
+
+    result = run("audit", "prune", "--before", "0s")
+
+    assert result.exit_code == 6
+    assert "nothing was pruned" in result.stderr
+    assert len(run.documents("audit", "show")) == 1
+
+
 def test_without_the_keys_nothing_is_verified(prepared: tuple[Limpet, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     run, _ = prepared
     monkeypatch.delenv("LIMPET_AUDIT_KEYS")
     (letter,) = run.documents("deadletters", "list")
-    for words in (("audit", "verify"), ("audit", "seal"), ("deadletters", "replay", letter["letter"])):
+    for words in (
+        ("audit", "verify"),
+        ("audit", "seal"),
+        ("audit", "prune", "--before", "1d"),
+        ("deadletters", "replay", letter["letter"]),
+    ):
         result = run(*words)
         assert result.exit_code == 7
         assert "LIMPET_AUDIT_KEYS" in result.stderr

@@ -1,7 +1,11 @@
-"""Keys are changed twice while processes read and write: no read fails, and no write is lost."""
+"""Keys are changed twice while processes read and write: no read fails, and no write is lost.
+
+Whatever a namespace keeps beside its data changes its key too, and means the same afterwards.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import uuid
@@ -11,8 +15,16 @@ from typing import Any
 import pytest
 
 import limpet
+from limpet.engines.sealed import SealedEngine
+from limpet.faces.sealing import rows_of
+from limpet.faces.semantic import SemanticStore
+from limpet.keys import Span
+from limpet.model import FAMILIES
+from limpet.sealing import key_id_of_meta, key_id_of_value
 from tests.encryption.support import line, replace_file
 from tests.encryption.workers import KEYS, Worker
+from tests.engines import ENGINES, unique, url_of
+from tests.faces.semantics import CHECKPOINT, WRITER, audit
 
 WORKERS = 2
 STILL = 150
@@ -85,3 +97,88 @@ async def test_keys_are_changed_under_load(place: str, tmp_path: Path) -> None:
 async def _ended(worker: Worker) -> Any:
     worker.tell(None)
     return await worker.heard()
+
+
+START = "tenant/acme/project/docs/"
+
+
+async def put(kept: SemanticStore, name: str, number: int, **semantics: Any) -> None:
+    await kept.kv_put(f"{START}{name}", {"n": number}, writer=WRITER, semantics={**CHECKPOINT, **semantics})
+
+
+async def keys_in_use(store: limpet.Store) -> set[str]:
+    """The keys that anything in the database is sealed with, but for locks and for receipts, which go by themselves."""
+    sealed = store._session.engine
+    assert isinstance(sealed, SealedEngine)
+    found: set[str] = set()
+    for family in set(FAMILIES) - {"lock", "receipt"}:
+        part = await sealed._engine.scan(store.name, Span("", None), family=family)
+        found |= {key_id_of_value(entry.stored) for entry in part.entries if entry.stored is not None}
+        found |= {key_id_of_meta(entry.meta_json) for entry in part.entries if entry.meta_json is not None}
+        assert part.entries
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_an_audited_namespace_needs_no_old_key_after_a_rotation(engine: str, tmp_path: Path) -> None:
+    old, new = os.urandom(32), os.urandom(32)
+    keyring = limpet.Keyring({"old": old})
+    async with limpet.open(url_of(engine, tmp_path), namespace=unique("rotated"), encryption=keyring) as store:
+        kept = SemanticStore(store, audit=audit())
+        for number in range(6):
+            await put(kept, "ab"[number % 2], number)
+        await put(kept, "brief", 1, ttlSeconds=0.05)
+        await put(kept, "lasting", 1, ttlSeconds=60)
+        await asyncio.sleep(0.1)
+        await kept.seal()
+        for number in range(6, 10):
+            await put(kept, "ab"[number % 2], number)
+        await put(kept, "pending", 1, ttlSeconds=0.05)
+        keyring.replace({"new": new, "old": old})
+        # A row that has the new key already, and whose predecessors will be written after it.
+        await put(kept, "a", 10)
+        before = [row async for row in rows_of(store)]
+
+        first = await store.reseal(limit=5)
+        assert first.cursor is not None
+        await store.reseal(after=first.cursor)
+        keyring.replace({"new": new})
+
+        assert await keys_in_use(store) == {"new"}
+        assert [seals.key_id for seals in await store.seals() if seals.entries] == ["new"]
+        assert [row async for row in rows_of(store)] == before
+        await asyncio.sleep(0.06)
+        report = await kept.verify()
+        assert (report.problems, report.pending) == ((), 1)
+        await kept.seal()
+        after = [row async for row in rows_of(store)]
+        assert [{**row, "seq": None} for row in after[: len(before)]] == [{**row, "seq": None} for row in before]
+        assert (await kept.verify()).problems == ()
+        for name in ("brief", "pending"):
+            assert (await kept.recover(f"{START}{name}", writer="operator")).value == {"n": 1}
+        await put(kept, "lasting", 2)
+        await kept.seal()
+        assert (await kept.verify()).problems == ()
+
+
+async def test_a_trail_is_sealed_while_its_key_is_changed(tmp_path: Path) -> None:
+    old, new = os.urandom(32), os.urandom(32)
+    keyring = limpet.Keyring({"old": old})
+    async with limpet.open(url_of("redis", tmp_path), namespace=unique("rotated"), encryption=keyring) as store:
+        kept = SemanticStore(store, audit=audit())
+        for number in range(150):
+            await put(kept, f"{number % 7}", number)
+        keyring.replace({"new": new, "old": old})
+
+        async def write() -> None:
+            for number in range(30):
+                await put(kept, f"{number % 7}", -number)
+
+        await asyncio.gather(store.reseal(), kept.seal(), write())
+        await store.reseal()
+        keyring.replace({"new": new})
+        await kept.seal()
+
+        report = await kept.verify()
+        assert (report.sealed, report.problems) == (180, ())
+        assert [seals.key_id for seals in await store.seals() if seals.entries] == ["new"]

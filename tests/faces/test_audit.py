@@ -27,6 +27,7 @@ from limpet.model import FAMILIES
 from limpet.model import Put as Write
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.semantics import CHECKPOINT, KEY, SECRET, WRITER, audit, lock_of
+from tests.faces.trails import replace, rows_in, tamper
 from tests.processes import PATIENCE_S
 
 START = "tenant/acme/project/docs/"
@@ -213,6 +214,19 @@ async def test_rows_are_sealed_in_the_order_of_their_revisions(kept: SemanticSto
     assert report.anchor.startswith("150@")
 
 
+async def test_a_row_that_is_sealed_while_the_trail_is_shown_is_shown_once(kept: SemanticStore) -> None:
+    """Sealed rows were read first and new ones after them: one that was sealed in between was in neither."""
+    await put(kept, {"n": 1})
+    await kept.seal()
+    await put(kept, {"n": 2})
+    rows = rows_of(kept.store)
+    first = await anext(rows)
+    await kept.seal()
+
+    assert [first["n"], *[row["n"] async for row in rows]] == [1, 2]
+    assert [row["n"] for row in await shown(kept.store)] == [1, 2]
+
+
 async def test_sealers_at_once_seal_each_row_once(kept: SemanticStore) -> None:
     for number in range(40):
         await put(kept, {"n": number}, f"{START}{number % 7}")
@@ -377,13 +391,6 @@ def content_of(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def replace(file: Path, content: bytes) -> None:
-    """Put a database in the place of another, with what that left beside it."""
-    file.write_bytes(content)
-    for beside in file.parent.glob(f"{file.name}-*"):
-        beside.unlink()
-
-
 @pytest.fixture
 async def evidence(tmp_path: Path) -> Path:
     """A trail with all that there can be: sealed, not sealed, deleted, expired, recovered."""
@@ -406,64 +413,6 @@ async def evidence(tmp_path: Path) -> Path:
     with contextlib.closing(sqlite3.connect(file)) as database:
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return file
-
-
-def rows_in(database: sqlite3.Connection) -> list[tuple[str, str]]:
-    found = database.execute("SELECT key, value FROM limpet_entries WHERE family = 'audit' ORDER BY key").fetchall()
-    return [(_text(key), _text(value)) for key, value in found]
-
-
-def _text(column: Any) -> str:
-    return column.decode() if isinstance(column, bytes) else str(column)
-
-
-def tamper(database: sqlite3.Connection, dice: random.Random) -> str:
-    """Change something of the trail, as somebody might who can write the database. Returns what was done."""
-    rows = rows_in(database)
-    key, value = dice.choice(rows)
-    update = "UPDATE limpet_entries SET value = ? WHERE family = 'audit' AND CAST(key AS TEXT) = ?"
-    match dice.choice(["remove", "edit", "swap", "copy", "rename", "byte"]):
-        case "remove":
-            gone = {key}
-            if dice.random() < 0.3:
-                # All of a key that is not sealed, or the end of the chain.
-                root = key.split("/")[0]
-                gone = {name for name, _ in rows if name.startswith(root) and name >= key}
-            for name in gone:
-                database.execute("DELETE FROM limpet_entries WHERE family = 'audit' AND CAST(key AS TEXT) = ?", (name,))
-            return f"removed {sorted(gone)[0]} and {len(gone) - 1} more"
-        case "edit":
-            document = json.loads(value)
-            place = document["row"] if "row" in document and isinstance(document["row"], dict) else document
-            name = dice.choice(sorted(place))
-            old = place[name]
-            place[name] = {
-                str: lambda: old[:-1] + ("0" if old[-1:] != "0" else "1"),
-                int: lambda: old + dice.choice([1, -1]),
-                dict: lambda: {**old, "purpose": "cursor", "x": 1},
-                type(None): lambda: "x",
-            }[type(old)]()
-            database.execute(update, (json.dumps(document, separators=(",", ":"), sort_keys=True), key))
-            return f"edited {name} of {key}"
-        case "swap":
-            other, its = dice.choice([row for row in rows if row[1] != value])
-            database.execute(update, (its, key))
-            database.execute(update, (value, other))
-            return f"swapped {key} and {other}"
-        case "copy":
-            other, its = dice.choice([row for row in rows if row[1] != value])
-            database.execute(update, (its, key))
-            return f"put {other} in the place of {key}"
-        case "rename":
-            database.execute(
-                "UPDATE limpet_entries SET key = ? WHERE family = 'audit' AND CAST(key AS TEXT) = ?", (f"{key}0", key)
-            )
-            return f"renamed {key}"
-        case _:
-            at = dice.randrange(len(value))
-            letter = dice.choice([one for one in '0aZ"}' if one != value[at]])
-            database.execute(update, (value[:at] + letter + value[at + 1 :], key))
-            return f"changed letter {at} of {key}"
 
 
 async def test_each_of_200_random_edits_removals_and_reorderings_is_found(evidence: Path, tmp_path: Path) -> None:

@@ -50,8 +50,9 @@ def new(setup: Setup) -> None:
 def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
     """Encrypt with the current key what another key has encrypted, or none.
 
-    It may run while others read and write, and again after it was interrupted. Each entry that it encrypts anew gets a
-    new version and a change in the log.
+    That is the entries, the audit trail, and what can be recovered of what expired. It may run while others read and
+    write, and again after it was interrupted. Each entry that it encrypts anew gets a new version and a change in the
+    log.
     """
     with setup.open() as opened:
         for name in namespaces or (setup.namespace,):

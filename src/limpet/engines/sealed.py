@@ -27,7 +27,7 @@ from limpet.codec import Stored, size_bytes
 from limpet.engine import Engine, Indexing, new_request_id
 from limpet.errors import Ambiguous, Contention, Corrupt, InvalidValue
 from limpet.index import Sought
-from limpet.keys import Span
+from limpet.keys import Span, check_key
 from limpet.model import (
     ABSENT,
     KEEP,
@@ -81,7 +81,8 @@ CAUSE: Final = "limpet-reseal-"
 
 # Locks hold nothing but who holds them, and whoever waits for one shows that.
 _OPEN: Final[frozenset[Family]] = frozenset({"lock"})
-_RESEALED: Final[tuple[Family, ...]] = ("data",)
+# A receipt cannot be sealed anew: its hash is made of a request that nobody keeps. It is forgotten in ten minutes.
+_RESEALED: Final[tuple[Family, ...]] = ("data", "audit", "ghost")
 # No entry ever has it, so a guard on it holds for none.
 _NEVER: Final = Revision(2**53 - 1)
 
@@ -229,29 +230,27 @@ class SealedEngine:
         """The id of the key that seals what is written now."""
         return self._keyring.current
 
-    async def reseal(self, namespace: str, span: Span, *, limit: int = PAGE) -> Resealed:
-        """Seal the entries of a span with the current key that are sealed with another, or not at all.
+    async def reseal(self, namespace: str, *, after: str | None = None, limit: int = PAGE) -> Resealed:
+        """Seal the entries with the current key that are sealed with another, or not at all: a page of one family.
 
         Each is put back as it is, under the condition that nobody has written it meanwhile.
         """
-        looked_at = done = 0
-        cursor: str | None = None
-        for family in _RESEALED:
-            part = await self._engine.scan(namespace, span, family=family, limit=limit)
-            looked_at, cursor = looked_at + len(part.entries), part.cursor
-            ring = self._keyring.ring()
-            page: list[Entry] = []
-            weight_bytes = 0
-            for entry in part.entries:
-                if not _is_older(entry, ring.current):
-                    continue
-                page.append(entry)
-                weight_bytes += entry.size_bytes
-                if len(page) == RESEAL_WRITES or weight_bytes >= RESEAL_BYTES:
-                    done += await self._reseal_all(namespace, family, page)
-                    page, weight_bytes = [], 0
-            done += await self._reseal_all(namespace, family, page)
-        return Resealed(looked_at, done, cursor)
+        family, key = _place_of(after)
+        part = await self._engine.scan(namespace, Span(f"{key}\0" if key else "", None), family=family, limit=limit)
+        done = 0
+        ring = self._keyring.ring()
+        page: list[Entry] = []
+        weight_bytes = 0
+        for entry in part.entries:
+            if not _is_older(entry, ring.current):
+                continue
+            page.append(entry)
+            weight_bytes += entry.size_bytes
+            if len(page) == RESEAL_WRITES or weight_bytes >= RESEAL_BYTES:
+                done += await self._reseal_all(namespace, family, page)
+                page, weight_bytes = [], 0
+        done += await self._reseal_all(namespace, family, page)
+        return Resealed(len(part.entries), done, _cursor_after(family, part.cursor))
 
     async def seals(self, namespace: str) -> list[Seals]:
         """How much is sealed with which key, the current one first."""
@@ -589,6 +588,23 @@ class SealedEngine:
 
 
 # Parts ------------------------------------------------------------------------
+
+
+def _place_of(cursor: str | None) -> _Place:
+    """The family and the key that a cursor stands for. No key has U+0000 in it, so none is taken for a family."""
+    if cursor is None:
+        return _RESEALED[0], ""
+    name, mark, key = cursor.partition("\0")
+    family = next((family for family in _RESEALED if mark and family == name), None)
+    return (_RESEALED[0], check_key(cursor)) if family is None else (family, key)
+
+
+def _cursor_after(family: Family, cursor: str | None) -> str | None:
+    """Where to go on: behind a key of this family, or with the family that follows it."""
+    if cursor is not None:
+        return cursor if family == _RESEALED[0] else f"{family}\0{cursor}"
+    following = _RESEALED[_RESEALED.index(family) + 1 :]
+    return f"{following[0]}\0" if following else None
 
 
 def _looked_at(batch: Batch) -> list[_Place]:

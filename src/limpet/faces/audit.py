@@ -10,9 +10,11 @@ What is kept of a key, in the family ``audit`` of its namespace:
     new/<key>/<n>           a row that is not sealed yet
     sealed/<n>              a row in the chain of all rows, in the order in which they happened
     chain                   how long the chain is, and its last link
+    mark                    up to where the chain was pruned, and the link there
+    past/<key>              how many rows of the key were pruned, and the last of them in short
 
-`limpet.faces.sealing` makes the chain and verifies it all. An entry with a time to live has a copy in the family
-``ghost``, so that it can be recovered for a while after it expired; that is the only value kept here.
+`limpet.faces.sealing` makes the chain, verifies it all and prunes it. An entry with a time to live has a copy in
+the family ``ghost``, so that it can be recovered for a while after it expired; that is the only value kept here.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from limpet.faces.semantic_model import Semantics, directive_of
 from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write
 from limpet.store import Store
 
-__all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "signed"]
+__all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "new_key", "signed"]
 
 log = logging.getLogger("limpet.semantic")
 
@@ -192,6 +194,11 @@ def head_key(key: str) -> str:
     return f"head/{key}"
 
 
+def new_key(key: str, n: int) -> str:
+    """Where a row of a key is until it is sealed."""
+    return f"new/{key}/{n:010}"
+
+
 def signed(keys: Keys, namespace: str, what: str, document: dict[str, Any]) -> bytes:
     """A document with its signature, as it is stored."""
     mac = keys.digest(what, encode_field([namespace, document]))
@@ -275,7 +282,7 @@ class Trail:
         text = signed(keys, name, "row", msgspec.to_builtins(row))
         new_head = Head(row.n, _mac(text), op, writer, told, version, row.before, row.after, ttl_ms, spec_ref)
         writes: list[Write] = [
-            Put(f"new/{key}/{row.n:010}", text, family="audit"),
+            Put(new_key(key, row.n), text, family="audit"),
             Put(head_key(key), signed(keys, name, f"head {key}", msgspec.to_builtins(new_head)), family="audit"),
         ]
         if stored is not None and ttl_ms is not None:

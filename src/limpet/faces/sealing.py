@@ -1,4 +1,4 @@
-"""Sealing the audit trail, and verifying it.
+"""Sealing the audit trail, verifying it, and pruning it.
 
 One sealer at a time, holding a fenced lock, takes the rows that are new, in the order of their revisions, and makes
 them links of one chain. From then on a row can neither be changed, nor removed, nor moved, without a trace. What is
@@ -6,6 +6,10 @@ not sealed yet is signed, and counted by the head of its key; a verification tel
 
 Whoever can write the database can still put back an older state of all of it. Keeping the anchor that a verification
 gives somewhere else, and handing it to the next, shows that too.
+
+Pruning removes the oldest links, some in each commit, and leaves in the same commit what a verification needs to go on
+from there, signed: the last link that was removed, and the last row of each key that had one. So the trail is sound
+after each step, and whoever comes after a crash goes on.
 """
 
 from __future__ import annotations
@@ -13,20 +17,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, Final, Literal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import msgspec
 
 from limpet.codec import encode_field
 from limpet.errors import BrokenError, Conflict, Corrupt, InvalidValue, LimpetError, LockExpired, LockHeld, LockLost
-from limpet.faces.audit import Audit, Head, Keys, Row, Trail, head_key, read_head, signed
+from limpet.faces.audit import Audit, Head, Keys, Row, Trail, head_key, new_key, read_head, signed
 from limpet.keys import Span, prefix_span
 from limpet.lock import Lock
-from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, Slice
+from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, Slice, Write
 from limpet.store import Store
 
-__all__ = ["Problem", "Report", "Sealer", "record_expiries", "rows_of", "seal", "verify"]
+__all__ = [
+    "Problem",
+    "Pruned",
+    "Report",
+    "Sealer",
+    "has_trail",
+    "prune",
+    "record_expiries",
+    "rows_of",
+    "seal",
+    "verify",
+]
 
 log = logging.getLogger("limpet.semantic")
 
@@ -36,7 +52,11 @@ LOCK_TTL_S: Final = 5.0
 SEAL_S: Final = 2.0
 """How often the sealer looks. With that, a row is sealed within five seconds."""
 ROWS_MAX: Final = 60
+STEPS_MAX: Final = 8
 PROBLEMS_MAX: Final = 1000
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 # Reading families beside the data ---------------------------------------------------
@@ -45,8 +65,8 @@ PROBLEMS_MAX: Final = 1000
 async def _scan(store: Store, where: str | Span, family: Family, *, values: bool = True) -> AsyncIterator[Entry]:
     """The entries of a family in a span, or whose keys begin so."""
     session = store._session
-    span: Span | None = prefix_span(where) if isinstance(where, str) else where
-    while span is not None:
+    span = prefix_span(where) if isinstance(where, str) else where
+    while True:
         rest = span
 
         async def page(part: Span = rest) -> Slice:
@@ -55,7 +75,11 @@ async def _scan(store: Store, where: str | Span, family: Family, *, values: bool
         found = await session.retrying(page)
         for entry in found.entries:
             yield entry
-        span = None if found.cursor is None else Span(found.cursor + "\0", rest.stop)
+        if found.cursor is None:
+            return
+        span = Span(found.cursor + "\0", rest.stop)
+        # Some engines answer in place, and whoever renews the lock of this work needs a turn.
+        await session.clock.sleep(0)
 
 
 async def _read(store: Store, keys: list[str], family: Family) -> list[Entry | None]:
@@ -68,8 +92,11 @@ async def rows_of(store: Store, *, prefix: str = "") -> AsyncIterator[dict[str, 
 
     A row that is sealed has its number ``seq``. Nothing is verified here.
     """
+    # What is new comes first. The other way round, a row that is sealed in between would be in neither.
+    fresh = {entry.key: entry async for entry in _scan(store, f"new/{prefix}", "audit")}
     async for entry in _scan(store, "sealed/", "audit"):
         document = entry.value
+        fresh.pop(new_key(document["row"]["key"], document["row"]["n"]), None)
         if document["row"]["key"].startswith(prefix):
             yield {
                 "seq": document["seq"],
@@ -77,9 +104,15 @@ async def rows_of(store: Store, *, prefix: str = "") -> AsyncIterator[dict[str, 
                 "at_ms": document["at_ms"],
                 **_shown(document["row"]),
             }
-    fresh = [entry async for entry in _scan(store, f"new/{prefix}", "audit")]
-    for entry in sorted(fresh, key=lambda one: one.revision):
-        yield {"seq": None, "revision": entry.revision, "at_ms": entry.updated_ms, **_shown(entry.value)}
+    for entry in sorted(fresh.values(), key=lambda one: one.created_revision):
+        yield {"seq": None, "revision": entry.created_revision, "at_ms": entry.created_ms, **_shown(entry.value)}
+
+
+async def has_trail(store: Store) -> bool:
+    """Whether a namespace was ever audited. Its rows may all be pruned; the head of a key stays."""
+    async for _ in _scan(store, "head/", "audit", values=False):
+        return True
+    return False
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -110,11 +143,20 @@ async def _seal_under(store: Store, keys: Keys, lock: Lock) -> int:
     # What was committed up to here is found by the scan. A row of a later revision might be found before one of
     # an earlier, and waits for the next time.
     horizon = (await store.status()).revision
-    fresh = [(entry.revision, entry.key) async for entry in _scan(store, "new/", "audit", values=False)]
+    # By the revisions that made them: a row that was encrypted anew has another since.
+    fresh = [(entry.created_revision, entry.key) async for entry in _scan(store, "new/", "audit", values=False)]
     due = [key for revision, key in sorted(fresh) if revision <= horizon]
     for first in range(0, len(due), ROWS_MAX):
-        await _seal_some(store, keys, lock, due[first : first + ROWS_MAX])
+        await _settled(_seal_some, store, keys, lock, due[first : first + ROWS_MAX])
     return len(due)
+
+
+async def _settled(step: Callable[P, Awaitable[R]], *args: P.args, **kwargs: P.kwargs) -> R:
+    """What a step of whoever holds the lock comes to. Encrypting anew is the one thing that may cross it."""
+    for _ in range(STEPS_MAX):
+        with contextlib.suppress(Conflict):
+            return await step(*args, **kwargs)
+    return await step(*args, **kwargs)
 
 
 async def _seal_some(store: Store, keys: Keys, lock: Lock, due: list[str]) -> None:
@@ -127,7 +169,7 @@ async def _seal_some(store: Store, keys: Keys, lock: Lock, due: list[str]) -> No
             # Somebody removed it. Its key has one row less than it should, and a verification says so.
             continue
         seq += 1
-        document = {"seq": seq, "row": entry.value, "revision": entry.revision, "at_ms": entry.updated_ms}
+        document = {"seq": seq, "row": entry.value, "revision": entry.created_revision, "at_ms": entry.created_ms}
         link = keys.digest("link", encode_field([store.name, link, document]))
         draft.include(
             Delete(entry.key, family="audit"),
@@ -181,13 +223,14 @@ class Sealer:
 
     def start(self) -> None:
         """Begin, on the running loop."""
-        if self._task is None:
+        if self._task is None or self._task.get_loop() is not asyncio.get_running_loop():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="limpet-sealer")
 
     async def stop(self) -> None:
         """End."""
         task, self._task = self._task, None
-        if task is not None:
+        # In a child after a fork, the loop that it was on stayed behind with it.
+        if task is not None and task.get_loop() is asyncio.get_running_loop():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
@@ -240,8 +283,11 @@ class Report(msgspec.Struct, frozen=True):
         unsealed: How many are signed and counted, and not sealed yet.
         keys: How many keys have rows.
         pending: How many keys expired and are not told of yet.
-        anchor: The end of the chain, to be kept elsewhere and handed to the next verification.
+        anchor: The end of the chain, and how much of it was pruned, to be kept elsewhere and handed to the next
+            verification.
         problems: What is wrong, at most 1,000 of it.
+        pruned: How many rows were pruned: the first so many of the chain.
+        pruned_to_ms: When the last of those was written; None where nothing was pruned.
     """
 
     sealed: int
@@ -250,6 +296,8 @@ class Report(msgspec.Struct, frozen=True):
     pending: int
     anchor: str
     problems: tuple[Problem, ...]
+    pruned: int = 0
+    pruned_to_ms: int | None = None
 
     @property
     def is_sound(self) -> bool:
@@ -269,7 +317,8 @@ async def verify(store: Store, audit: Audit, *, anchor: str | None = None, wait_
     Args:
         store: The namespace.
         audit: With the keys that signed it.
-        anchor: The anchor of an earlier report: the chain must still go through it.
+        anchor: The anchor of an earlier report: the chain must still go through it. If it was pruned beyond that, only
+            its length is compared.
         wait_s: How long to wait for a sealer that is at work.
     """
     async with store.lock(LOCK, ttl=LOCK_TTL_S, wait=wait_s):
@@ -283,6 +332,7 @@ class _Last(msgspec.Struct):
     mac: str | None = None
     after: str | None = None
     revision: int = 0
+    at_ms: int = 0
 
 
 class _Verification:
@@ -292,14 +342,17 @@ class _Verification:
         self._heads: dict[str, tuple[Entry, Head]] = {}
         self._fresh: list[Entry] = []
         self._last: dict[str, _Last] = {}
+        self.past: dict[str, _Past] = {}
+        self.altered: Problem | None = None
+        self._mark = _Mark()
         self._chain = _Chain()
         self._sealed = _Chain()
-        self._count = self._pending = self._horizon = self._now_ms = 0
+        self._count = self._pending = self._horizon = self.now_ms = 0
 
-    async def run(self) -> Report:
+    async def run(self, *, with_data: bool = True) -> Report:
         status = await self._store.status()
         # What changes from here on is not held against what was read before.
-        self._horizon, self._now_ms = status.revision, status.now_ms
+        self._horizon, self.now_ms = status.revision, status.now_ms
         try:
             # All heads first, in scans of their own: a row that comes while this goes on comes with its head, and one
             # that a head counts is then found. A page is not of one moment on every engine.
@@ -307,6 +360,7 @@ class _Verification:
             for part in (heads, Span("", heads.start), Span(heads.stop or "", None)):
                 async for entry in _scan(self._store, part, "audit"):
                     self._look_at(entry)
+            self._compare_mark()
             self._end_of_chain()
             self._look_at_fresh()
             for key, (entry, head) in self._heads.items():
@@ -314,7 +368,8 @@ class _Verification:
             for key, last in self._last.items():
                 if key not in self._heads and last.revision <= self._horizon:
                     self._found("missing", head_key(key), "there are rows of this key and no head")
-            await self._compare_data()
+            if with_data:
+                await self._compare_data()
         except Corrupt as error:
             self._found("unreadable", "the store", str(error))
         return Report(
@@ -322,13 +377,18 @@ class _Verification:
             len(self._fresh),
             len(self._heads),
             self._pending,
-            f"{self._sealed.seq}@{self._sealed.link}",
+            f"{self._sealed.seq}{f'/{self._mark.seq}' if self._mark.seq else ''}@{self._sealed.link}",
             tuple(self._problems),
+            self._mark.seq,
+            self._mark.at_ms if self._mark.seq else None,
         )
 
     def _found(self, kind: Kind, place: str, text: str) -> None:
+        problem = Problem(kind, place, text)
+        if self.altered is None and kind != "unaudited":
+            self.altered = problem
         if len(self._problems) < PROBLEMS_MAX:
-            self._problems.append(Problem(kind, place, text))
+            self._problems.append(problem)
 
     # The trail ----------------------------------------------------------------
 
@@ -337,6 +397,15 @@ class _Verification:
         try:
             if entry.key == "chain":
                 self._chain = self._signed(entry, "chain", _Chain) or self._chain
+            elif entry.key == "mark":
+                self._mark = self._signed(entry, "mark", _Mark) or self._mark
+                # It comes before all links.
+                self._sealed = _Chain(self._mark.seq, self._mark.link)
+            elif root == "past":
+                past = self._signed(entry, f"past {rest}", _Past)
+                if past is not None:
+                    self.past[rest] = past
+                    self._last[rest] = _Last(past.n, past.row, past.after, at_ms=past.at_ms)
             elif root == "head":
                 head = self._signed(entry, f"head {rest}", Head)
                 if head is not None:
@@ -366,7 +435,9 @@ class _Verification:
     def _look_at_link(self, entry: Entry) -> None:
         document = dict(entry.value)
         link, seq = document.pop("link"), document["seq"]
-        if type(seq) is not int or entry.key != _sealed_key(seq):
+        if {type(seq), type(document["revision"]), type(document["at_ms"])} != {int}:
+            raise TypeError
+        if entry.key != _sealed_key(seq):
             self._found("moved", entry.key, "it stands where another row was sealed")
             return
         if seq > self._sealed.seq + 1:
@@ -376,10 +447,21 @@ class _Verification:
             self._found("missing", entry.key, f"before it, {missing} of the chain")
         elif not self._keys.matches("link", encode_field([self._store.name, self._sealed.link, document]), link):
             self._found("altered", entry.key, "it is not the link that follows the one before it")
-        if self._anchor is not None and seq == self._anchor[0] and link != self._anchor[1]:
+        if self._anchor is not None and seq == self._anchor.seq and link != self._anchor.link:
             self._found("rolled_back", entry.key, "it is not the link that the anchor names")
         self._sealed = _Chain(seq, link)
-        self._look_at_row(entry.key, document["row"], document["revision"])
+        self._look_at_row(entry.key, document["row"], document["revision"], document["at_ms"])
+
+    def _compare_mark(self) -> None:
+        mark, anchor = self._mark, self._anchor
+        summed = _Sum(self._keys, self._store.name, self.past, mark.keys.partition(":")[0])
+        # Without a mark there is no key to make the hash with, and none is no hash that fits.
+        if (mark.seq or self.past) and (not mark.keys or summed.digest() != mark.keys):
+            self._found("altered", "mark", "what is kept of keys whose rows were pruned is not what it was made with")
+        if anchor is not None and anchor.pruned > mark.seq:
+            self._found("rolled_back", "mark", f"{mark.seq} rows were pruned, and {anchor.pruned} by the anchor")
+        if anchor is not None and anchor.seq == mark.seq and anchor.link != mark.link:
+            self._found("rolled_back", "mark", "it is not the link that the anchor names")
 
     def _end_of_chain(self) -> None:
         if self._sealed != self._chain:
@@ -388,20 +470,20 @@ class _Verification:
                 "chain",
                 f"the chain ends with {self._sealed.seq}, and {self._chain.seq} rows were sealed",
             )
-        if self._anchor is not None and self._sealed.seq < self._anchor[0]:
-            self._found("rolled_back", "chain", f"it ends before the anchor, which is at {self._anchor[0]}")
+        if self._anchor is not None and self._sealed.seq < self._anchor.seq:
+            self._found("rolled_back", "chain", f"it ends before the anchor, which is at {self._anchor.seq}")
 
     def _look_at_fresh(self) -> None:
         for entry in sorted(self._fresh, key=lambda one: one.key):
             try:
                 document = entry.value
-                if entry.key != f"new/{document['key']}/{document['n']:010}":
+                if entry.key != new_key(document["key"], document["n"]):
                     self._found("moved", entry.key, "it stands where another row was written")
-                self._look_at_row(entry.key, document, entry.revision)
+                self._look_at_row(entry.key, document, entry.created_revision, entry.created_ms)
             except (Corrupt, InvalidValue, msgspec.ValidationError, KeyError, TypeError, AttributeError, ValueError):
                 self._found("altered", entry.key, "it is not of the form that it was written in")
 
-    def _look_at_row(self, place: str, document: dict[str, Any], revision: int) -> None:
+    def _look_at_row(self, place: str, document: dict[str, Any], revision: int, at_ms: int) -> None:
         unsigned = self._unsigned(place, "row", document)
         if unsigned is None:
             return
@@ -414,7 +496,7 @@ class _Verification:
             self._found("altered", place, f"it follows another row {last.n} of {row.key!r}")
         elif row.before != last.after:
             self._found("unaudited", place, f"{row.key!r} was changed by other means before row {row.n}")
-        self._last[row.key] = _Last(row.n, document["mac"], row.after, revision)
+        self._last[row.key] = _Last(row.n, document["mac"], row.after, revision, at_ms)
 
     def _compare_head(self, key: str, entry: Entry, head: Head) -> None:
         last = self._last.get(key, _Last())
@@ -449,17 +531,17 @@ class _Verification:
         if self._keys.of_value(self._store.name, entry.key, entry.stored, like=head.after) != head.after:
             return "it holds another value than its last row tells of"
         meta = entry.meta
-        if (meta.get("lastWriter"), meta.get("semantics"), entry.version) != (
-            head.writer,
-            head.semantics,
-            head.version,
-        ):
+        # Encrypting anew is a write: of an encrypted store the version may be higher than that of the last row.
+        is_version = entry.version == head.version or (self._store.traits.encrypted and entry.version > head.version)
+        if (meta.get("lastWriter"), meta.get("semantics")) != (head.writer, head.semantics) or not is_version:
             return "its version, its writer or its semantics are others than its last row tells of"
         return None
 
     async def _look_for(self, key: str, entry: Entry, head: Head) -> None:
         """An entry that should be there, by its last row."""
-        if head.ttl_ms is not None and entry.updated_ms + head.ttl_ms <= self._now_ms + 1000:
+        last = self._last.get(key, _Last())
+        # The head may have been encrypted anew since, and then says a later time than its last row.
+        if head.ttl_ms is not None and min(last.at_ms, entry.updated_ms) + head.ttl_ms <= self.now_ms + 1000:
             self._pending += 1
             return
         (again,) = await _read(self._store, [head_key(key)], "audit")
@@ -467,10 +549,171 @@ class _Verification:
             self._found("unaudited", key, "it is not there, and no row tells of its end")
 
 
-def _parsed(anchor: str | None) -> tuple[int, str] | None:
+class _Anchor(msgspec.Struct, frozen=True):
+    """The end of a chain, and how many of its links were pruned by then."""
+
+    seq: int
+    pruned: int
+    link: str
+
+
+def _parsed(anchor: str | None) -> _Anchor | None:
     if anchor is None:
         return None
-    seq, at, link = anchor.partition("@")
-    if not at or not seq.isdecimal():
-        raise InvalidValue("an anchor is what an earlier verification gave: a number, @ and a link")
-    return (int(seq), link) if int(seq) else None
+    numbers, at, link = anchor.partition("@")
+    seq, slash, pruned = numbers.partition("/")
+    if not at or not seq.isdecimal() or (slash and not pruned.isdecimal()):
+        raise InvalidValue("an anchor is what an earlier verification gave: a number or two, @ and a link")
+    return _Anchor(int(seq), int(pruned or 0), link) if int(seq) else None
+
+
+# Pruning --------------------------------------------------------------------------
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """Up to where the chain was pruned: so many links, the last of them and its time, and a hash of what is past."""
+
+    seq: int = 0
+    link: str = ""
+    at_ms: int = 0
+    keys: str = ""
+
+
+class _Past(msgspec.Struct, frozen=True):
+    """What is kept of a key whose first rows were pruned: the last of those, in short."""
+
+    n: int
+    row: str
+    after: str | None
+    at_ms: int
+
+
+class _Sum:
+    """A hash of what is kept of all keys whose rows were pruned, of which each can be exchanged by itself.
+
+    Without it, somebody could put back what was kept of one key once, together with its head and its entry. It is a
+    sum of keyed hashes, and is stored only as a keyed hash of the sum: whoever knew the terms could look for others
+    that come to the same.
+    """
+
+    def __init__(self, keys: Keys, namespace: str, past: dict[str, _Past], key_id: str) -> None:
+        self._keys, self._namespace, self._key_id = keys, namespace, key_id
+        self._past: dict[str, _Past] = {}
+        self._total = 0
+        self.exchange(past)
+
+    def exchange(self, past: dict[str, _Past]) -> None:
+        """Put these in the place of what was kept of the same keys."""
+        for key, one in past.items():
+            if key in self._past:
+                self._total -= self._term(key, self._past[key])
+            self._total += self._term(key, one)
+            self._past[key] = one
+
+    def digest(self) -> str:
+        """The hash."""
+        content = encode_field([self._namespace, f"{self._total % 2**256:064x}"])
+        return self._keys.digest("pasts", content, self._key_id)
+
+    def _term(self, key: str, past: _Past) -> int:
+        content = encode_field([self._namespace, key, msgspec.to_builtins(past)])
+        return int(self._keys.digest("past", content, self._key_id).rpartition(":")[2] or "0", 16)
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What pruning removed, or would remove.
+
+    Attributes:
+        rows: How many rows.
+        to_ms: When the last of them was written; None when there was none.
+        unaudited: How many of them told of a change by other means before them, which nothing tells of now.
+    """
+
+    rows: int
+    to_ms: int | None
+    unaudited: int
+
+
+async def prune(
+    store: Store,
+    audit: Audit,
+    *,
+    before: datetime | timedelta,
+    anchor: str | None = None,
+    dry_run: bool = False,
+    progress: Callable[[int], None] | None = None,
+    wait_s: float = 10.0,
+) -> Pruned:
+    """Remove the rows that are sealed and older than a moment, and leave a signed mark of where they ended.
+
+    The trail is verified before, because nobody can do that afterwards. Each step is one commit, and leaves a trail
+    that is sound. Writers go on meanwhile; sealing waits.
+
+    Args:
+        store: The namespace.
+        audit: With the keys that signed it.
+        before: The moment, or how long ago it was.
+        anchor: The anchor of an earlier report, as of `verify`.
+        dry_run: Remove nothing, and tell what would be removed.
+        progress: Is told after each step how many rows are removed.
+        wait_s: How long to wait for a sealer, or for another who prunes.
+
+    Raises:
+        Corrupt: The trail is not sound. Nothing was removed.
+        LockHeld: Others were at work all the while.
+    """
+    async with store.lock(LOCK, ttl=LOCK_TTL_S, wait=wait_s) as lock:
+        checked = _Verification(store, audit, anchor)
+        report = await checked.run(with_data=False)
+        if (wrong := checked.altered) is not None:
+            raise Corrupt(f"nothing was pruned: the trail is not sound. {wrong.place!r}: {wrong.text}")
+        summed = _Sum(audit.keys, store.name, checked.past, audit.keys.key_id)
+        before_ms = _moment_ms(before, checked.now_ms)
+        rows, last, due = 0, "", list[Entry]()
+        to_ms: int | None = None
+        async for entry in _scan(store, "sealed/", "audit"):
+            if entry.value["at_ms"] >= before_ms:
+                break
+            rows, last, to_ms = rows + 1, entry.key, entry.value["at_ms"]
+            if dry_run:
+                continue
+            due.append(entry)
+            if len(due) == ROWS_MAX:
+                await _prune_some(store, audit.keys, lock, due, summed)
+                due = []
+                if progress is not None:
+                    progress(rows)
+        if due:
+            await _prune_some(store, audit.keys, lock, due, summed)
+        unaudited = [one for one in report.problems if one.place.startswith("sealed/") and one.place <= last]
+        return Pruned(rows, to_ms, len(unaudited))
+
+
+async def _prune_some(store: Store, keys: Keys, lock: Lock, due: list[Entry], summed: _Sum) -> None:
+    """Remove some links, which are the first that there are."""
+    past = {
+        one.value["row"]["key"]: _Past(
+            one.value["row"]["n"], one.value["row"]["mac"], one.value["row"]["after"], one.value["at_ms"]
+        )
+        for one in due
+    }
+    summed.exchange(past)
+    end = due[-1].value
+    mark = _Mark(end["seq"], end["link"], end["at_ms"], summed.digest())
+    writes: list[Write] = [
+        *(Delete(one.key, family="audit") for one in due),
+        *(
+            Put(f"past/{key}", signed(keys, store.name, f"past {key}", msgspec.to_builtins(one)), family="audit")
+            for key, one in past.items()
+        ),
+        Put("mark", signed(keys, store.name, "mark", msgspec.to_builtins(mark)), family="audit"),
+    ]
+    await store.batch().fence(lock).include(*writes).commit()
+
+
+def _moment_ms(before: datetime | timedelta, now_ms: int) -> int:
+    if isinstance(before, timedelta):
+        return now_ms - round(before.total_seconds() * 1000)
+    if before.tzinfo is None:
+        raise InvalidValue("the moment to prune up to has a time zone")
+    return round(before.timestamp() * 1000)

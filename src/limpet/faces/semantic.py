@@ -14,7 +14,7 @@ import inspect
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, Self
 
 import msgspec
@@ -27,7 +27,7 @@ from limpet.errors import Conflict, Contention, Corrupt, LimpetError, NotFound
 from limpet.faces.audit import Audit, Trail
 from limpet.faces.deadletters import DeadLetter, DeadLetters
 from limpet.faces.policy import Escalated, Outage, OutageAlert, RetryPolicy, retrying
-from limpet.faces.sealing import Report, Sealer, verify
+from limpet.faces.sealing import Pruned, Report, Sealer, prune, verify
 from limpet.faces.semantic_keys import InvalidKeyField, check_key, check_prefix, join
 from limpet.faces.semantic_model import (
     BatchItem,
@@ -47,7 +47,7 @@ from limpet.faces.semantic_model import (
     semantics_of,
     shaped,
 )
-from limpet.model import ABSENT, Commit, Condition, Entry, Guard, HeldBy, Revision, Version
+from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
 from limpet.retry import pause_s
 from limpet.store import Store
 from limpet.transition import read_receipt
@@ -786,9 +786,24 @@ class SemanticStore:
 
     async def verify(self, *, anchor: str | None = None) -> Report:
         """Verify the trail, and that the entries are as it tells. See `limpet.faces.sealing.verify`."""
+        return await verify(self.store, self._audited, anchor=anchor)
+
+    async def prune(
+        self,
+        *,
+        before: datetime | timedelta,
+        anchor: str | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> Pruned:
+        """Remove what is sealed in the trail and older than a moment. See `limpet.faces.sealing.prune`."""
+        return await prune(self.store, self._audited, before=before, anchor=anchor, dry_run=dry_run, progress=progress)
+
+    @property
+    def _audited(self) -> Audit:
         if self._audit is None:
             raise InvalidField("audit", "this store is not audited")
-        return await verify(self.store, self._audit, anchor=anchor)
+        return self._audit
 
     def watch(self, prefix: str, *, initial: bool = True) -> AsyncIterator[tuple[str, Envelope | None]]:
         """The entries whose keys begin so, and every change of them: a key with its envelope, or None when it ended."""
@@ -800,10 +815,18 @@ class SemanticStore:
 
 async def _watched(store: Store, prefix: str, initial: bool) -> AsyncIterator[tuple[str, Envelope | None]]:
     async for event in store.watch(f"{prefix}*", initial=initial):
-        if event.op in ("delete", "expire"):
-            yield event.key, None
-        elif event.op in ("put", "patch") and event.entry is not None:
-            yield event.key, envelope_of(event.entry)
+        told = told_by(event)
+        if told is not None:
+            yield told
+
+
+def told_by(event: Event) -> tuple[str, Envelope | None] | None:
+    """What an event of the store tells of an entry: the envelope after it, or None when it ended."""
+    if event.op in ("delete", "expire"):
+        return event.key, None
+    if event.op in ("put", "patch") and event.entry is not None:
+        return event.key, envelope_of(event.entry)
+    return None
 
 
 def _request(asked: list[_Asked], writer: str) -> bytes:
