@@ -182,3 +182,32 @@ async def test_a_trail_is_sealed_while_its_key_is_changed(tmp_path: Path) -> Non
         report = await kept.verify()
         assert (report.sealed, report.problems) == (180, ())
         assert [seals.key_id for seals in await store.seals() if seals.entries] == ["new"]
+
+
+@pytest.mark.parametrize("verb", ["read", "scan", "changes"])
+async def test_a_key_that_is_dropped_while_a_read_is_under_way_still_opens_it(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The value was fetched, then encrypted anew and its key dropped, and only then it was opened."""
+    old, new = os.urandom(32), os.urandom(32)
+    keyring = limpet.Keyring({"new": new, "old": old}, current="old")
+    async with limpet.open("memory:", encryption=keyring, sweep=False) as store:
+        await store.put("a", 1)
+        sealed = store._session.engine
+        assert isinstance(sealed, SealedEngine)
+        fetch = getattr(sealed._engine, verb)
+
+        async def fetch_and_drop(*args: Any, **options: Any) -> Any:
+            found = await fetch(*args, **options)
+            keyring.replace({"new": new})
+            return found
+
+        monkeypatch.setattr(sealed._engine, verb, fetch_and_drop)
+        act: dict[str, Any] = {
+            "read": lambda: sealed.read(store.name, ["a"]),
+            "scan": lambda: sealed.scan(store.name, Span("", None)),
+            "changes": lambda: sealed.changes(store.name, 0),
+        }
+        await act[verb]()
+        with pytest.raises(limpet.errors.Corrupt, match="lacks"):
+            await act[verb]()

@@ -130,8 +130,9 @@ class SealedEngine:
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
-        found = await self._engine.read(namespace, keys, family=family)
+        # The ring of the beginning opens what is fetched, also if its key is dropped before it is here.
         ring = self._keyring.ring()
+        found = await self._engine.read(namespace, keys, family=family)
         return [None if entry is None else self._opened(ring, namespace, family, entry) for entry in found]
 
     async def scan(
@@ -145,12 +146,11 @@ class SealedEngine:
         limit: int = 500,
     ) -> Slice:
         """See `Engine.scan`. A filter is held against what comes back: the other engine cannot look."""
+        ring = self._keyring.ring()
         if where is None:
             part = await self._engine.scan(namespace, span, family=family, values=values, limit=limit)
-            ring = self._keyring.ring()
             return Slice([self._opened(ring, namespace, family, entry) for entry in part.entries], part.cursor)
         part = await self._engine.scan(namespace, span, family=family, limit=max(limit, PAGE))
-        ring = self._keyring.ring()
         found: list[Entry] = []
         for sealed in part.entries:
             entry = self._opened(ring, namespace, family, sealed)
@@ -181,8 +181,8 @@ class SealedEngine:
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> Feed:
         """See `Engine.changes`."""
-        feed = await self._engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
         ring = self._keyring.ring()
+        feed = await self._engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
         return Feed([self._opened_change(ring, namespace, change) for change in feed.changes], feed.head)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
