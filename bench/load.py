@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import count, cycle
@@ -85,6 +86,8 @@ def server(url: str, store: str, *more: str) -> Iterator[subprocess.Popen[str]]:
             assert process.stderr is not None
             while "serving nats" not in (line := process.stderr.readline()):
                 assert line, "the server did not start"
+            # It would stand still at its next warning once the pipe is full.
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             yield process
         finally:
             process.terminate()
@@ -257,9 +260,10 @@ async def large(board: Board, url: str, keys: int) -> None:
     async with plugins(url) as bare:
         ask = Errors(bare)
         began = time.perf_counter()
-        for first in range(0, names, 50):
-            await asyncio.gather(*(_fill(ask, f"p-{number}", each) for number in range(first, first + 50)))
-            say(f"  {(first + 50) * each:,} keys, {time.perf_counter() - began:.0f} s")
+        for first in range(0, names, PLUGINS):
+            await asyncio.gather(*(_fill(ask, f"p-{number}", each) for number in range(first, first + PLUGINS)))
+            if (done := first + PLUGINS) % 100 == 0:
+                say(f"  {done * each:,} keys, {time.perf_counter() - began:.0f} s")
         board.at_least(f"{keys:,} keys of {names:,} plugins stored", keys / (time.perf_counter() - began), 1000)
         times = await at_pace(lambda n: ask(f"p-{n * 7 % names}", "get", {"key": f"k{n % each}"}), 1000, 5)
         _latency(board, f"get among {keys:,} keys", times, (95, 10))
