@@ -95,7 +95,7 @@ class ByHand(LimpetNats):
         engine: Any = self.store._session.engine
         self._link = await engine.link()
         self._subject = engine._spaces["by-hand"].space.subjects.of
-        self._number = load("limpet.engines.nats_space")._number
+        self._number = load("limpet.engines.nats_space").number_of
         self._last: dict[str, int] = {}
 
     async def put(self, key: str, value: Any) -> None:

@@ -124,6 +124,22 @@ async def test_a_broken_header_is_that_keys_trouble_alone() -> None:
         assert (await store.put("good", 2)).version == 2
 
 
+async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> None:
+    """Every overwritten message would come back, to a process that asks for none: twice the work for each write."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        for number in range(30):
+            await store.put(f"key/{number % 3}", number)
+
+        window = limpet.Window(changes=10, age_ms_min=0)
+        assert await engine_of(store).trim(store.name, window) == 0
+        assert (await space_of(store).info())["state"]["consumer_count"] == 0
+
+        for number in range(30):
+            await store.put(f"many/{number}", number)
+        assert await engine_of(store).trim(store.name, window) == 23
+        assert (await space_of(store).info())["state"]["consumer_count"] == 1
+
+
 async def test_ends_leave_the_stream_when_they_were_trimmed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that come and go must not fill the stream with messages that say so."""
     monkeypatch.setattr("limpet.engines.nats_mirror.END_MS", -1)

@@ -318,10 +318,15 @@ class NatsEngine:
         return msgspec.structs.replace(message, entry=entry).change(place[0])
 
     async def _is_excessive(self, held: _Held, window: Window) -> bool:
-        """Whether it is worth following a stream to trim it. There are at most as many changes as numbers."""
+        """Whether it is worth following a stream to trim it.
+
+        There are at most as many changes as numbers, and of a key at most two: a touch, and the write it lies on. Keys
+        that are written over and over use up numbers, and whoever only writes them need not follow what he writes.
+        """
         state = (await held.space.info())["state"]
         floor = await held.space.floor()
-        if state["last_seq"] - floor > window.changes or state["bytes"] > window.size_bytes:
+        changes = min(state["last_seq"] - floor, 2 * state["messages"])
+        if changes > window.changes or state["bytes"] > window.size_bytes:
             return True
         oldest = [await held.space.first_after(floor, subject) for subject in held.space.subjects.logged]
         return any(message is not None and held.space.now_ms() - message.at_ms > window.age_ms for message in oldest)
