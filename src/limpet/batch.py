@@ -295,7 +295,8 @@ class Draft:
             raise InvalidValue("a batch is committed once: draft another, or give it a request_id and repeat it whole")
         self._is_used = True
         guards, writes = tuple(self._guards), tuple(self._writes)
-        if len(writes) + len(guards) != 1 or self._bytes > BATCH_BYTES_MAX:
+        # One write under one guard is what most callers commit, and within the limits of numbers.
+        if len(writes) != 1 or len(guards) > 1 or self._bytes > BATCH_BYTES_MAX:
             self._check_limits()
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
