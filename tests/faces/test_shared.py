@@ -307,6 +307,23 @@ async def test_a_watch_tells_of_puts_and_deletes_of_any_agent(agent: OpenAgent) 
     assert first.revision < second.revision < third.revision
 
 
+async def test_a_watch_that_was_not_asked_meanwhile_tells_what_happened(agent: OpenAgent) -> None:
+    """All of it, or of a log of last changes what was not overwritten; in either case the end, in order."""
+    one, two = await agent(), await agent()
+    async with one.watch("config.*") as watch, asyncio.timeout(PATIENCE_S):
+        await two.put("config.a", b"1")
+        await one.put("config.a", b"2")
+        await two.delete("config.a")
+        told = [await anext(watch)]
+        while told[-1].operation is not Operation.DELETE:
+            told.append(await anext(watch))
+
+    happened = [(Operation.PUT, b"1"), (Operation.PUT, b"2"), (Operation.DELETE, b"")]
+    heard = [(change.operation, change.value) for change in told]
+    whole = happened if one.store.traits.log == "every" else [each for each in happened if each in heard]
+    assert heard == whole
+
+
 @pytest.mark.parametrize("pattern", [*PATTERNS])
 async def test_a_watch_hears_of_the_keys_of_its_pattern_alone(store: StateStore, pattern: str) -> None:
     async with store.watch(pattern) as watch, store.watch("*") as everything:

@@ -463,7 +463,7 @@ class Beside(RuleBasedStateMachine):
                 return
             # It is kept for at least so long. One that changed nothing is in no log by which that could be told.
             is_late = self.engine.traits.log == "last" and batch.retry_since is not None and not batch.writes
-            if is_late and answer == msgspec.structs.replace(first, replayed=True):
+            if is_late and digest == batch.digest and answer == msgspec.structs.replace(first, replayed=True):
                 return
         outcome = plan(batch, model.find, now_ms=now_ms, revision=FAR)
         if isinstance(outcome, Refusal) or isinstance(answer, Refusal):
