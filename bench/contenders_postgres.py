@@ -90,7 +90,8 @@ class ByHand(LimpetPostgres):
         engine: Any = self.store._session.engine
         self._engine = engine
         self._connection = await engine._connect()
-        self._statement = engine._sql(load("limpet.engines.postgres")._PUT)
+        postgres = load("limpet.engines.postgres")
+        self._statement, self._array = engine._sql(postgres._PUT), postgres._array
         self._names = itertools.count(1)
         self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
         self._group: asyncio.Task[None] | None = None
@@ -109,7 +110,8 @@ class ByHand(LimpetPostgres):
             keys, texts = [key for key, _, _ in group], [text for _, text, _ in group]
             weight = sum(map(len, keys)) + sum(map(len, texts))
             place = ("default", self._engine._channel, f"{next(self._names):x}", weight)
-            await self._connection.fetch(self._statement, *place, keys, texts, *[None] * 8)
+            items = (self._array(keys), "\n".join(texts))
+            await self._connection.fetch(self._statement, *place, *items, *[None] * 8)
             for *_, answer in group:
                 answer.set_result(None)
         self._group = None

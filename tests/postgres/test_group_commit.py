@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from limpet import codec
 from limpet.engines import postgres, remote
 from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
@@ -22,6 +23,21 @@ async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy:
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 2)))
     assert await spy.said() == [engine._sql(postgres._COMMIT), *[engine._sql(postgres._PUT)] * 2]
+
+
+async def test_keys_and_values_travel_as_one_text_and_arrive_as_they_are(engine: PostgresEngine, spy: Spy) -> None:
+    """Nothing in a key or in a value ends it, and nothing is taken for an escape or for NULL."""
+    keys = ['"', "\\", '\\"', '","', "{}", "NULL", "\n", "a\nb", " ", ",", "\x1f", "\x01", "é\U0010ffff", "'"]
+    puts = [Put(key, codec.encode([key, "\n", '"\\'])) for key in keys]
+    puts += [Put("raw", b'\0\n\\"'), Put("record", {"\n": codec.encode("\n")})]
+    await engine.commit("default", batch(put("first", 0)))
+
+    await asyncio.gather(*(engine.commit("default", batch(one)) for one in puts))
+
+    assert await spy.count("limpet_put") == 1
+    found = await asyncio.gather(*(engine.read("default", [one.key]) for one in puts))
+    assert [(entry.key, entry.stored) for (entry,) in found if entry] == [(one.key, one.stored) for one in puts]
+    assert await engine.read("default", []) == []
 
 
 async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) -> None:
