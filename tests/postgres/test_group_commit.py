@@ -29,7 +29,7 @@ async def test_keys_and_values_travel_as_one_text_and_arrive_as_they_are(engine:
     """Nothing in a key or in a value ends it, and nothing is taken for an escape or for NULL."""
     keys = ['"', "\\", '\\"', '","', "{}", "NULL", "\n", "a\nb", " ", ",", "\x1f", "\x01", "é\U0010ffff", "'"]
     puts = [Put(key, codec.encode([key, "\n", '"\\'])) for key in keys]
-    puts += [Put("raw", b'\0\n\\"'), Put("record", {"\n": codec.encode("\n")})]
+    puts += [Put("raw", b'\0\n\\"'), Put("record", {"\n": codec.encode_field("\n")})]
     await engine.commit("default", batch(put("first", 0)))
 
     await asyncio.gather(*(engine.commit("default", batch(one)) for one in puts))
