@@ -201,7 +201,7 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
     store, other = stores
     await store.add("hot", 1)
     space, writer = space_of(store), writer_of(store)
-    look, send = space.last, writer._publish
+    look, send = space.last, writer._send_one
     old = await look(("data", "hot"))
     sent = 0
 
@@ -216,7 +216,7 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
         return await send(*args)
 
     monkeypatch.setattr(space, "last", look_too_early)
-    monkeypatch.setattr(writer, "_publish", send_once)
+    monkeypatch.setattr(writer, "_send_one", send_once)
     async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await asyncio.sleep(0)
 

@@ -366,13 +366,13 @@ class NatsEngine:
 
     # Work -----------------------------------------------------------------------
 
-    def _at_work(self, namespace: str) -> _Work:
+    def _at_work(self, namespace: str) -> _Held:
         if self._closed:
             raise Closed
         held = self._spaces.get(namespace)
         if held is None:
             held = self._spaces[namespace] = _Held(self, namespace)
-        return _Work(self, held)
+        return held
 
     def _translated(self, error: Exception) -> Exception:
         """A driver's error as ours, for something that was not applied or that may be asked again."""
@@ -403,9 +403,10 @@ _PASSING: Final = frozenset({10002, 10005, 10008, 10009, 10014, 10023, 10028, 10
 
 
 class _Held:
-    """A namespace, and what follows it."""
+    """A namespace, and what follows it. A call is under way within it: so it ends before the engine does."""
 
     def __init__(self, engine: NatsEngine, namespace: str) -> None:
+        self._engine = engine
         self.space = Space(engine, namespace, f"{engine.bucket_prefix}{namespace}")
         self.writer = Writer(engine, self.space)
         self.mirror = Mirror(self.space, engine.link, lambda: engine.changed(namespace))
@@ -417,28 +418,18 @@ class _Held:
         self.mirror.rest()
         self.alarms.rest()
 
-
-class _Work:
-    """A call that is under way: it ends before the engine does, and its errors are ours."""
-
-    __slots__ = ("_engine", "_held")
-
-    def __init__(self, engine: NatsEngine, held: _Held) -> None:
-        self._engine = engine
-        self._held = held
-
     def __enter__(self) -> _Held:
         self._engine._busy += 1
-        return self._held
+        return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         engine = self._engine
         engine._busy -= 1
         if engine._quiet is not None and not engine._busy and not engine._quiet.done():
             engine._quiet.set_result(None)
         if error is not None and isinstance(error, Exception):
             if isinstance(error, Unheard) or (isinstance(error, Refused) and error.code == 10059):
-                self._held.space.forget()
+                self.space.forget()
             translated = engine._translated(error)
             if translated is not error:
                 raise translated from error

@@ -23,7 +23,19 @@ from limpet.errors import Contention, InvalidValue
 from limpet.model import Entry, Family, live
 from limpet.transition import Receipt, read_receipt, remember
 
-__all__ = ["BASE", "Lost", "Server", "Space", "TooLate", "entry_at", "held_in", "number_of", "seq_of", "seqs_of"]
+__all__ = [
+    "BASE",
+    "Lost",
+    "Server",
+    "Space",
+    "TooLate",
+    "entry_at",
+    "held_in",
+    "number_in",
+    "number_of",
+    "seq_of",
+    "seqs_of",
+]
 
 READS_MAX: Final = 200
 CLOCK_S: Final = 30.0
@@ -387,9 +399,13 @@ def seqs_of(found: dict[Place, Message | None]) -> list[tuple[Place, int]]:
 async def number_of(asked: asyncio.Future[tuple[bytes, bytes]]) -> int:
     """The number that a message got, which must not be sent twice."""
     try:
-        headers, body = await asked
+        return number_in(*await asked)
     except (LinkLost, Silent) as error:
         raise Lost from error
+
+
+def number_in(headers: bytes, body: bytes) -> int:
+    """The number that a message got, by the server's answer."""
     if headers:
         raise Unheard("503")
     answer = _ack(body)

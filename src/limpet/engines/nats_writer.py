@@ -22,8 +22,20 @@ from typing import Final
 
 import msgspec
 
-from limpet.engines.nats_link import Link
-from limpet.engines.nats_space import BASE, Lost, Server, Space, TooLate, entry_at, held_in, number_of, seq_of, seqs_of
+from limpet.engines.nats_link import Link, LinkLost, Silent
+from limpet.engines.nats_space import (
+    BASE,
+    Lost,
+    Server,
+    Space,
+    TooLate,
+    entry_at,
+    held_in,
+    number_in,
+    number_of,
+    seq_of,
+    seqs_of,
+)
 from limpet.engines.nats_wire import Message, Place, body_of, headers_of, is_full, recalled, remembered, under
 from limpet.errors import Ambiguous, Contention, ValueTooLarge
 from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal
@@ -278,12 +290,6 @@ class Writer:
             found = {receipt: await self._space.last(receipt), place: before}
             asked = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
             return await self._send_all(asked, receipt, found, outcome.commit, outcome.changes, now_ms)
-        told = await self._publish(place, before, draft)
-        self._space.keep(place, told)
-        return _commit_of(told)
-
-    async def _publish(self, place: Place, before: Message | None, draft: Message) -> Message:
-        """Send a message; returns it as it now stands."""
         kind, body = _body(draft)
         expected = seq_of(before)
         subject = self._subjects.of(place)
@@ -295,15 +301,22 @@ class Writer:
         if self._server.syncs:
             number = await self._send_grouped(subject, _headers(draft, kind, expected, 0), body)
         else:
-            number = await number_of(link.ask(subject, body, headers_of(draft, kind, expected)))
+            try:
+                number = number_in(*await link.ask(subject, body, headers_of(draft, kind, expected)))
+            except (LinkLost, Silent) as error:
+                raise Lost from error
         if alarm is not None and ringing is not None:
             await self._ring(alarm, ringing)
-        return _numbered(draft, number, number)
+        told = _numbered(draft, number, number)
+        self._space.keep(place, told)
+        return _commit_of(told)
 
     def _alarm(self, place: Place, before: Message | None, draft: Message) -> str | None:
         """The subject of the alarm that an entry needs and does not have yet."""
-        expires_ms = None if draft.held is None else draft.held.expires_ms
-        if expires_ms is None or (before is not None and before.held and before.held.expires_ms == expires_ms):
+        expires_ms = draft.entry.expires_ms
+        if expires_ms is None or draft.held is None:
+            return None
+        if before is not None and before.held is not None and before.held.expires_ms == expires_ms:
             return None
         return self._subjects.alarm(place, expires_ms)
 
