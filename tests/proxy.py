@@ -54,6 +54,10 @@ class Proxy:
         self._rule = (fault, pattern or self._commit)
         self._after_s = after_s
 
+    def move(self, url: str) -> None:
+        """Stand before another server from now on."""
+        self._server = urlsplit(url)
+
     def deliver(self) -> bytes:
         """Let the request that was kept arrive now, and return what the server says to it."""
         return bytes(self._do(self._deliver()))

@@ -339,3 +339,19 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
     trying.join(PATIENCE_S)
     assert free == [True] * 4
     assert len(made) == 20
+
+
+async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
+    engine: MemoryEngine, clock: limpet.ManualClock
+) -> None:
+    again = Batch((), (Put("a", b"1"),), "mine", retry_since=0)
+    await engine.commit("default", again)
+    space = engine._space("default")
+
+    clock.advance(3599)
+    await engine.trim("default", Window())
+    assert list(space.overtaken) == ["mine"]
+    clock.advance(1)
+    await engine.trim("default", Window())
+
+    assert not space.overtaken

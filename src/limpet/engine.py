@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, unquote
 import msgspec
 
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.errors import InvalidValue
+from limpet.errors import InvalidValue, Unavailable
 from limpet.index import Sought
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
@@ -98,6 +98,7 @@ class Engine(Protocol):
         - Revisions may skip; nobody may count on density.
         - A refusal carries the entry found, so the caller need not read again.
         - A request seen before answers with its first result and changes nothing.
+        - A request that arrives after its own retry was answered does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
         """
         ...
@@ -453,6 +454,23 @@ _MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+(?:\.[0-9]+)?\Z")
 def new_request_id() -> str:
     """A new request id, unique over processes."""
     return f"{_request_ids.prefix}-{next(_request_ids.numbers):x}"
+
+
+OVERTAKEN_MS: Final = 3_600_000
+"""How long it is known which requests were overtaken by their own retry."""
+
+
+def overtaken() -> Unavailable:
+    """What a first attempt is told that arrives after its retry, when nobody waits for it any more."""
+    return Unavailable("this request was overtaken by its own retry")
+
+
+def may_be_late(batch: Batch) -> bool:
+    """Whether a batch is a first attempt that somebody else may have asked for again meanwhile.
+
+    That is one which its sender has named. What leaves a receipt is known by that.
+    """
+    return batch.request_id is not None and batch.receipt_ms is None and batch.retry_since is None
 
 
 def is_made_here(request_id: str) -> bool:

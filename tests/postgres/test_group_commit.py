@@ -68,7 +68,8 @@ async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engi
 
 
 async def test_adds_of_one_turn_share_a_transaction(engine: PostgresEngine, spy: Spy) -> None:
-    outcomes = await asyncio.gather(*(engine.commit("default", batch(Add("hits", 1))) for _ in range(50)))
+    adding = Batch((), (Add("hits", 1),))
+    outcomes = await asyncio.gather(*(engine.commit("default", adding) for _ in range(50)))
 
     assert [await spy.count(word) for word in ("BEGIN", "limpet_hold", "limpet_apply", "COMMIT;")] == [1, 1, 1, 1]
     assert len(await spy.said()) == 4

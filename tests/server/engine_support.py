@@ -122,7 +122,7 @@ async def running(
     config: Any = {"log_config": None, "lifespan": "off", "loop": "asyncio", "timeout_graceful_shutdown": 5, **files}
     async with application(callers, **options) as server:
         web = _Server(uvicorn.Config(server.app, **config))
-        with socket.socket() as listening:
+        with socket.socket(proto=socket.IPPROTO_TCP) as listening:
             listening.bind(("127.0.0.1", 0))
             task = asyncio.create_task(web.serve(sockets=[listening]))
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import limpet
 from limpet.conformance.support import next_event
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Batch, Commit, Put, Refusal
-from tests.engines import unique
+from tests.engines import unique, url_of
 from tests.faults import VERBS, prepared, seen
 from tests.proxy import Fault, HttpProxy
 from tests.server.engine_support import Behind, running
@@ -295,3 +296,30 @@ async def test_a_name_that_was_overtaken_is_refused_and_told_apart_from_others()
         assert isinstance(first, Commit)
         assert isinstance(other, Commit)
         assert (await store.status()).revision == 2
+
+
+# One of each way that an engine has to commit.
+KEPT = ("put", "create", "add", "take", "set", "batch", "batch with an add", "add with a request id", "refresh")
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgres", "redis", "nats"])
+async def test_what_one_server_kept_and_another_has_done_is_done_once(engine: str, tmp_path: Path) -> None:
+    """A server stands still with a request in its hands. The store asks another one and goes on. Then it wakes."""
+    url = url_of(engine, tmp_path)
+    async with running(url=url) as waking, running(url=url) as awake:
+        with HttpProxy(awake.url) as proxy:
+            async with limpet.open(proxy.url, sweep=False) as store:
+                for verb in KEPT:
+                    act = VERBS[verb]
+                    sound, late = store.namespace(unique()), store.namespace(unique())
+                    expected = await seen(sound, await act(sound, await prepared(sound)), ranked=True)
+                    lock = await prepared(late)
+                    proxy.fault("keep")
+
+                    result = await act(late, lock)
+                    proxy.move(waking.url)
+                    answer = await asyncio.to_thread(proxy.deliver)
+                    proxy.move(awake.url)
+
+                    assert b"200 OK" in answer, verb
+                    assert await seen(late, result, ranked=True) == expected, verb

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ import nats
 import pytest
 
 import limpet
+from limpet.server.service import _bound
+from limpet.server.settings import Place
 from tests.cli.support import Limpet
 
 PATIENCE_S = 60.0
@@ -211,6 +214,20 @@ def test_a_port_that_is_taken_is_told(url: str) -> None:
 
     assert done.returncode == 7
     assert f"cannot listen at {place}" in done.stderr
+
+
+async def test_an_answer_waits_for_no_acknowledgement() -> None:
+    """Or the body of every answer would come 40 ms after its head, wherever the loop is asyncio's own."""
+    accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+    with _bound(Place("127.0.0.1", 0)) as listening:
+        async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listening):
+            _, writer = await asyncio.open_connection(*listening.getsockname())
+            served = await accepted
+
+            assert served.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+            for end in (writer, served):
+                end.close()
 
 
 async def test_two_servers_share_one_store(url: str) -> None:

@@ -21,6 +21,7 @@ from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
 from limpet.errors import InvalidValue
 from limpet.keys import prefix_span
+from limpet.model import Commit
 from limpet.schema import ddl
 from tests.sqlite.support import batch, open_sqlite, put
 
@@ -475,3 +476,22 @@ async def test_trimming_is_seen_in_the_file(engine: SqliteEngine, clock: limpet.
     assert ask("SELECT min(revision), count(*) FROM limpet_changes") == [(6, 5)]
     assert ask("SELECT floor, log_changes FROM limpet_namespaces") == [(5, 5)]
     assert ask("SELECT value, version FROM limpet_entries") == [("9", 10)]
+
+
+async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
+    engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask
+) -> None:
+    """Nobody counts it, lists it or ends it meanwhile."""
+    overtaken = "SELECT key FROM limpet_entries WHERE family = 'overtaken'"
+    outcome = await engine.commit("default", batch(put("a", 1), request_id="mine", retry_since=0))
+
+    clock.advance(3599)
+    await engine.trim("default", limpet.Window())
+    assert ask(overtaken) == [("mine",)]
+    clock.advance(1)
+    assert await engine.due("default") == []
+    assert (await engine.status("default")).keys == 1
+    await engine.trim("default", limpet.Window())
+
+    assert isinstance(outcome, Commit)
+    assert ask(overtaken) == []

@@ -7,6 +7,7 @@ blocking face a call runs as that face runs it, in a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 import uuid
@@ -20,7 +21,7 @@ from limpet import codec
 from limpet.conformance.conftest import Elapse, OpenStore
 from limpet.conformance.support import PATIENCE_S, Blocking, assert_counted, session_of, stands_still, tells
 from limpet.engine import Engine
-from limpet.errors import Ambiguous, Closed, Compacted
+from limpet.errors import Ambiguous, Closed, Compacted, TransientError
 from limpet.keys import Span, pattern_span, prefix_span
 from limpet.model import (
     ABSENT,
@@ -772,6 +773,44 @@ async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: As
 
     assert again.entries == first.entries
     await asked.refused(put("a"), guards=(Guard("a", ABSENT),))
+
+
+@pytest.mark.parametrize("case", RETRIED)
+async def test_a_first_attempt_that_comes_after_its_retry_does_nothing(
+    open_store: OpenStore, elapse: Elapse, case: str
+) -> None:
+    """A request that arrives after its own retry was answered does nothing.
+
+    A server stood still with the first attempt in its hands, and another one has done what was asked again.
+    """
+    first, second = [Asked(await open_store(sweep=False)) for _ in range(2)]
+    await first.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
+    await elapse(0.4)
+    since = (await first.status()).revision
+    await second.done(*RETRIED[case], request_id="request-1", retry_since=since)
+    before = await second.image()
+
+    with contextlib.suppress(TransientError):
+        assert (await first.done(*RETRIED[case], request_id="request-1")).replayed
+
+    assert await first.image() == before
+    assert not (await first.done(put("b"), request_id="request-2")).replayed
+
+
+async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothing(open_store: OpenStore) -> None:
+    """A request that arrives after its own retry was answered does nothing."""
+    first, second = [Asked(await open_store(sweep=False)) for _ in range(2)]
+    await first.done(put("a"))
+    since = (await first.status()).revision
+    options: dict[str, Any] = {"request_id": "request-1", "guards": (Guard("a", ABSENT),)}
+    await second.refused(put("a"), retry_since=since, **options)
+    await first.done(Delete("a"))
+    before = await second.image()
+
+    with contextlib.suppress(TransientError):
+        await first.refused(put("a"), **options)
+
+    assert await first.image() == before
 
 
 # changes ----------------------------------------------------------------------

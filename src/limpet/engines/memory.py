@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from limpet.clock import Clock, has_loop
-from limpet.engine import SCAN_CALLS, Address, Bell, Budget
+from limpet.engine import OVERTAKEN_MS, SCAN_CALLS, Address, Bell, Budget, may_be_late, overtaken
 from limpet.engines.order import KeyOrder
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
@@ -91,6 +91,8 @@ class _Space:
         self.size_bytes = 0
         self.log_bytes = 0
         self.is_halfway = False
+        # Requests that were asked for again, and until when that is remembered.
+        self.overtaken: dict[str, int] = {}
 
     def find(self, family: Family, key: str) -> Entry | None:
         return self.map[family].get(key)
@@ -119,6 +121,14 @@ class _Space:
 
     def keep(self, receipt: Entry) -> None:
         self.map["receipt"][receipt.key] = receipt
+
+    def hold_to_order(self, batch: Batch, now_ms: int) -> None:
+        """Remember a retry that found nothing, and refuse a first attempt that comes after its own."""
+        name = batch.request_id or ""
+        if batch.retry_since is not None:
+            self.overtaken[name] = now_ms + OVERTAKEN_MS
+        elif name in self.overtaken and may_be_late(batch):
+            raise overtaken()
 
 
 class MemoryEngine:
@@ -189,6 +199,8 @@ class MemoryEngine:
                 if earlier is not None:
                     return earlier
             now_ms = place.clock.now_ms()
+            if batch.request_id is not None:
+                space.hold_to_order(batch, now_ms)
             outcome = plan(batch, space.find, now_ms=now_ms, revision=space.revision)
             if isinstance(outcome, Refusal):
                 return outcome
@@ -243,6 +255,7 @@ class MemoryEngine:
             receipts = space.map["receipt"]
             for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
                 del receipts[key]
+            space.overtaken = {name: until for name, until in space.overtaken.items() if until > now_ms}
             oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in space.log)
             dropped, freed_bytes, floor = window.excess(
                 oldest, count=len(space.log), size_bytes=space.log_bytes, now_ms=now_ms

@@ -22,6 +22,7 @@ from typing import Final
 
 import msgspec
 
+from limpet.engine import OVERTAKEN_MS, may_be_late, overtaken
 from limpet.engines.nats_link import Link, LinkLost, Silent
 from limpet.engines.nats_space import (
     BASE,
@@ -143,8 +144,12 @@ class Writer:
         message = self._space.known[place] if known else None
         for attempt in range(ATTEMPTS):
             try:
+                if since is not None and not attempt:
+                    await self._overtake(cause)
                 if not known:
                     message = await self._space.last(place)
+                if may_be_late(batch):
+                    await self._expect_first(cause)
                 if since is not None:
                     answer = await self._answered(batch, cause, message, since)
                     if answer is not None:
@@ -225,6 +230,21 @@ class Writer:
             is_forgotten = self._space.now_ms() - asked_ms > ASKED_MS
         if is_forgotten:
             raise Forgotten
+
+    # A server that stood still may come back with a request that was asked for again elsewhere. The retry leaves word
+    # before it looks at its keys; a first attempt looks for that after its keys. So if it finds none, then whatever the
+    # retry writes comes after that look, and the first attempt is too late for its keys; or else the retry finds it.
+
+    async def _overtake(self, cause: str) -> None:
+        """Leave word that a request was asked for again."""
+        link = await self._server.link()
+        headers = b"NATS/1.0\r\nNats-TTL: %ds\r\n\r\n" % (OVERTAKEN_MS // 1000)
+        await number_of(link.ask(self._subjects.overtaken(cause), headers=headers))
+
+    async def _expect_first(self, cause: str) -> None:
+        """Refuse a first attempt that comes after its retry."""
+        if await self._space.get({"last_by_subj": self._subjects.overtaken(cause)}) is not None:
+            raise overtaken()
 
     def _is_settled(self, cause: str) -> bool:
         """Whether a request is this process's own and was answered, so that it will not come back."""
@@ -397,7 +417,11 @@ class Writer:
         since = batch.retry_since
         for attempt in range(ATTEMPTS):
             try:
+                if since is not None and not attempt:
+                    await self._overtake(request_id)
                 found = await self._space.lasts(places)
+                if may_be_late(batch):
+                    await self._expect_first(request_id)
                 now_ms = self._time_of(*found.values())
                 if since is not None:
                     answer = _replayed(asked, found[receipt], since)

@@ -31,7 +31,7 @@ import msgspec
 from limpet import codec
 from limpet.clock import Clock, wake
 from limpet.codec import Stored
-from limpet.engine import Address, new_request_id
+from limpet.engine import Address, may_be_late, new_request_id, overtaken
 from limpet.engines.columns import as_stored, as_text
 from limpet.engines.indexing import literal, postgres_expressions, postgres_name, postgres_parts, quoted
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of, marked, weight_bytes
@@ -160,6 +160,10 @@ _OVERTAKE: Final = (
     "UPDATE {schema}.limpet_namespaces"
     " SET overtaken = coalesce(overtaken, '{}') || jsonb_build_object($2::text, {schema}.limpet_now_ms())"
     " WHERE namespace = $1"
+)
+_OVERTAKEN: Final = (
+    "SELECT name FROM unnest($2::text[]) AS asked (name)"
+    " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.overtaken ? name"
 )
 _FEED: Final = (
     f"SELECT n.revision, n.floor, c.* FROM {{schema}}.limpet_namespaces n LEFT JOIN LATERAL ("
@@ -447,8 +451,12 @@ class PostgresEngine(Remote):
             async with self._transaction() as connection:
                 held = await connection.fetch(self._sql(_HOLD), namespace, families, keys)
                 work = _Work(namespace, held)
-                outcomes = []
+                outcomes: list[Outcome] = []
+                late = await self._late(connection, namespace, group)
                 for ticket, request_id in named:
+                    if may_be_late(ticket.batch) and group_of(request_id) in late:
+                        outcomes.append(overtaken())
+                        continue
                     earlier = await self._earlier(connection, namespace, ticket.batch, work)
                     outcomes.append(earlier or work.settle(ticket.batch, request_id))
                 if work.rows:
@@ -472,6 +480,13 @@ class PostgresEngine(Remote):
         if earlier is None:
             await connection.execute(self._sql(_OVERTAKE), namespace, group_of(batch.request_id))
         return earlier
+
+    async def _late(self, connection: Any, namespace: str, group: list[Ticket]) -> set[str]:
+        """The names of calls in a group that were asked for again before they came."""
+        names = {group_of(one.batch.request_id or "") for one in group if may_be_late(one.batch)}
+        if not names:
+            return names
+        return {row[0] for row in await connection.fetch(self._sql(_OVERTAKEN), namespace, [*names])}
 
     # Reading ------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.engine import SCAN_CALLS, Address, Bell, Budget, new_request_id
+from limpet.engine import OVERTAKEN_MS, SCAN_CALLS, Address, Bell, Budget, may_be_late, new_request_id, overtaken
 from limpet.engines.columns import as_stored, as_text
 from limpet.engines.indexing import literal, quoted, sqlite_expression, sqlite_name, sqlite_parts
 from limpet.errors import (
@@ -118,12 +118,20 @@ _CHANGES_OF: Final = (
 _CAUSED: Final = f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
 _DUE: Final = (
     "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
-    " AND family <> 'receipt' ORDER BY expires_ms LIMIT ?"
+    " AND family NOT IN ('receipt', 'overtaken') ORDER BY expires_ms LIMIT ?"
 )
 _OLDEST: Final = "SELECT revision, at_ms, size_bytes FROM limpet_changes WHERE namespace = ? ORDER BY revision LIMIT ?"
 _DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revision <= ?"
-_RECEIPTS_OVER: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family = 'receipt'"
-_DROP_RECEIPTS: Final = "DELETE FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family = 'receipt'"
+# Requests that were asked for again, because nobody knew whether the first call had arrived. Should it arrive now, it
+# is too late. They lie among the entries, in a family that nobody else asks for.
+_IS_OVERTAKEN: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND family = 'overtaken' AND key = ?"
+_OVERTAKE: Final = (
+    "INSERT OR REPLACE INTO limpet_entries (namespace, family, key, kind, value, version, revision, created_revision,"
+    " created_ms, updated_ms, expires_ms) VALUES (?, 'overtaken', ?, 'json', 'null', 1, 0, 0, ?, ?, ?)"
+)
+_OVER: Final = "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family IN ('receipt', 'overtaken')"
+_RECEIPTS_OVER: Final = f"SELECT 1 {_OVER}"
+_DROP_RECEIPTS: Final = f"DELETE {_OVER}"
 _TALLY: Final = (
     "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = ?"
 )
@@ -887,6 +895,7 @@ class _Work:
         self._log: list[tuple[Any, ...]] = []
         self.first_revisions: dict[str, int] = {}
         self.news: dict[str, _Tally] = {}
+        self._has_overtaken = False
 
     @property
     def changed(self) -> Iterable[_Place]:
@@ -924,6 +933,11 @@ class _Work:
                 earlier = recall(batch, map(_change, rows), find)
                 if earlier is not None:
                     return earlier
+                until_ms = now_ms + OVERTAKEN_MS
+                self._writer.execute(_OVERTAKE, (namespace, batch.request_id, now_ms, now_ms, until_ms))
+                self._has_overtaken = True
+            elif may_be_late(batch) and self._writer.execute(_IS_OVERTAKEN, (namespace, batch.request_id)).fetchone():
+                return overtaken()
             outcome = plan(batch, find, now_ms=now_ms, revision=tally.revision, cause=ticket.request_id)
         except sqlite3.Error:
             raise
@@ -951,7 +965,7 @@ class _Work:
             self._writer.executemany(_LOG, self._log)
             for tally in self.news.values():
                 tally.save(self._writer)
-        return bool(self._rows)
+        return bool(self._rows) or self._has_overtaken
 
     def _tally(self, namespace: str) -> _Tally:
         found = self._tallies.get(namespace)

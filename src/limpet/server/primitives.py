@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -74,7 +73,6 @@ CHANGES_MAX: Final = 1_000
 
 BODY_S: Final = 30.0
 RETRY_AFTER_S: Final = 1
-OVERTAKEN_MAX: Final = 10_000
 
 _EVERYTHING: Final = (Span("", None),)
 
@@ -374,14 +372,13 @@ class _Counter:
 
 
 class _Attempts:
-    """Commits that are under way, and those whose first attempt must not come any more."""
+    """Commits that are under way. What is asked again meanwhile waits for the first answer."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[str, str, str | None], tuple[Batch, asyncio.Future[Any]]] = {}
-        self._overtaken: OrderedDict[tuple[str, str, str | None], None] = OrderedDict()
 
     async def run(self, visit: _Visit, batch: Batch, commit: Callable[[], Awaitable[Any]]) -> Any:
-        """Commit a batch, unless it is under way already, or done with."""
+        """Commit a batch, unless it is under way already."""
         name = (visit.caller.name, visit.namespace, batch.request_id)
         if batch.retry_since is not None:
             earlier = self._under_way.get(name)
@@ -389,9 +386,6 @@ class _Attempts:
                 await asyncio.wait((earlier[1],))
                 if not earlier[1].cancelled() and _is_settled(earlier[1].exception()):
                     return earlier[1].result()
-            self._overtake(name)
-        elif batch.receipt_ms is None and name in self._overtaken:
-            raise Unavailable("this request was overtaken by its own retry")
         if name in self._under_way:
             return await commit()
         work = asyncio.ensure_future(commit())
@@ -400,12 +394,6 @@ class _Attempts:
             return await work
         finally:
             del self._under_way[name]
-
-    def _overtake(self, name: tuple[str, str, str | None]) -> None:
-        self._overtaken[name] = None
-        self._overtaken.move_to_end(name)
-        if len(self._overtaken) > OVERTAKEN_MAX:
-            self._overtaken.popitem(last=False)
 
 
 def _is_same(first: Batch, again: Batch) -> bool:

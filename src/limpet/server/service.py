@@ -267,7 +267,9 @@ async def _found_again() -> None:
 def _bound(place: Place) -> Iterator[socket.socket]:
     """A socket at a place; at port 0, wherever there is room."""
     family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    with socket.socket(family) as listening:
+    # By its number: only of such a socket does asyncio know that it may send at once. Otherwise the body of an answer
+    # would wait until its head was acknowledged, which takes 40 ms.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((place.host, place.port))
