@@ -16,14 +16,14 @@ from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
 Fault = Literal["lose", "cut", "keep"]
-Greet = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Greet = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
 
 
 class Proxy:
     """Runs on a thread of its own."""
 
     def __init__(self, url: str, commit: bytes, greet: Greet) -> None:
-        """Stand before a server; ``commit`` tells a write by, ``greet`` says what a new line begins with."""
+        """Stand before a server; ``commit`` tells a write by, ``greet`` says what a line for a kept one begins with."""
         self._server = urlsplit(url)
         self._commit = commit
         self._greet = greet
@@ -115,8 +115,9 @@ class Proxy:
 
     async def _deliver(self) -> bytes:
         reader, writer = await self._connect()
-        await self._greet(reader, writer)
-        writer.write(self._kept.pop())
+        kept = self._kept.pop()
+        await self._greet(reader, writer, kept)
+        writer.write(kept)
         answer = await reader.read(2**16)
         writer.close()
         return answer
@@ -126,7 +127,7 @@ class HttpProxy(Proxy):
     """Before a server that speaks HTTP, whose requests come in several pieces."""
 
     def __init__(self, url: str, commit: bytes = rb"/engine/commit ") -> None:
-        async def greet(_: asyncio.StreamReader, __: asyncio.StreamWriter) -> None:
+        async def greet(_: asyncio.StreamReader, __: asyncio.StreamWriter, ___: bytes) -> None:
             pass
 
         super().__init__(url, commit, greet)

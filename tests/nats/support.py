@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -48,9 +49,12 @@ async def client(url: str = "") -> AsyncIterator[Any]:
 def proxy_of(url: str) -> Proxy:
     """A proxy before a NATS server. A write is a message with headers: nothing else of ours has any."""
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytes) -> None:
         await reader.readline()
         writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nPING\r\n')
         await reader.readline()
+        # The answer goes to whoever listens there, so that this line hears of it too.
+        for inbox in re.findall(rb"HPUB \S+ (\S+) \d+ \d+\r\n", kept):
+            writer.write(b"SUB %b 1\r\n" % inbox)
 
     return Proxy(url, rb"HPUB \$(KV|LMP)\.", greet)

@@ -18,7 +18,7 @@ def server() -> str:
 def proxy_of(url: str) -> Proxy:
     """A proxy before a Redis server."""
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _: bytes) -> None:
         writer.write(b"SELECT %s\r\n" % url.rpartition("/")[2].encode())
         await reader.readline()
 
