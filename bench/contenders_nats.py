@@ -7,6 +7,7 @@ was last told, so it is granted unless two callers hold the same key.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,6 +111,45 @@ class ByHand(LimpetNats):
 
     async def guarded(self, key: str, value: Any) -> None:
         await self.put(key, value)
+
+
+class BatchByHand(ByHand):
+    """The same messages where each is synced: those of one turn of the loop go as one atomic batch."""
+
+    name = "an atomic batch by hand"
+
+    async def open(self, folder: Path) -> None:
+        await super().open(folder)
+        self._waiting: dict[str, tuple[bytes, asyncio.Future[int]]] = {}
+        self._sending: asyncio.Task[None] | None = None
+
+    async def put(self, key: str, value: Any) -> None:
+        loop = asyncio.get_running_loop()
+        while key in self._waiting:
+            await self._waiting[key][1]
+        answer: asyncio.Future[int] = loop.create_future()
+        self._waiting[key] = (encode(value), answer)
+        if self._sending is None:
+            self._sending = loop.create_task(self._send_all())
+        await answer
+
+    async def _send_all(self) -> None:
+        while self._waiting:
+            group, self._waiting = self._waiting, {}
+            name, asked = os.urandom(9).hex().encode(), None
+            for number, (key, (body, _)) in enumerate(group.items(), 1):
+                more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
+                head = (_HEAD % self._last.get(key, 0))[:-2] + more
+                if number < len(group):
+                    self._link.tell(self._subject(("data", key)), body, head + b"\r\n")
+                else:
+                    head += b"Nats-Batch-Commit: 1\r\n\r\n"
+                    asked = self._link.ask(self._subject(("data", key)), body, head)
+            first = await self._number(asked) - len(group) + 1
+            for number, (key, (_, answer)) in enumerate(group.items(), first):
+                self._last[key] = number
+                answer.set_result(number)
+        self._sending = None
 
 
 _HEAD = (

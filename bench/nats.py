@@ -16,6 +16,7 @@ KEYS = 5_000
 OURS = on_nats.LimpetNats.name
 PEER = on_nats.NatsPy.name
 BY_HAND = on_nats.ByHand.name
+BATCH_BY_HAND = on_nats.BatchByHand.name
 
 
 def measure(run: Run) -> None:
@@ -29,19 +30,24 @@ def measure(run: Run) -> None:
                 say(race_table(f"\nNATS, {verb}, 64 callers, {keys:,} keys", found, OURS, desk.checks))
                 name = f"NATS {'guarded put' if verb == 'guarded' else verb}@64, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS[verb])
+                if verb != "get":
+                    # With no store above it, this is all there could be.
+                    findings.compare("nats", f"{BY_HAND}, {name}", "x", found, BY_HAND, [PEER], None)
                 if verb == "put":
                     findings.compare(
                         "nats", f"NATS put@64, of {BY_HAND}", "of", found, OURS, [BY_HAND], goals.OF_BY_HAND
                     )
     with nats(lambda folder: jetstream(folder, "sync_interval: always")) as server:
         desk = run.desk("nats-synced-contenders")
-        synced = [on_nats.LimpetNats(f"{server.url}?sync=always"), on_nats.NatsPy(server.url)]
+        url = f"{server.url}?sync=always"
+        synced = [on_nats.LimpetNats(url), on_nats.NatsPy(server.url), on_nats.BatchByHand(url)]
         with desk.opened(synced, keys) as contenders:
             for callers in (64, 512):
                 found = _race(run, "put", contenders, workload.puts(keys), callers, synced=True)
                 say(race_table(f"\nNATS, each put synced, {callers} callers", found, OURS, desk.checks))
                 name = f"NATS synced put@{callers}, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS_SYNCED[callers])
+                findings.compare("nats", f"{BATCH_BY_HAND}, {name}", "x", found, BATCH_BY_HAND, [PEER], None)
 
 
 def _race(

@@ -33,6 +33,7 @@ POOL = on_postgres.AsyncpgPool.name
 LANGGRAPH = on_postgres.LanggraphPostgres.name
 RAW = on_postgres.RawUnnest.name
 BY_HAND = on_postgres.ByHand.name
+IN_HAND = on_postgres.InHand.name
 
 
 def measure(run: Run) -> None:
@@ -51,7 +52,7 @@ def _races(run: Run, url: str) -> None:
     with desk.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
         findings.keep_checks(desk.checks, desk.absent)
         present = {one.name for one in contenders}
-        found = races(run, "PostgreSQL", contenders, desk.checks, keys, ours=OURS, limit=RAW)
+        found = races(run, "PostgreSQL", contenders, desk.checks, keys, ours=OURS, limits=(RAW, IN_HAND))
     for verb in ("put", "get"):
         what, many = f"PostgreSQL {verb}@64", found[f"{verb}@64"]
         by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]
@@ -59,6 +60,8 @@ def _races(run: Run, url: str) -> None:
         if LANGGRAPH in present:
             findings.compare("postgres", f"{what}, x {LANGGRAPH}", "x", many, OURS, [LANGGRAPH], by_langgraph)
         findings.compare("postgres", f"{what}, of {RAW}", "of", many, OURS, [RAW], by_raw)
+        # What the contract itself costs the server: with no caller and no store, this is all there could be.
+        findings.compare("postgres", f"PostgreSQL {verb}: {IN_HAND}, of {RAW}", "of", many, IN_HAND, [RAW], None)
         if verb == "put":
             findings.compare("postgres", f"{what}, of {BY_HAND}", "of", many, OURS, [BY_HAND], goals.OF_BY_HAND)
         goal = goals.POSTGRES_ALONE[verb]

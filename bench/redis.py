@@ -22,7 +22,7 @@ def measure(run: Run) -> None:
         with desk.opened([kind(server.url) for kind in on_redis.CONTENDERS], keys) as contenders:
             findings.keep_checks(desk.checks, desk.absent)
             peers = [name for name in PEERS if name in {one.name for one in contenders}]
-            found = races(run, "Redis", contenders, desk.checks, keys, ours=OURS, limit=RAW)
+            found = races(run, "Redis", contenders, desk.checks, keys, ours=OURS, limits=(RAW,))
         for verb in ("put", "get"):
             by_best, by_raw = goals.REDIS[verb]
             many = found[f"{verb}@64"]

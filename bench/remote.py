@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from bench import workload
@@ -13,15 +13,22 @@ from bench.run import Run, say
 
 
 def races(
-    run: Run, engine: str, contenders: Sequence[AnyContender], checks: Any, keys: int, *, ours: str, limit: str
+    run: Run,
+    engine: str,
+    contenders: Sequence[AnyContender],
+    checks: Any,
+    keys: int,
+    *,
+    ours: str,
+    limits: Collection[str],
 ) -> dict[str, Race]:
     """Puts and gets of all, by the name of the race: ``put@64``, ``put``, ``get@64`` and ``get``."""
     found = {}
     for verb, jobs in (("put", workload.puts), ("get", workload.gets)):
-        lanes = [_many(run, one, verb, jobs(keys), is_limit=one.name == limit) for one in contenders]
+        lanes = [_many(run, one, verb, jobs(keys), is_limit=one.name in limits) for one in contenders]
         found[f"{verb}@64"] = _race(run, f"{engine} {verb}@64", lanes)
         say(race_table(f"\n{engine}, {verb}, 64 callers, {keys:,} keys", found[f"{verb}@64"], ours, checks))
-        lanes = [_single(run, one, verb, jobs(keys)) for one in contenders if one.name != limit]
+        lanes = [_single(run, one, verb, jobs(keys)) for one in contenders if one.name not in limits]
         found[verb] = _race(run, f"{engine} {verb}", lanes)
         say(race_table(f"\n{engine}, {verb}, one caller, {keys:,} keys", found[verb], ours, checks))
     return found
