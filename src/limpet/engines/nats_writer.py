@@ -140,12 +140,14 @@ class Writer:
         """Commit a batch that is one write of one key, as one message."""
         cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
         since = batch.retry_since
+        must_tell = since is not None
         known = since is None and place in self._space.known
         message = self._space.known[place] if known else None
         for attempt in range(ATTEMPTS):
             try:
-                if since is not None and not attempt:
+                if must_tell:
                     await self._overtake(cause)
+                    must_tell = False
                 if not known:
                     message = await self._space.last(place)
                 if may_be_late(batch):
@@ -305,7 +307,7 @@ class Writer:
     ) -> Commit:
         """Send what a commit of one key changes."""
         draft = self._next(before, outcome.changes[-1], cause, now_ms)
-        if draft.cause is not None and is_full(draft.past):
+        if draft.past and draft.cause is not None and is_full(draft.past):
             receipt: Place = ("receipt", cause)
             found = {receipt: await self._space.last(receipt), place: before}
             asked = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
@@ -315,11 +317,11 @@ class Writer:
         subject = self._subjects.of(place)
         link = self._server.live_link or await self._server.link()
         self._check_size(place[1], body, draft, link)
-        alarm = self._alarm(place, before, draft)
+        alarm = None if draft.entry.expires_ms is None else self._alarm(place, before, draft)
         # Before the entry, on the same line: an entry without its alarm would stay for ever.
         ringing = None if alarm is None else link.ask(alarm)
         if self._server.syncs:
-            number = await self._send_grouped(subject, _headers(draft, kind, expected, 0), body)
+            number = await self._grouped(subject, _headers(draft, kind, expected, 0), body)
         else:
             try:
                 number = number_in(*await link.ask(subject, body, headers_of(draft, kind, expected)))
@@ -362,14 +364,14 @@ class Writer:
 
     # Where each message is synced to disk, many go as one ------------------------
 
-    async def _send_grouped(self, subject: str, headers: Callable[[bytes], bytes], body: bytes) -> int:
+    def _grouped(self, subject: str, headers: Callable[[bytes], bytes], body: bytes) -> asyncio.Future[int]:
         """Send a message with others that are on their way at the same time: the server then syncs once for all."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[int] = loop.create_future()
         self._group.append((subject, headers, body, answer))
         if self._grouping is None or self._grouping.done():
             self._grouping = loop.create_task(self._send_groups())
-        return await answer
+        return answer
 
     async def _send_groups(self) -> None:
         while self._group:
@@ -415,10 +417,12 @@ class Writer:
         receipt: Place = ("receipt", request_id)
         places = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
         since = batch.retry_since
+        must_tell = since is not None
         for attempt in range(ATTEMPTS):
             try:
-                if since is not None and not attempt:
+                if must_tell:
                     await self._overtake(request_id)
+                    must_tell = False
                 found = await self._space.lasts(places)
                 if may_be_late(batch):
                     await self._expect_first(request_id)
