@@ -129,6 +129,11 @@ def receipt_in_a_second_step() -> None:
     memory._Space.keep = wrong
 
 
+def late_request_is_done() -> None:
+    """A request is done that comes after its own retry."""
+    memory._Space.hold_to_order = lambda self, batch, now_ms: None
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -141,6 +146,7 @@ BUGS: dict[str, Callable[[], None]] = {
         watch_drops_when_full,
         lock_without_fence_check,
         receipt_in_a_second_step,
+        late_request_is_done,
     )
 }
 

@@ -29,6 +29,10 @@ JUDGES = {
     "watch_drops_when_full": (MEMORY, f"{SUITE}/test_watch.py"),
     "lock_without_fence_check": (MEMORY, f"{SUITE}/test_locks.py"),
     "receipt_in_a_second_step": (MEMORY, f"{SUITE}/test_retries.py"),
+    "late_request_is_done": (
+        MEMORY,
+        f"{SUITE}/test_primitives.py::test_a_first_attempt_that_comes_after_its_retry_does_nothing",
+    ),
 }
 
 
