@@ -772,29 +772,26 @@ def _put_columns(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
 
 def _put_outcomes(group: list[Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit]:
     """What the server made of puts, batch by batch. Their revisions follow each other."""
+    at_ms = rows[0][4]
+    if len(puts) == 1:
+        return [Commit(rows[0][0], (_put_entry(puts[0], rows[0]),), (None,), at_ms)]
     before = min(row[0] for row in rows) - 1
     entries: list[Any] = [None] * len(puts)
-    for revision, version, created_revision, created_ms, at_ms in rows:
-        place = revision - before - 1
-        put: Any = puts[place]
-        expires_ms = None if put.ttl_ms is None else at_ms + put.ttl_ms
-        entries[place] = Entry(
-            put.key,
-            put.stored,
-            version,
-            revision,
-            created_revision,
-            created_ms,
-            at_ms,
-            expires_ms,
-            put.meta_json,
-        )
-    at_ms = rows[0][4]
+    for row in rows:
+        place = row[0] - before - 1
+        entries[place] = _put_entry(puts[place], row)
     commits = []
     for mark, ticket in marked(group):
         count = len(ticket.batch.writes)
         commits.append(Commit(before + mark, tuple(entries[mark - count : mark]), (None,) * count, at_ms))
     return commits
+
+
+def _put_entry(put: Any, row: Sequence[Any]) -> Entry:
+    """What a put left, by what the server told of it."""
+    revision, version, created_revision, created_ms, at_ms = row
+    expires_ms = None if put.ttl_ms is None else at_ms + put.ttl_ms
+    return Entry(put.key, put.stored, version, revision, created_revision, created_ms, at_ms, expires_ms, put.meta_json)
 
 
 def _asked_columns(group: list[Ticket]) -> list[list[Any]]:

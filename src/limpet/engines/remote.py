@@ -316,12 +316,13 @@ class Remote(Gathering):
 
     def _put_by(self, connection: Any, *, lost: bool = False) -> None:
         """The same, where nothing has to be waited for."""
-        # What goes wrong with a connection after its work is done is nobody's trouble.
-        with contextlib.suppress(Exception):
-            if lost or self._closed or self._is_cut(connection):
+        if lost or self._closed:
+            # What goes wrong with a connection after its work is done is nobody's trouble.
+            with contextlib.suppress(Exception):
                 self._cut(connection)
-            else:
-                self._idle.append(connection)
+        else:
+            # Should it have been cut meanwhile, whoever takes it next will see.
+            self._idle.append(connection)
         self._room.release()
 
     def _connection(self) -> Lent:
