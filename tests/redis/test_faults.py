@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import limpet
-from limpet.errors import Ambiguous
+from limpet.errors import Ambiguous, Unavailable
 from tests.engines import unique
 from tests.faults import VERBS, prepared, seen
 from tests.proxy import Fault, Proxy
@@ -139,3 +140,27 @@ async def test_a_server_that_forgot_the_script_is_told_it_again() -> None:
 
         assert (await store.put("key", 2)).version == 2
         assert await store.get("key") == 2
+
+
+async def test_what_a_group_has_done_before_its_server_left_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard on a member is looked into and asked for again. Others of its group are done by then, and stay so."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await store.put("object", {"n": 1})
+        engine = engine_of(store)
+        commit, calls = engine._commit_batches, 0
+
+        async def leave_after_the_first(*asked: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 2:
+                raise Unavailable("the server is away")
+            return await commit(*asked)
+
+        monkeypatch.setattr(engine, "_commit_batches", leave_after_the_first)
+        await asyncio.gather(
+            store.put("object", "new", expect=limpet.field("n") == 1), *(store.add("count", 1) for _ in range(4))
+        )
+
+        assert calls > 2
+        assert await store.get("object") == "new"
+        assert await store.get("count") == 4

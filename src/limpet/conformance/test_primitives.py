@@ -813,6 +813,28 @@ async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothi
     assert await first.image() == before
 
 
+@pytest.mark.parametrize("case", ["put", "add"])
+async def test_a_first_attempt_that_comes_after_its_retry_fails_nobody_else(asked: Asked, case: str) -> None:
+    """A request that arrives after its own retry was answered does nothing.
+
+    Whoever commits at the same moment is not concerned, though an engine may let them travel together.
+    """
+    await asked.done(put("a"), put("n", 1))
+    since = (await asked.status()).revision
+    await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
+    before = await asked.read("a", "n")
+
+    late, *others = await asyncio.gather(
+        asked.commit(*RETRIED[case], request_id="request-1"),
+        *(asked.commit(put(f"other/{number}")) for number in range(8)),
+        return_exceptions=True,
+    )
+
+    assert isinstance(late, TransientError) or (isinstance(late, Commit) and late.replayed)
+    assert [type(other) for other in others] == [Commit] * 8
+    assert await asked.read("a", "n") == before
+
+
 # changes ----------------------------------------------------------------------
 
 

@@ -419,6 +419,9 @@ class PostgresEngine(Remote):
                 # The statement was sent, and what became of it is not known.
                 names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
                 return [self._unknown(request_id, since, error) for request_id in names]
+            if isinstance(error, asyncpg.RaiseError):
+                # One of them comes after its own retry, and nothing was done. There each is decided by itself.
+                return await self._commit_planned(namespace, group, since)
             raise self._translated(error) from error
         self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes

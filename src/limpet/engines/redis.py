@@ -34,7 +34,7 @@ from redis.backoff import NoBackoff
 from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
-from limpet.engine import Address, Engine, new_request_id
+from limpet.engine import Address, Engine, new_request_id, overtaken
 from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
@@ -377,7 +377,12 @@ class RedisEngine(Remote):
         outcomes: list[Outcome | None] = [None] * len(group)
         waiting = list(range(len(group)))
         for _ in range(LOOKS_MAX):
-            found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
+            found: Sequence[Outcome | Batch]
+            try:
+                found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
+            except Exception as error:
+                # Those of an earlier look are done, and are told so.
+                found = [error] * len(waiting)
             again = []
             for number, outcome in zip(waiting, found, strict=True):
                 if isinstance(outcome, Batch):
@@ -425,6 +430,10 @@ class RedisEngine(Remote):
         body = _pack([_asked(batch, cause, name, raw) for batch, cause in zip(batches, causes, strict=True)])
         try:
             answer = await self._decide(namespace, "commit", name, body, *raw)
+        except _Late:
+            if len(batches) == 1:
+                return [overtaken()]
+            return [one for batch in batches for one in await self._commit_batches(namespace, [batch], since)]
         except _Lost as error:
             return [self._unknown(cause, since, error.__cause__) for cause in causes]
         return await self._outcomes(namespace, batches, answer)
@@ -446,7 +455,7 @@ class RedisEngine(Remote):
                     raise _Lost from error
                 raise self._translated(error) from error
             if answer[0] == b"late":
-                raise Unavailable("this request was overtaken by its own retry")
+                raise _Late
             if answer[0] != b"lost":
                 return answer
             seen = await self._mend(namespace, seen)
@@ -662,6 +671,10 @@ def _durability(appends: bool, sync: str, replicas: int) -> Durability:
 
 class _Lost(Exception):
     """The line broke while a group was on it."""
+
+
+class _Late(Exception):
+    """One of a group comes after its own retry, and nothing of the group was done."""
 
 
 # What is asked ------------------------------------------------------------------
