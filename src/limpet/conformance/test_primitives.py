@@ -813,6 +813,20 @@ async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothi
     assert await first.image() == before
 
 
+async def test_a_retry_without_a_name_harms_nobody(asked: Asked) -> None:
+    """A request seen before answers with its first result and changes nothing.
+
+    Nobody can have seen what has no name. Such a batch makes no sense, but a client may send it.
+    """
+    await asked.done(put("a"))
+    outcomes = await asyncio.gather(
+        asked.commit(put("a", 2), request_id=None, retry_since=0),
+        *(asked.commit(put(f"other/{number}")) for number in range(4)),
+    )
+
+    assert [type(outcome) for outcome in outcomes] == [Commit] * 5
+
+
 @pytest.mark.parametrize("case", ["put", "add"])
 async def test_a_first_attempt_that_comes_after_its_retry_fails_nobody_else(asked: Asked, case: str) -> None:
     """A request that arrives after its own retry was answered does nothing.

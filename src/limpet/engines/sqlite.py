@@ -928,7 +928,7 @@ class _Work:
         # The clock of another process on this file may be a little ahead.
         now_ms = max(now_ms, tally.at_ms)
         try:
-            if batch.retry_since is not None:
+            if batch.retry_since is not None and batch.request_id is not None:
                 rows = self._writer.execute(_CAUSED, (namespace, batch.retry_since, batch.request_id)).fetchall()
                 earlier = recall(batch, map(_change, rows), find)
                 if earlier is not None:
