@@ -15,7 +15,7 @@ from typing import Any
 import coverage
 import pytest
 
-from limpet.conformance.plugin import ENGINES
+from limpet.conformance.plugin import ENGINES, TARGET
 from limpet.sealing import new_key
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
@@ -193,7 +193,7 @@ def _let_coverage_be_forked() -> None:
 def _is_measured(item: pytest.Item, engine: str) -> bool:
     test = _test(item)
     case = getattr(item, "callspec", None)
-    is_first = case is None or not any(case.indices[name] for name in case.indices if name != "target")
+    is_first = case is None or not any(case.indices[name] for name in case.indices if name != TARGET)
     engines: list[str] = item.config.option.limpet_engine
     return is_first and zlib.crc32(test.encode()) % 2 == engines.index(engine) % 2
 
@@ -201,7 +201,7 @@ def _is_measured(item: pytest.Item, engine: str) -> bool:
 def _target(item: pytest.Item) -> tuple[str, str] | None:
     """The engine and the face that a test of the suite is asked through."""
     case: Any = getattr(item, "callspec", None)
-    found: tuple[str, str] | None = None if case is None else case.params.get("target")
+    found: tuple[str, str] | None = None if case is None else case.params.get(TARGET)
     return found if isinstance(found, tuple) else None
 
 

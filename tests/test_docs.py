@@ -25,7 +25,7 @@ NOT_RUN_HERE = {
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
     "pip install 'limpet[server,nats]'": "installs from a package index",
     "pip install .": "installs from a package index",
-    "pytest --pyargs limpet.conformance --asyncio-mode=auto --limpet-engine 'mine://{tmp}'": "needs an engine 'mine'",
+    "pytest -p limpet.conformance.plugin --asyncio-mode=auto --pyargs limpet.conformance --limpet-engine 'mine://{tmp}'": "needs an engine 'mine'",
 }
 
 

@@ -272,8 +272,6 @@ _BUILT_IN: Final = {
     "http": "limpet.engines.http",
 }
 _ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
-# What to install for an engine, where that is not called like its module.
-_EXTRAS: Final = {"http": "client"}
 
 
 async def open_engine(url: str, clock: Clock, *, encryption: Keyring | None = None) -> Engine:
@@ -303,7 +301,7 @@ async def _open(address: Address, clock: Clock) -> Engine:
         try:
             opener: Opener = importlib.import_module(_BUILT_IN[scheme]).open
         except ModuleNotFoundError as missing:
-            extra = _EXTRAS.get(scheme, _BUILT_IN[scheme].rpartition(".")[2])
+            extra = _BUILT_IN[scheme].rpartition(".")[2]
             raise InvalidValue(
                 f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
             ) from missing

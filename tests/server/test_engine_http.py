@@ -114,7 +114,7 @@ def test_what_is_missing_is_named_by_its_extra() -> None:
     script = "import sys; sys.modules['httpx2'] = None; import limpet.sync; limpet.sync.open('https://host')"
     done = subprocess.run([sys.executable, "-c", script], env=unmeasured(), capture_output=True, text=True, check=False)
 
-    assert "pip install 'limpet[client]'" in done.stderr
+    assert "pip install 'limpet[http]'" in done.stderr
 
 
 async def test_traits_are_the_servers_but_for_how_it_is_reached(server: Running, tmp_path: Path) -> None:

@@ -48,6 +48,11 @@ def test_plugins_are_at_work_until_it_is_ended(
     for url in urls:
         if "watch" not in url:
             httpx2.get(url, timeout=PATIENCE_S).raise_for_status()
+    command = re.search(r"^ +(\S*limpet --url .*)$", said, re.MULTILINE)
+    assert command is not None
+    shown = subprocess.run(command[1], shell=True, capture_output=True, text=True, check=False, timeout=PATIENCE_S)  # noqa: S602
+    assert shown.returncode == 0, shown.stderr
+    assert "revision" in shown.stdout
     bus = re.search(r"NATS +nats://127\.0\.0\.1:(\d+)", said)
     assert bus is not None
     assert re.search(r"trivia [1-9]", said)

@@ -32,15 +32,21 @@ def clock() -> limpet.ManualClock:
 
 
 @pytest.fixture
-def face(target: tuple[str, str]) -> str:
-    """``async`` or ``sync``."""
-    return target[1]
+def limpet_target() -> tuple[str, str]:
+    """The engine's URL and the face. The plugin gives the values; this is what a run without it gets."""
+    raise pytest.UsageError("the suite needs its plugin: add -p limpet.conformance.plugin")
 
 
 @pytest.fixture
-def url(target: tuple[str, str], tmp_path: Path) -> str:
+def face(limpet_target: tuple[str, str]) -> str:
+    """``async`` or ``sync``."""
+    return limpet_target[1]
+
+
+@pytest.fixture
+def url(limpet_target: tuple[str, str], tmp_path: Path) -> str:
     """Where the stores of this test live."""
-    return target[0].replace("{tmp}", str(tmp_path)).replace("{unique}", uuid.uuid4().hex)
+    return limpet_target[0].replace("{tmp}", str(tmp_path)).replace("{unique}", uuid.uuid4().hex)
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """What pytest must know before it collects the suite: which engines, and through which faces.
 
-Nothing else is here, because pytest loads this wherever limpet is installed. The fixtures are
-in the suite's own conftest.
+It is loaded by name, with ``-p limpet.conformance.plugin``. Installing limpet alone changes nothing about
+other test runs. The fixtures are in the suite's own conftest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import pytest
 
 ENGINES = ("memory:{unique}?skip_revisions=yes", "sqlite:///{tmp}/state.db")
 FACES = ("async", "sync")
+TARGET = "limpet_target"
+"""The parameter of a test that holds the engine and the face it runs on."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test of the suite on every engine, through every face that promises it."""
-    if "target" not in metafunc.fixturenames:
+    if TARGET not in metafunc.fixturenames:
         return
     engines = metafunc.config.getoption("--limpet-engine") or ENGINES
     faces = metafunc.config.getoption("--limpet-face") or FACES
@@ -69,7 +71,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for face in faces
         if asks(config=metafunc.config, test=test, engine=engine, face=face, alone=only is not None) is not False
     ]
-    metafunc.parametrize("target", targets, ids=[_named(engine, face) for engine, face in targets])
+    metafunc.parametrize(TARGET, targets, ids=[_named(engine, face) for engine, face in targets])
 
 
 def _named(engine: str, face: str) -> str:

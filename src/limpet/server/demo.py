@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import shlex
 import shutil
 import signal
 import socket
@@ -186,10 +187,17 @@ def introduce(service: Service, url: str, bus: str | None) -> None:
         f"curl '{base}/v1/workers/scan?prefix=job/&limit=3'",
         f"curl -N '{base}/v1/workers/watch?pattern=*'",
         f"curl {base}/metrics",
-        f"limpet --url {base} -n workers stat",
+        f"{_command()} --url {base} -n workers stat",
     ):
         print(f"  {line}")
     print("\nCtrl-C ends everything.", flush=True)
+
+
+def _command() -> str:
+    """How to call limpet from another terminal: by its name if the shell finds it, else by its path."""
+    if shutil.which("limpet") is not None:
+        return "limpet"
+    return shlex.quote(str(Path(sys.executable).with_name("limpet")))
 
 
 async def tell(store: limpet.Store) -> None:
