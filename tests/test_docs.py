@@ -14,6 +14,8 @@ from limpet.errors import InvalidValue
 from tests.docs_site import faults
 from tests.docs_support import DOCUMENTS, PAGES, ROOT, SITE, Reader, blocks, prose
 
+SUITE = "-p limpet.conformance.plugin --asyncio-mode=auto --pyargs limpet.conformance"
+
 # Commands that are shown to the reader and not run by these tests, and why not.
 NOT_RUN_HERE = {
     "./dev demo": "goes on until Ctrl-C; tests/test_demo.py runs what it starts",
@@ -25,7 +27,7 @@ NOT_RUN_HERE = {
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
     "pip install 'limpet[server,nats]'": "installs from a package index",
     "pip install .": "installs from a package index",
-    "pytest -p limpet.conformance.plugin --asyncio-mode=auto --pyargs limpet.conformance --limpet-engine 'mine://{tmp}'": "needs an engine 'mine'",
+    f"pytest {SUITE} --limpet-engine 'mine://{{tmp}}'": "needs an engine 'mine'",
 }
 
 

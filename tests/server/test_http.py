@@ -806,6 +806,6 @@ def test_every_operation_has_a_route() -> None:
     """By its own name, or by the call."""
     assert any(endpoint.path.endswith("/call/{operation}") for endpoint in ENDPOINTS)
     assert {endpoint.path.split("/")[3] for endpoint in ENDPOINTS} == {
-        *("entries", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "history"),
+        *("entries", "bytes", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "history"),
         *("watch", "locks", "outcome", "status", "semantic", "call"),
     }

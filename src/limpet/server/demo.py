@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nThe server has ended.")
         return 128 + ended_by
     except LimpetError as error:
-        print(f"limpet: {error}", file=sys.stderr)
+        print(f"limpet: {error}. With --http 127.0.0.1:0 any free port will do.", file=sys.stderr)
         return 1
     return 0
 

@@ -23,13 +23,28 @@ from limpet.server.parameters import Parameter, add, gather, query_of
 from limpet.server.problems import Problem
 from limpet.server.requests import InvalidJSON, Watch, parse, request_of
 
-__all__ = ["BYTES_TYPE", "JSON_TYPE", "RECORD_TYPE", "Answered", "Endpoint", "Exchange", "caller_of", "json_response"]
+__all__ = [
+    "BYTES_TYPE",
+    "JSON_TYPE",
+    "RECORD_TYPE",
+    "VALUE_TYPES",
+    "Answered",
+    "Endpoint",
+    "Exchange",
+    "caller_of",
+    "json_response",
+]
 
 JSON_TYPE: Final = "application/json"
 BYTES_TYPE: Final = "application/octet-stream"
 RECORD_TYPE: Final = "application/vnd.limpet.record+json"
 
-_VALUE_TYPES: Final = (JSON_TYPE, BYTES_TYPE, RECORD_TYPE)
+VALUE_TYPES: Final[Mapping[str, Sequence[str]]] = {
+    "value": (JSON_TYPE, BYTES_TYPE, RECORD_TYPE),
+    "bytes": (BYTES_TYPE,),
+    "record": (RECORD_TYPE, JSON_TYPE),
+}
+"""The media types of a body that is a value to store, by what an endpoint takes."""
 
 
 class Answered(NamedTuple):
@@ -56,7 +71,7 @@ class Endpoint(NamedTuple):
     answer: Callable[[Exchange], Awaitable[Response]]
     answers: Mapping[int, Answered]
     parameters: Sequence[Parameter] = ()
-    body: type[msgspec.Struct] | Literal["value"] | None = None
+    body: type[msgspec.Struct] | Literal["value", "bytes", "record"] | None = None
 
 
 class Exchange:
@@ -150,21 +165,23 @@ class Exchange:
             return {}
         body = await self.request.body()
         kind = self._content_type(has_body=bool(body))
-        if self._endpoint.body != "value":
+        if not isinstance(self._endpoint.body, str):
             members = parse(body) if body else {}
             if not isinstance(members, dict):
                 raise InvalidJSON("Invalid JSON: a request is an object")
             return members
         if kind == BYTES_TYPE:
             return {"bytes": b64encode(body).decode()}
-        return {"fields" if kind == RECORD_TYPE else "value": parse(body)}
+        is_record = kind == RECORD_TYPE or self._endpoint.body == "record"
+        return {"fields" if is_record else "value": parse(body)}
 
     def _content_type(self, *, has_body: bool) -> str:
         """The media type of the body, which must be one that this endpoint takes.
 
         A body without a type is refused as well: a page of another origin can send one, but none of these types.
         """
-        taken = _VALUE_TYPES if self._endpoint.body == "value" else (JSON_TYPE,)
+        takes = self._endpoint.body
+        taken = VALUE_TYPES[takes] if isinstance(takes, str) else (JSON_TYPE,)
         given, _, rest = (self.header("Content-Type") or "").partition(";")
         charset = rest.strip().lower().replace('"', "")
         known = given.strip().lower() in taken and charset in ("", "charset=utf-8")

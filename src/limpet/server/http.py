@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import limpet
-from limpet.errors import Corrupt, LimpetError, NotFound, PermissionDenied
+from limpet.errors import Corrupt, LimpetError, NotFound, PermissionDenied, TypeMismatch
 from limpet.keys import Span
 from limpet.server import parameters, requests
 from limpet.server.desk import Callers, Desk
@@ -79,6 +79,7 @@ BODY_BYTES_MAX: Final = 5_000_000
 SPACE: Final = "/v1/{namespace}"
 # A verb stands before the key, which may be anything.
 ENTRIES: Final = f"{SPACE}/entries/{{key:key}}"
+BYTES: Final = f"{SPACE}/bytes/{{key:key}}"
 RECORDS: Final = f"{SPACE}/records/{{key:key}}"
 SEMANTIC: Final = f"{SPACE}/semantic/{{key:key}}"
 LOCKS: Final = f"{SPACE}/locks/{{name:key}}"
@@ -116,6 +117,7 @@ class Patch(requests.Strict, frozen=True, kw_only=True):
 
 def _endpoints() -> Sequence[Endpoint]:
     value = Answered(None, (JSON_TYPE, BYTES_TYPE, RECORD_TYPE), (*TOLD, "Last-Modified"))
+    raw = Answered(None, (BYTES_TYPE,), (*TOLD, "Last-Modified"))
     entry = Answered("EntryDocument", headers=TOLD)
     known = {200: Answered(), 304: Answered()}
     written, touched, done = {200: entry, 201: entry}, {200: entry}, {204: Answered()}
@@ -129,6 +131,9 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint("HEAD", ENTRIES, head_entry, known, [UNLESS_CURRENT]),
         Endpoint("PUT", ENTRIES, put_entry, written, [*timed, META], "value"),
         Endpoint("DELETE", ENTRIES, delete_entry, done, CONDITIONS),
+        Endpoint("GET", BYTES, get_bytes, {**known, 200: raw}, [UNLESS_CURRENT]),
+        Endpoint("PUT", BYTES, put_bytes, written, [*timed, META], "bytes"),
+        Endpoint("PUT", RECORDS, put_record, written, [*timed, META], "record"),
         Endpoint("GET", RECORDS, get_record, _ok("FieldsDocument"), [FIELD]),
         Endpoint("PATCH", RECORDS, patch_record, written, CONDITIONS, Patch),
         Endpoint("POST", f"{SPACE}/swap/{{key:key}}", swap_field, _ok("SwapAnswer"), [FENCE, *once], requests.Swap),
@@ -165,7 +170,10 @@ def _ok(schema: str) -> dict[int, Answered]:
 
 async def get_entry(exchange: Exchange) -> Response:
     """The value of a key."""
-    entry = await _entry(exchange, with_value=True)
+    return _value_response(exchange, await _entry(exchange, with_value=True))
+
+
+def _value_response(exchange: Exchange, entry: dict[str, Any]) -> Response:
     if _is_known(exchange, entry):
         return Response(status_code=304, headers=entry_headers(entry))
     kind, value = entry["kind"], entry["value"]
@@ -202,6 +210,24 @@ def _is_known(exchange: Exchange, entry: dict[str, Any]) -> bool:
 async def put_entry(exchange: Exchange) -> Response:
     """Replace the value of a key: JSON, raw bytes, or a record."""
     return _entry_response((await exchange.run("put", await exchange.members()))["entry"])
+
+
+async def get_bytes(exchange: Exchange) -> Response:
+    """The value of a key that holds raw bytes."""
+    entry = await _entry(exchange, with_value=True)
+    if entry["kind"] != "bytes":
+        raise TypeMismatch(entry["key"], expected="raw bytes", found=entry["kind"])
+    return _value_response(exchange, entry)
+
+
+async def put_bytes(exchange: Exchange) -> Response:
+    """Replace the value of a key by raw bytes."""
+    return await put_entry(exchange)
+
+
+async def put_record(exchange: Exchange) -> Response:
+    """Replace the value of a key by a record."""
+    return await put_entry(exchange)
 
 
 async def delete_entry(exchange: Exchange) -> Response:

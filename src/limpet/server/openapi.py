@@ -17,7 +17,7 @@ import msgspec
 import limpet
 from limpet.clock import TTL_S_MAX
 from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
-from limpet.server.exchange import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, Answered, Endpoint
+from limpet.server.exchange import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, VALUE_TYPES, Answered, Endpoint
 from limpet.server.operations import OPERATIONS, WAIT_S_MAX
 from limpet.server.parameters import Parameter
 from limpet.server.problems import PROBLEM_TYPE
@@ -38,6 +38,8 @@ _NUMBER: Final[Schema] = {"type": "number"}
 _BOOLEAN: Final[Schema] = {"type": "boolean"}
 _MOMENT: Final[Schema] = {"type": "string", "format": "date-time"}
 _OBJECT: Final[Schema] = {"type": "object"}
+_BYTES: Final[Schema] = {"type": "string", "format": "binary"}
+_VALUES: Final[dict[str, Schema]] = {JSON_TYPE: {}, BYTES_TYPE: _BYTES, RECORD_TYPE: _OBJECT}
 _KIND: Final[Schema] = {"enum": ["json", "bytes", "record"]}
 
 
@@ -283,7 +285,7 @@ def _response(text: str, answered: Answered) -> dict[str, Any]:
     if answered.schema is not None:
         response["content"] = {kind: {"schema": _ref(answered.schema)} for kind in answered.media_types}
     elif tuple(answered.media_types) != (JSON_TYPE,):
-        response["content"] = {kind: {} for kind in answered.media_types}
+        response["content"] = {kind: {"schema": _VALUES.get(kind, _STRING)} for kind in answered.media_types}
     return response
 
 
@@ -294,9 +296,10 @@ def _problems(statuses: Iterable[int]) -> dict[str, Any]:
 def _body(endpoint: Endpoint, names: Sequence[str], components: Mapping[str, Schema]) -> dict[str, Any] | None:
     if endpoint.body is None:
         return None
-    if endpoint.body == "value":
-        kinds: dict[str, Schema] = {JSON_TYPE: {}, BYTES_TYPE: {}, RECORD_TYPE: {"schema": _OBJECT}}
-        return {"required": True, "content": kinds}
+    if isinstance(endpoint.body, str):
+        # A generated client sends one type. The first is described; reference/http.md names the others.
+        kind = VALUE_TYPES[endpoint.body][0]
+        return {"required": True, "content": {kind: {"schema": _VALUES[kind]}}}
     if endpoint.body is Request:
         shapes = {operation.request.__name__ for operation in OPERATIONS.values()}
         return {"content": {JSON_TYPE: {"schema": {"anyOf": [_ref(name) for name in sorted(shapes)]}}}}
