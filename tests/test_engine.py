@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +44,25 @@ def test_a_url_is_taken_apart(url: str, scheme: str, path: str, options: dict[st
     address = Address.parse(url)
 
     assert (address.url, address.scheme, address.path, address.options) == (url, scheme, path, options)
+
+
+def test_the_driver_in_a_url_of_sqlalchemy_is_left_out() -> None:
+    assert Address.parse("postgresql+asyncpg://u:p@h/d?schema=s") == Address.parse("postgresql://u:p@h/d?schema=s")
+
+
+async def test_a_url_of_sqlalchemy_opens_the_same_file(tmp_path: Path) -> None:
+    async with limpet.open(f"sqlite:///{tmp_path}/state.db") as store:
+        await store.put("k", 1)
+    async with limpet.open(f"sqlite+aiosqlite:///{tmp_path}/state.db") as store:
+        assert await store.get("k") == 1
+
+
+async def test_sqlites_name_for_memory_is_refused_with_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to make a file of that name."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidValue, match="write memory:"):
+        await limpet.open("sqlite:///:memory:")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("wrong", ["", "state.db", ":", ":memory:", "memory", "/abs/state.db"])

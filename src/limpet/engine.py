@@ -218,6 +218,10 @@ class Address(msgspec.Struct, frozen=True):
             raise InvalidValue(
                 f"{_without_password(url)!r} is not an engine URL: try 'sqlite:///state.db' or 'memory:'"
             )
+        # SQLAlchemy's URLs name a driver behind a plus. Ours is fixed, so the name changes nothing.
+        engine, plus, _ = scheme.partition("+")
+        if plus and engine.lower() in _WITH_DRIVER:
+            return cls.parse(f"{engine}:{rest}")
         # A password may hold a question mark; what follows it up to the last @ is no option.
         credentials, at, place = rest.rpartition("@")
         path, _, query = place.partition("?")
@@ -271,6 +275,7 @@ _BUILT_IN: Final = {
     "nats": "limpet.engines.nats",
     "http": "limpet.engines.http",
 }
+_WITH_DRIVER: Final = ("sqlite", "postgresql", "postgres")
 _ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
 
 

@@ -166,6 +166,8 @@ def place(address: Address) -> Place:
 def _file(address: Address) -> str:
     if not address.path.startswith("///") or len(address.path) == 3:
         raise InvalidValue(f"{address}: write sqlite:///relative.db or sqlite:////absolute/path.db")
+    if address.path == "///:memory:":
+        raise InvalidValue(f"{address}: for a store in memory, write memory: (or memory:name to share it)")
     if "\0" in address.path:
         raise InvalidValue(f"{address}: a path holds no U+0000")
     return address.path[3:]
