@@ -35,7 +35,7 @@ API, ERRATA, LIMITS = (
 LAYERS: list[set[str]] = [
     {"errors"},
     {"keys", "clock", "codes"},
-    {"codec"},
+    {"codec", "turns"},
     {"model"},
     {"transition", "index", "sealing"},
     {"engine", "schema", "retry", "grants", "acl", "nats_acl"},

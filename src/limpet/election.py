@@ -59,7 +59,7 @@ class Election:
 
     @property
     def token(self) -> int | None:
-        """The fencing token while it leads; None before."""
+        """The fencing token of the last lead; None before the first. It stays readable when the lead is over."""
         return self._lock.token
 
     @property
@@ -127,7 +127,7 @@ class Election:
         return leader
 
     async def _lead(self, *, cancel: bool) -> None:
-        if self.token is not None and not self.lost:
+        if self._lock._is_held and not self.lost:
             # Whoever was refused a fenced write comes here before its renewal has noticed.
             with contextlib.suppress(LockExpired):
                 await self._lock.refresh()
@@ -149,7 +149,7 @@ class Election:
         )
 
     def __repr__(self) -> str:
-        state = "lost" if self.lost else "following" if self.token is None else f"leading, token {self.token}"
+        state = "lost" if self.lost else "following" if not self._lock._is_held else f"leading, token {self.token}"
         return f"Election({self.name!r}, {state})"
 
 

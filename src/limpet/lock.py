@@ -6,17 +6,22 @@ touches it, which moves its revision but not its creation, so the holder's fence
 Because locks live in the namespace they protect, ``fence=lock`` is checked in the very
 commit it guards: a holder that was paused past its time cannot write any more.
 
+Callers of one opened engine that wait for the same lock stand in line: only the first of
+them asks the engine and follows the log, so that a release costs the same however many wait.
+
 Time alone promises nothing. A holder that must be sure passes the fence.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import math
 import os
 import socket
+from collections.abc import Coroutine
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -24,7 +29,9 @@ from limpet import codec
 from limpet.batch import Fence
 from limpet.clock import ttl_to_ms
 from limpet.errors import (
+    Ambiguous,
     BrokenError,
+    Closed,
     InvalidValue,
     LimpetError,
     LockExpired,
@@ -38,8 +45,11 @@ from limpet.model import ABSENT, Batch, Commit, Delete, Entry, Guard, HeldBy, Pu
 
 if TYPE_CHECKING:
     from limpet.session import Session
+    from limpet.turns import Turn
 
 __all__ = ["Lock", "LockInfo", "lock_info"]
+
+log = logging.getLogger(__name__)
 
 RETRY_S: Final = 0.1
 WAIT_TURN_S: Final = 5.0
@@ -72,7 +82,8 @@ class Lock:
 
     Attributes:
         name: What is locked.
-        token: The fencing token while held; None before.
+        token: The fencing token of the last holding; None before the first. It stays readable when the
+            lock is released or lost, and then fences nothing: `fence` and `check` refuse.
         lost: Whether the lock was held and then lost.
     """
 
@@ -102,6 +113,8 @@ class Lock:
         self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
         self._cancel = cancel
         self._is_taken_up = token is not None
+        # Whether this handle has the lock to give back, as far as it knows. The token stays when that is over.
+        self._is_held = token is not None
         # Of a lock that was taken up by its token, nobody knows until it is refreshed.
         self._deadline: float | None = None
         self._renewal: asyncio.Task[None] | None = None
@@ -121,30 +134,57 @@ class Lock:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         body, self._body = self._body, None
         await self._stop_renewal()
-        if self.token is not None and not self.lost:
-            try:
-                await self.release()
-            except LockExpired:
-                pass
-            except (TransientError, BrokenError):
-                # It will expire by itself, and what the body did matters more.
-                return
+        if self._is_held and not self.lost:
+            await self._release_after(kind)
         if not self.lost:
             return
         token = self.token or 0
-        # Our own cancellation is taken back, whatever the body made of it; somebody else's stays.
+        # Our own cancellation is taken back, whatever the body made of it; one from elsewhere stays.
         ours = body is not None and self._cancelled and body.uncancel() <= self._cancelling
         if kind is None or (ours and issubclass(kind, asyncio.CancelledError)):
             raise LockLost(self.name, token=token) from error
+
+    async def _release_after(self, kind: type[BaseException] | None) -> None:
+        """Give the lock back after the body. What the body did, or its own error, matters more than how that ends."""
+        try:
+            await self.release()
+        except LockExpired:
+            pass
+        except (TransientError, Ambiguous, BrokenError) as error:
+            # The lease ends by itself.
+            self._is_held = False
+            self._warn("could not be released, and ends when its time is over", error)
+        except Exception as error:
+            self._is_held = False
+            if kind is None:
+                raise
+            self._warn("could not be released, and ends when its time is over", error)
 
     # By hand ------------------------------------------------------------------
 
     async def acquire(self) -> Lock:
         """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
-        if self.token is not None and not self.lost:
+        if self._is_held and not self.lost:
             raise InvalidValue(f"lock {self.name!r} is held by this very handle already")
+        give_up = self._session.clock.monotonic() + self._wait_s
+        if self._wait_s == 0:
+            return await self._acquire(give_up)
+        turn = self._session.turns.turn(("lock", self._namespace, self.name))
+        try:
+            if not turn.join():
+                await self._stand_in_line(turn, give_up)
+            return await self._acquire(give_up)
+        finally:
+            turn.leave()
+
+    async def _stand_in_line(self, turn: Turn, give_up: float) -> None:
+        """Wait for the turn to ask, or until waiting is over: then the engine is asked once, to say who holds it."""
+        await self._first_of(turn.wait(), give_up - self._session.clock.monotonic())
+        if not turn.is_up:
+            turn.leave()
+
+    async def _acquire(self, give_up: float) -> Lock:
         clock = self._session.clock
-        give_up = clock.monotonic() + self._wait_s
         value = codec.encode({"holder": self._holder})
         while True:
             asked = clock.monotonic()
@@ -153,6 +193,7 @@ class Lock:
                 entry = outcome.entries[0]
                 assert entry is not None
                 self.token, self.lost, self._cancelled = entry.created_revision, False, False
+                self._is_held = True
                 self._hold_from(asked)
                 return self
             assert outcome.found is not None
@@ -182,11 +223,11 @@ class Lock:
         if isinstance(outcome, Refusal):
             self.lost = True
             raise LockExpired(self.name, token=token)
-        self.token = None
+        self._is_held = False
 
     def check(self) -> None:
         """Raise `LockLost` when the lock is lost, or when its time may be over before anything is heard."""
-        if self.token is None or self._deadline is None:
+        if self.token is None or not self._is_held or self._deadline is None:
             raise LockNotHeld(self.name)
         if self.lost or self._session.clock.monotonic() >= self._deadline:
             self.lost = True
@@ -195,14 +236,14 @@ class Lock:
     @property
     def fence(self) -> Fence:
         """The lock's name and token, to fence writes with."""
-        if self.token is None:
+        if self.token is None or not self._is_held:
             raise LockNotHeld(self.name)
         return Fence(self.name, self.token, self._namespace)
 
     # Inside -------------------------------------------------------------------
 
     def _held_token(self) -> int:
-        if self.token is None:
+        if self.token is None or not self._is_held:
             raise LockNotHeld(self.name)
         if self.lost:
             raise LockExpired(self.name, token=self.token)
@@ -231,21 +272,40 @@ class Lock:
             raise
 
     async def _give_back(self, asking: asyncio.Future[Commit | Refusal]) -> None:
-        with contextlib.suppress(LimpetError):
+        try:
             outcome = await asking
             if isinstance(outcome, Commit):
                 await self._commit(Guard(self.name, HeldBy(outcome.revision), "lock"), Delete(self.name, family="lock"))
+        except Exception as error:
+            self._warn("may have been granted to a cancelled caller, and then ends when its time is over", error)
 
     async def _await_release(self, revision: int, longest_s: float) -> None:
         """Wait until the log tells of a release, or until the holder's time is over."""
-        told = asyncio.ensure_future(self._released(revision))
-        over = asyncio.ensure_future(self._session.clock.sleep(min(longest_s, WAIT_TURN_S)))
         try:
-            await asyncio.wait((told, over), return_when=asyncio.FIRST_COMPLETED)
+            await self._first_of(self._released(revision), min(longest_s, WAIT_TURN_S))
+        except Closed:
+            raise
+        except LimpetError:
+            # The log cannot be followed just now. Asking again at once would keep the engine busy for nothing.
+            await self._session.clock.sleep(min(longest_s, RETRY_S))
+
+    async def _first_of(self, work: Coroutine[Any, Any, None], longest_s: float) -> bool:
+        """Wait for something, but not for longer than this. False when it was not done by then, and was cancelled."""
+        if longest_s == math.inf:
+            await work
+            return True
+        doing = asyncio.ensure_future(work)
+        over = asyncio.ensure_future(self._session.clock.sleep(longest_s))
+        try:
+            await asyncio.wait((doing, over), return_when=asyncio.FIRST_COMPLETED)
+            is_done = doing.done()
         finally:
-            told.cancel()
+            doing.cancel()
             over.cancel()
-            await asyncio.gather(told, over, return_exceptions=True)
+            await asyncio.gather(doing, over, return_exceptions=True)
+        if is_done:
+            doing.result()
+        return is_done
 
     async def _released(self, revision: int) -> None:
         hub = self._session.hub(self._namespace)
@@ -267,25 +327,46 @@ class Lock:
             hub.leave()
 
     async def _renew(self) -> None:
+        """Renew the lease until that fails for good, and then count the lock as lost, whatever the reason was."""
+        try:
+            await self._renew_until_it_fails()
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Nobody has cancelled this task: it is a failure of what it waited for.
+            self._lose(error)
+        except Exception as error:
+            self._lose(error)
+
+    async def _renew_until_it_fails(self) -> None:
         clock = self._session.clock
+        pause_s = self._ttl_ms / 3000
         while True:
-            ttl_s = self._ttl_ms / 1000
             assert self._deadline is not None
-            await clock.sleep(min(ttl_s / 3, max(0.0, self._deadline - clock.monotonic())))
+            await clock.sleep(min(pause_s, max(0.0, self._deadline - clock.monotonic())))
+            left_s = self._deadline - clock.monotonic()
             try:
-                await self.refresh()
-            except TransientError:
-                if clock.monotonic() < self._deadline:
-                    await clock.sleep(min(RETRY_S, ttl_s / 10))
-                    continue
-                self.lost = True
-            except (LockExpired, LockNotHeld, BrokenError):
-                self.lost = True
-            if self.lost:
-                if self._body is not None:
-                    self._cancelled = True
-                    self._body.cancel()
-                return
+                # A process that was paused tries once more; otherwise an answer that does not come in time is a loss.
+                if not await self._first_of(self.refresh(), left_s if left_s > 0 else math.inf):
+                    raise LockLost(self.name, token=self.token or 0)
+                pause_s = self._ttl_ms / 3000
+            except (TransientError, Ambiguous):
+                # A touch may be repeated, so it does not matter whether this one was applied.
+                if clock.monotonic() >= self._deadline:
+                    raise
+                pause_s = min(RETRY_S, self._ttl_ms / 10_000)
+
+    def _lose(self, error: BaseException) -> None:
+        self.lost = True
+        self._warn("is lost, because it could not be renewed", error)
+        if self._body is not None:
+            self._cancelled = True
+            self._body.cancel()
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        # The kind of error alone: the words of a driver may hold a value.
+        log.warning("lock %r (token %s) %s: %s", self.name, self.token, what, type(error).__name__)
 
     async def _stop_renewal(self) -> None:
         renewal, self._renewal = self._renewal, None
@@ -294,5 +375,5 @@ class Lock:
             await asyncio.gather(renewal, return_exceptions=True)
 
     def __repr__(self) -> str:
-        state = "lost" if self.lost else "free" if self.token is None else f"token {self.token}"
+        state = "lost" if self.lost else "free" if not self._is_held else f"token {self.token}"
         return f"Lock({self.name!r}, {state})"

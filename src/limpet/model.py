@@ -25,6 +25,7 @@ __all__ = [
     "FAMILIES",
     "KEEP",
     "PRESENT",
+    "UNCHANGED",
     "Add",
     "Batch",
     "Change",
@@ -77,6 +78,7 @@ class Mark(Enum):
     ABSENT = "ABSENT"
     PRESENT = "PRESENT"
     KEEP = "KEEP"
+    UNCHANGED = "UNCHANGED"
     ANY = "ANY"
 
     def __repr__(self) -> str:
@@ -89,6 +91,8 @@ PRESENT: Final = Mark.PRESENT
 """The key exists, whatever it holds."""
 KEEP: Final = Mark.KEEP
 """Leave the time to live, or the meta, as it is."""
+UNCHANGED: Final = Mark.UNCHANGED
+"""What the function of an update returns to write nothing."""
 ANY: Final = Mark.ANY
 """No expectation: the default of ``expect``."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
@@ -29,6 +30,8 @@ from limpet.retry import pause_s
 from limpet.wire import field_of, plain
 
 __all__ = ["PluginClient", "PluginEntry", "PluginEvent", "PluginKV", "PluginLock", "Stamp"]
+
+log = logging.getLogger(__name__)
 
 PAUSE_S: Final = 0.02
 PAUSE_S_MAX: Final = 0.25
@@ -404,7 +407,7 @@ class PluginLock:
 
     Attributes:
         name: What is locked.
-        token: The fencing token while held; None before.
+        token: The fencing token of the last holding; None before the first. It stays readable when that is over.
         lost: Whether the lock was held and then lost.
     """
 
@@ -414,6 +417,7 @@ class PluginLock:
         self.name = name
         self.token: int | None = None
         self.lost = False
+        self._is_held = False
         self._line = line
         self._ttl = ttl
         self._wait_s = wait
@@ -426,7 +430,7 @@ class PluginLock:
     @property
     def fence(self) -> Fence:
         """The lock's name and token, to fence writes with."""
-        if self.token is None:
+        if self.token is None or not self._is_held:
             raise errors.LockNotHeld(self.name)
         return Fence(self.name, self.token)
 
@@ -447,7 +451,7 @@ class PluginLock:
                     continue
                 else:
                     raise
-            self.lost = False
+            self.lost, self._is_held = False, True
             return self
 
     async def refresh(self) -> None:
@@ -457,7 +461,7 @@ class PluginLock:
 
     async def release(self) -> None:
         """Give the lock back. Only one's own: raises `LockExpired` or `LockNotHeld`."""
-        fence, self.token = self.fence, None
+        fence, self._is_held = self.fence, False
         await self._line.read("unlock", {"name": fence.name, "token": fence.token})
 
     async def __aenter__(self) -> Self:
@@ -473,37 +477,54 @@ class PluginLock:
         await asyncio.gather(self._renewal, return_exceptions=True)
         token = self.token or 0
         if not self.lost:
-            # When the answer is not heard, the lease ends by itself; what the body did matters more.
-            with contextlib.suppress(LockExpired, errors.TransientError, Ambiguous):
-                await self.release()
+            await self._release_after(kind)
             return
         if self._was_cancelled and body is not None:
             body.uncancel()
         if kind is None or (self._was_cancelled and issubclass(kind, asyncio.CancelledError)):
             raise LockLost(self.name, token=token) from error
 
+    async def _release_after(self, kind: type[BaseException] | None) -> None:
+        """Give the lock back after the body. What the body did, or its own error, matters more than how that ends."""
+        try:
+            if self._is_held:
+                await self.release()
+        except (LockExpired, errors.TransientError, Ambiguous) as error:
+            self._warn("could not be released, and ends when its time is over", error)
+        except Exception as error:
+            if kind is None:
+                raise
+            self._warn("could not be released, and ends when its time is over", error)
+
     async def _renew(self) -> None:
         loop = asyncio.get_running_loop()
         margin_s = self._ttl / 10
         until = loop.time() + self._ttl - margin_s
+        problem: Exception | None = None
         while True:
             await asyncio.sleep(self._ttl / 3)
             asked = loop.time()
             try:
                 await self.refresh()
                 until = asked + self._ttl - margin_s
-            except errors.TransientError:
-                self.lost = loop.time() >= until
-            except LimpetError:
-                self.lost = True
+            except (errors.TransientError, Ambiguous) as error:
+                # A refresh may be repeated, so it does not matter whether this one was applied.
+                self.lost, problem = loop.time() >= until, error
+            except Exception as error:
+                self.lost, problem = True, error
             if self.lost:
+                assert problem is not None
+                self._warn("is lost, because it could not be renewed", problem)
                 if self._body is not None:
                     self._was_cancelled = True
                     self._body.cancel()
                 return
 
+    def _warn(self, what: str, error: Exception) -> None:
+        log.warning("lock %r (token %s) %s: %s", self.name, self.token, what, type(error).__name__)
+
     def __repr__(self) -> str:
-        state = "lost" if self.lost else "free" if self.token is None else f"token {self.token}"
+        state = "lost" if self.lost else "free" if not self._is_held else f"token {self.token}"
         return f"PluginLock({self.name!r}, {state})"
 
 

@@ -1,8 +1,9 @@
 """One opened engine, and what the stores of its namespaces share.
 
-A session holds the engine and the clock, runs the sweeper, keeps a hub for each namespace
-that is watched, and retries what will pass. A write whose outcome is unknown is sent again
-under the same request id, so that the engine answers with the first result if there was one.
+A session holds the engine and the clock, runs the sweeper, and retries what will pass. It keeps
+a hub for each namespace that is watched, and the turns of callers that want the same lock or
+update the same key. A write whose outcome is unknown is sent again under the same request id, so
+that the engine answers with the first result if there was one.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Batch, Commit, Entry, Family, Refusal, Window
 from limpet.retry import ATTEMPTS, pause_s, retrying
 from limpet.sweep import Sweeper
+from limpet.turns import Turns
 
 T = TypeVar("T")
 
@@ -36,6 +38,7 @@ class Session:
         self.clock = clock
         self.value_bytes_max = value_bytes_max
         self.sweeper = Sweeper(engine, clock, window or Window())
+        self.turns = Turns()
         self._ended = threading.Event()
         self._hubs: dict[str, Hub] = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -25,18 +26,35 @@ from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, sought
 from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
 from limpet.lock import Lock, LockInfo, lock_info
-from limpet.model import ABSENT, ANY, KEEP, Change, Commit, Entry, Event, Feed, Filter, Mark, Status, Traits, Window
+from limpet.model import (
+    ABSENT,
+    ANY,
+    KEEP,
+    UNCHANGED,
+    Change,
+    Commit,
+    Entry,
+    Event,
+    Feed,
+    Filter,
+    Mark,
+    Status,
+    Traits,
+    Window,
+)
 from limpet.record import Record
-from limpet.retry import pause_s
 from limpet.sealing import Keyring, Resealed, Seals
 from limpet.session import Session
 from limpet.transition import read_receipt
+from limpet.turns import Turn, is_inside
 
 __all__ = ["Opening", "Page", "Store", "open"]
 
 SCAN_PAGE: Final = 500
 UPDATE_ATTEMPTS: Final = 64
-UPDATE_CROWD: Final = 8
+UPDATE_TURN_S: Final = 2.0
+UPDATE_TURN_S_MAX: Final = 60.0
+UPDATE_PAUSE_S_MAX: Final = 0.05
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -269,30 +287,48 @@ class Store:
     ) -> Entry | None:
         """Change a value by a function of the value found (None when there is none).
 
-        The function, plain or async, runs again only when somebody else wrote in between.
-        Returning ABSENT deletes the key; then the answer is None.
+        The function, plain or async, runs again only when another writer wrote in between. Tasks and threads
+        that update the same key through one opened store take turns, in the order they came. A function that
+        runs for longer than two seconds while others wait may be overtaken, and then runs again.
+
+        Returning ABSENT deletes the key; then the answer is None. Returning UNCHANGED writes nothing and checks
+        no fence; then the answer is the entry found, or None.
 
         Raises:
-            Contention: Others kept writing in between.
+            Contention: Other processes kept writing in between.
         """
-        found = await self.entry(key)
-        for attempt in range(1, UPDATE_ATTEMPTS + 1):
-            value = change(None if found is None else found.value)
-            if inspect.isawaitable(value):
-                value = await value
-            try:
-                if value is not ABSENT:
-                    return await self.put(key, value, ttl=ttl, expect=found, fence=fence, meta=meta)
-                if found is not None:
-                    await self.delete(key, expect=found, fence=fence)
-                return None
-            except Conflict as conflict:
-                found = conflict.current
-            # At first it is enough to let others finish; only a crowd has to be spread over time.
-            await self._session.clock.sleep(
-                0 if attempt < UPDATE_CROWD else pause_s(attempt, first=0.001, longest=0.05)
-            )
-        raise Contention(key, attempts=UPDATE_ATTEMPTS)
+        clock = self._session.clock
+        turn = self._session.turns.turn(("update", self.name, check_key(key)))
+        found: Entry | None = None
+        try:
+            for attempt in range(1, UPDATE_ATTEMPTS + 1):
+                if attempt == 1 or not turn.is_up:
+                    # An update inside the function of another one waits for nobody at first: two that wait for each
+                    # other's turn would both stand still.
+                    if attempt > 1 or not is_inside():
+                        await _take_turn(turn, attempt)
+                    found = await self.entry(key)
+                with turn.entered():
+                    value = change(None if found is None else found.value)
+                    if inspect.isawaitable(value):
+                        value = await value
+                if value is UNCHANGED:
+                    return found
+                asked = clock.monotonic()
+                try:
+                    if value is not ABSENT:
+                        return await self.put(key, value, ttl=ttl, expect=found, fence=fence, meta=meta)
+                    if found is not None:
+                        await self.delete(key, expect=found, fence=fence)
+                    return None
+                except Conflict as conflict:
+                    found = conflict.current
+                # Another process writes this key as well. About a round trip, so that they do not go on in step.
+                pause_s = min(UPDATE_PAUSE_S_MAX, clock.monotonic() - asked)
+                await clock.sleep(pause_s * random.random())
+            raise Contention(key, attempts=UPDATE_ATTEMPTS)
+        finally:
+            turn.leave()
 
     async def add(
         self,
@@ -516,6 +552,13 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.name!r} on {self.traits.engine})"
+
+
+async def _take_turn(turn: Turn, attempt: int) -> None:
+    """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through."""
+    lasts_s = min(UPDATE_TURN_S_MAX, UPDATE_TURN_S * 2.0 ** (attempt - 1))
+    if not turn.join(lasts_s=lasts_s):
+        await turn.wait()
 
 
 def _only(commit: Commit) -> Entry:

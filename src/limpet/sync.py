@@ -416,7 +416,7 @@ class _Leased(Face):
 
     @property
     def token(self) -> int | None:
-        """The fencing token while held; None before."""
+        """The fencing token of the last holding; None before the first. It stays readable when that is over."""
         return self._twin.token
 
     @property
@@ -440,7 +440,9 @@ class _Leased(Face):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._runner.wait(self._twin.__aexit__(kind, error, trace))
+        # Where the body closed the store, the lease ends by itself, and an error of the body is not hidden.
+        with contextlib.suppress(Closed):
+            self._runner.wait(self._twin.__aexit__(kind, error, trace))
 
 
 class Lock(_Leased):

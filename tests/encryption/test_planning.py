@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ import pytest
 import limpet
 from limpet.conformance.support import Failing
 from limpet.engine import Engine, open_engine
-from limpet.engines.sealed import ATTEMPTS, UNSETTLED_MAX, SealedEngine, _Turns
+from limpet.engines.sealed import ATTEMPTS, UNSETTLED_MAX, SealedEngine
 from limpet.errors import Ambiguous, Contention
 from limpet.model import Add, Batch, Commit, Guard, Patch, Put, Refusal, Version
 from limpet.session import Session
@@ -174,115 +172,13 @@ async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
     assert len(engine._unsettled) == UNSETTLED_MAX
 
 
-# Turns ------------------------------------------------------------------------
-
-
-async def test_turns_go_round_in_order() -> None:
-    turns, order = _Turns(), []
-
-    async def go(number: int) -> None:
-        await turns.take("n")
-        order.append(number)
-        await asyncio.sleep(0)
-        turns.pass_on("n")
-
-    await asyncio.gather(*map(go, range(20)))
-
-    assert order == list(range(20))
-    assert turns._waiting == {}
-
-
-async def test_whoever_is_cancelled_leaves_the_turn_to_the_next() -> None:
-    turns, order = _Turns(), []
-    await turns.take("n")
-
-    async def go(number: int) -> None:
-        await turns.take("n")
-        order.append(number)
-        turns.pass_on("n")
-
-    waiting = [asyncio.create_task(go(number)) for number in range(4)]
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    await asyncio.sleep(0)
-    # The turn is the first one's, who is cancelled before hearing of it.
-    turns.pass_on("n")
-    waiting[0].cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-
-    assert order == [2, 3]
-    assert turns._waiting == {}
-
-
-async def test_whoever_hears_of_the_turn_and_is_cancelled_passes_it_on() -> None:
-    turns = _Turns()
-    await turns.take("n")
-    first, second = (asyncio.create_task(turns.take("n")) for _ in range(2))
-    await asyncio.sleep(0)
-    turns.pass_on("n")
-    # Its future is done, and it has not run since.
-    asyncio.get_running_loop().call_soon(first.cancel)
-    await asyncio.gather(first, return_exceptions=True)
-    if not first.cancelled():
-        turns.pass_on("n")
-    await second
-    turns.pass_on("n")
-
-    assert turns._waiting == {}
-
-
-async def test_threads_and_tasks_take_turns_together() -> None:
-    turns, counted = _Turns(), [0]
-
-    def block() -> None:
-        for _ in range(200):
-            taking = turns.take("n")
-            with pytest.raises(StopIteration):
-                taking.send(None)
-            counted[0] += 1
-            turns.pass_on("n")
-
-    async def go() -> None:
-        for _ in range(200):
-            await turns.take("n")
-            found = counted[0]
-            await asyncio.sleep(0)
-            counted[0] = found + 1
-            turns.pass_on("n")
-
-    threads = [threading.Thread(target=block) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    await asyncio.gather(go(), go())
-    await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
-
-    assert counted == [1000]
-    assert turns._waiting == {}
-
-
-def test_a_loop_that_is_closed_does_not_keep_the_turn() -> None:
-    turns = _Turns()
-
-    async def leave_somebody_waiting() -> None:
-        await turns.take("n")
-        waiting = turns.take("n")
-        # Begun, and never finished: as in a loop that was stopped in the middle.
-        waiting.send(None)
-        left.append(waiting)
-
-    left: list[Any] = []
-    asyncio.run(leave_somebody_waiting())
-    turns.pass_on("n")
-
-    assert turns._waiting == {}
+# In one process ---------------------------------------------------------------
 
 
 def test_a_child_after_a_fork_waits_for_nobody() -> None:
     with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
         session: Any = store._twin._session
-        taking = session.engine._turns.take(("default", "data", "n"))
-        with pytest.raises(StopIteration):
-            taking.send(None)
+        assert session.engine._turns.turn(("default", "data", "n")).join()
         child = os.fork()
         if child == 0:
             os._exit(0 if store.add("n") == 1 else 1)

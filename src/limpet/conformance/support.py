@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -227,6 +228,62 @@ class Failing:
             self.after -= 1
             raise Ambiguous("the line is cut, the answer is lost", request_id=request_id, since=since)
         return outcome
+
+
+class Raising:
+    """An engine in front of another, whose commits raise an error that nobody foresees."""
+
+    def __init__(self, engine: Engine, error: BaseException) -> None:
+        self._engine = engine
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        raise self._error
+
+
+class Counting:
+    """An engine in front of another that counts the commits, and those that were refused."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.commits = self.refused = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
+        self.commits += 1
+        outcome = await self._engine.commit(namespace, batch)
+        self.refused += isinstance(outcome, Refusal)
+        return outcome
+
+
+@contextlib.contextmanager
+def raising(store: Any, error: BaseException) -> Iterator[None]:
+    """Let every commit of a store raise an error."""
+    session = session_of(store)
+    engine, session.engine = session.engine, Raising(session.engine, error)
+    try:
+        yield
+    finally:
+        session.engine = engine
+
+
+def count(store: Any) -> Counting:
+    """Put an engine that counts under a store."""
+    session = session_of(store)
+    counting = session.engine = Counting(session.engine)
+    return counting
+
+
+async def in_line(store: Any, callers: int, *key: str) -> None:
+    """Wait until so many callers stand in line for a lock, or for an update of a key."""
+    async with asyncio.timeout(PATIENCE_S):
+        while session_of(store).turns.waiting(key) != callers:  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.001)
 
 
 def fail(store: Any, *, before: int = 0, after: int = 0) -> Failing:

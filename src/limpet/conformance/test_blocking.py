@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import threading
+import time
 import traceback
 import uuid
 import warnings
@@ -24,7 +25,8 @@ import pytest
 
 import limpet
 from limpet import sync
-from limpet.conformance.support import assert_told
+from limpet.conformance.support import assert_told, session_of
+from limpet.conformance.support import count as count_commits
 from limpet.errors import Closed, Compacted, Conflict, InvalidKey, LockHeld
 
 pytestmark = pytest.mark.face("sync")
@@ -435,6 +437,61 @@ def test_updates_of_threads_all_count(blocking: sync.Store) -> None:
     in_threads(4, work)
 
     assert sorted(blocking.get("list")) == [[number, turn] for number in range(4) for turn in range(10)]
+
+
+def test_threads_that_update_one_key_all_succeed(blocking: sync.Store) -> None:
+    """However many callers of one opened store update the same key at once, every update succeeds."""
+    engine = count_commits(blocking)
+
+    in_threads(16, lambda _: [blocking.update("n", lambda found: (found or 0) + 1) for _ in range(12)])
+
+    assert blocking.get("n") == 192
+    assert engine.refused <= 19
+
+
+def test_an_update_inside_an_update_of_the_same_key_does_not_wait_for_it(blocking: sync.Store) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does.
+
+    Where the engine answers in place; elsewhere the function runs on the loop and may not call the store.
+    """
+    calls: list[object] = []
+
+    def outer(found: int | None) -> int:
+        calls.append(found)
+        if len(calls) == 1 and blocking.traits.inline:
+            blocking.update("n", lambda found: (found or 0) + 1)
+        return (found or 0) + 10
+
+    blocking.update("n", outer)
+
+    assert blocking.get("n") == (11 if blocking.traits.inline else 10)
+
+
+def test_threads_that_wait_for_a_lock_get_it_in_order(blocking: sync.Store) -> None:
+    """Callers of one opened store that wait for a lock get it in the order they came."""
+    first = blocking.lock("job", ttl=60).acquire()
+    order: list[int] = []
+
+    def in_line(callers: int) -> None:
+        give_up = time.monotonic() + PATIENCE_S
+        while session_of(blocking).turns.waiting(("lock", blocking.name, "job")) != callers:
+            assert time.monotonic() < give_up
+            time.sleep(0.001)
+
+    def work(number: int) -> None:
+        in_line(number)
+        with blocking.lock("job", ttl=60, wait=60):
+            order.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    in_line(6)
+    first.release()
+    for thread in threads:
+        thread.join()
+
+    assert order == list(range(6))
 
 
 def test_puts_of_threads_are_all_there(blocking: sync.Store) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, fail
-from limpet.errors import InvalidTTL, InvalidValue, LockExpired, LockHeld, LockLost, LockNotHeld
+from limpet.conformance.support import PATIENCE_S, fail, in_line, raising
+from limpet.errors import Ambiguous, InvalidTTL, InvalidValue, LockExpired, LockHeld, LockLost, LockNotHeld
 
 TTL_S = 0.8
 LONG_S = 60.0
@@ -55,12 +55,7 @@ async def replaced(store: limpet.Store, other: limpet.Store, first: limpet.Elect
 
 async def end_unnoticed(store: limpet.Store, election: limpet.Election) -> None:
     """End a lead behind the leader's back, by a lock that has its token."""
-    lock: Any = store.lock("leader", ttl=LONG_S)
-    inside = lock
-    while hasattr(inside, "_twin"):
-        inside = inside._twin
-    inside.token = election.token
-    await lock.release()
+    await store.lock("leader", ttl=LONG_S, token=election.token).release()
 
 
 async def renewed(election: limpet.Election, elapse: Elapse) -> None:
@@ -171,14 +166,79 @@ async def test_a_lead_outlasts_its_time_to_live(store: limpet.Store, elapse: Ela
     assert await name_of_leader(election) == "first"
 
 
+async def test_a_lead_whose_renewal_is_not_answered_is_renewed_again(store: limpet.Store, elapse: Elapse) -> None:
+    """A lead renews itself until it is resigned or lost.
+
+    One renewal whose outcome stayed unknown ended the renewing for ever.
+    """
+    election = await leading(store, "first", ttl=4)
+    line = fail(store, after=5)
+    await while_time_passes(elapse, lambda: line.after == 0)
+    renewals = line.commits
+    await while_time_passes(elapse, lambda: line.commits >= renewals + 4)
+
+    election.check()
+    assert await name_of_leader(election) == "first"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("unforeseen"), Ambiguous("the answer is lost", request_id="1", since=0)],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_lead_by_hand_that_cannot_be_renewed_is_lost(
+    store: limpet.Store, elapse: Elapse, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """A lead whose renewal fails for good is lost, also when it was campaigned for by hand."""
+    election = await leading(store, "first", ttl=TTL_S)
+
+    with raising(store, error):
+        await while_time_passes(elapse, lambda: election.lost)
+
+    with pytest.raises(LockLost):
+        election.check()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "limpet.lock"]
+    assert "'leader'" in line
+    assert str(election.token) in line
+    again = asyncio.ensure_future(election.campaign())
+    await while_time_passes(elapse, again.done)
+    await again
+    election.check()
+
+
+async def test_candidates_lead_in_the_order_they_campaigned(store: limpet.Store) -> None:
+    """Candidates of one opened store lead in the order they campaigned."""
+    first = await leading(store, "first")
+    order: list[int] = []
+
+    async def lead(number: int) -> None:
+        election = store.election("leader", ttl=LONG_S)
+        await election.campaign()
+        order.append(number)
+        await election.resign()
+
+    campaigning = []
+    for number in range(6):
+        campaigning.append(asyncio.ensure_future(lead(number)))
+        await in_line(store, number + 1, "lock", store.name, "leader")
+    await first.resign()
+    await asyncio.wait_for(asyncio.gather(*campaigning), PATIENCE_S)
+
+    assert order == list(range(6))
+
+
 async def test_resigning_frees_the_lead(store: limpet.Store) -> None:
     """Resigning ends the lead at once."""
     first = await leading(store, "first")
 
     await first.resign()
 
-    assert first.token is None
     assert await first.leader() is None
+    with pytest.raises(LockNotHeld):
+        first.check()
+    with pytest.raises(LockNotHeld):
+        _ = first.fence
+    assert first.token is not None
     await candidate(store, "second", wait=0).campaign()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -12,15 +13,18 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, fail, session_of
+from limpet.conformance.support import PATIENCE_S, count, fail, in_line, raising, session_of
 from limpet.errors import (
+    Ambiguous,
     Conflict,
+    Corrupt,
     InvalidTTL,
     InvalidValue,
     LockExpired,
     LockHeld,
     LockLost,
     LockNotHeld,
+    Unavailable,
 )
 from limpet.model import Batch, Commit, Refusal
 
@@ -33,6 +37,13 @@ async def held(store: limpet.Store, name: str, *, ttl: float = LONG_S, holder: s
     lock = store.lock(name, ttl=ttl, holder=holder)
     await lock.acquire()
     return lock
+
+
+async def taken_and_released(store: limpet.Store, name: str) -> None:
+    """Wait for a lock, and give it back at once."""
+    lock = store.lock(name, ttl=LONG_S, wait=10 * LONG_S)
+    await lock.acquire()
+    await lock.release()
 
 
 def token_of(lock: limpet.Lock) -> int:
@@ -356,6 +367,154 @@ async def test_a_cancelled_waiter_does_not_get_the_lock(store: limpet.Store) -> 
     assert await store.locks() == []
 
 
+# The line ---------------------------------------------------------------------
+
+
+async def test_waiters_are_served_in_the_order_they_came(store: limpet.Store) -> None:
+    """Callers of one opened store that wait for a lock get it in the order they came."""
+    first = await held(store, "job")
+    order: list[int] = []
+
+    async def work(number: int) -> None:
+        lock = store.lock("job", ttl=LONG_S, wait=LONG_S)
+        await lock.acquire()
+        order.append(number)
+        await lock.release()
+
+    working = []
+    for number in range(10):
+        working.append(asyncio.ensure_future(work(number)))
+        await in_line(store, number + 1, "lock", store.name, "job")
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
+
+    assert order == list(range(10))
+
+
+async def test_namespaces_and_names_have_lines_of_their_own(store: limpet.Store) -> None:
+    """Callers of one opened store that wait for a lock get it in the order they came."""
+    first = await held(store, "job")
+    waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    await in_line(store, 1, "lock", store.name, "job")
+
+    await asyncio.wait_for(store.lock("other", ttl=LONG_S, wait=LONG_S).acquire(), PATIENCE_S)
+    elsewhere = store.namespace(f"{store.name}-b").lock("job", ttl=LONG_S, wait=LONG_S)
+    await asyncio.wait_for(elsewhere.acquire(), PATIENCE_S)
+
+    assert not waiting.done()
+    await first.release()
+    await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+async def test_waiters_of_several_stores_are_all_served(store: limpet.Store, open_store: OpenStore) -> None:
+    """Between stores that were opened separately waiters have no order, and each of them is served."""
+    stores = [store, await open_store()]
+    first = await held(store, "job")
+    order: list[tuple[int, int]] = []
+
+    async def work(place: int, number: int) -> None:
+        lock = stores[place].lock("job", ttl=LONG_S, wait=LONG_S)
+        await lock.acquire()
+        order.append((place, number))
+        await lock.release()
+
+    working = []
+    for number in range(5):
+        for place, each in enumerate(stores):
+            working.append(asyncio.ensure_future(work(place, number)))
+            await in_line(each, number + 1, "lock", store.name, "job")
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
+
+    for place in range(2):
+        assert [number for its, number in order if its == place] == list(range(5))
+
+
+async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> None:
+    """With `wait=0` nobody stands in line: a lock that is free is taken, and one that is held is LockHeld."""
+    first = await held(store, "job", holder="first")
+    waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
+    await in_line(store, 3, "lock", store.name, "job")
+
+    with pytest.raises(LockHeld) as caught:
+        await asyncio.wait_for(store.lock("job", ttl=1).acquire(), PATIENCE_S)
+
+    assert (caught.value.holder, caught.value.token) == ("first", first.token)
+    assert 0 < caught.value.remaining <= LONG_S
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
+    await held(store, "job")
+
+
+async def test_a_waiter_that_gives_up_leaves_the_line(store: limpet.Store, elapse: Elapse) -> None:
+    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    first = await held(store, "job", holder="first")
+    place = ("lock", store.name, "job")
+    ahead = asyncio.ensure_future(taken_and_released(store, "job"))
+    await in_line(store, 1, *place)
+    hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
+    await in_line(store, 2, *place)
+    behind = asyncio.ensure_future(taken_and_released(store, "job"))
+    await in_line(store, 3, *place)
+
+    with pytest.raises(LockHeld) as caught:
+        await while_time_passes(elapse, hasty)
+    assert (caught.value.holder, caught.value.token) == ("first", first.token)
+    assert caught.value.remaining > 0
+    await in_line(store, 2, *place)
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(ahead, behind), PATIENCE_S)
+
+    await in_line(store, 0, *place)
+
+
+async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
+    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    await held(store, "job", ttl=2)
+    hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
+    await in_line(store, 1, "lock", store.name, "job")
+    behind = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
+    await in_line(store, 2, "lock", store.name, "job")
+
+    with pytest.raises(LockHeld):
+        await while_time_passes(elapse, hasty)
+
+    await while_time_passes(elapse, behind)
+
+
+@pytest.mark.face("async")
+@pytest.mark.parametrize("place", [0, 1, 2])
+async def test_a_cancelled_waiter_leaves_the_line(store: limpet.Store, place: int) -> None:
+    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    first = await held(store, "job")
+    waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
+    await in_line(store, 3, "lock", store.name, "job")
+
+    waiting.pop(place).cancel()
+    await in_line(store, 2, "lock", store.name, "job")
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
+
+    assert await store.locks() == []
+
+
+async def test_a_handover_asks_once_however_many_wait(store: limpet.Store) -> None:
+    """Handing a lock over costs the same, however many callers wait.
+
+    Each of them asks in vain when it comes first in line, asks again after the release, and gives the lock back.
+    When each release woke all of them, forty made more than eight hundred commits.
+    """
+    first = await held(store, "job")
+    engine, waiters = count(store), 40
+
+    working = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(waiters)]
+    await in_line(store, waiters, "lock", store.name, "job")
+    await first.release()
+    await asyncio.wait_for(asyncio.gather(*working), 3 * PATIENCE_S)
+
+    assert engine.commits <= 4 * waiters + 20
+
+
 # Time to live -----------------------------------------------------------------
 
 
@@ -448,7 +607,6 @@ async def test_a_released_lock_is_free(store: limpet.Store) -> None:
 
     await lock.release()
 
-    assert lock.token is None
     assert not lock.lost
     assert await store.locks() == []
     await held(store, "job")
@@ -459,8 +617,29 @@ async def test_leaving_the_context_frees_the_lock(store: limpet.Store) -> None:
     async with store.lock("job", ttl=LONG_S) as lock:
         assert [found.token for found in await store.locks()] == [lock.token]
 
-    assert lock.token is None
     assert await store.locks() == []
+
+
+async def test_the_token_can_be_read_after_the_release(store: limpet.Store) -> None:
+    """The token of the last holding stays readable after the release, while `fence` and `check` refuse."""
+    tokens: list[int] = []
+    lock = store.lock("job", ttl=LONG_S)
+    assert lock.token is None
+
+    async with lock:
+        tokens.append(token_of(lock))
+    tokens.append(token_of(lock))
+    with pytest.raises(LockNotHeld):
+        lock.check()
+    with pytest.raises(LockNotHeld):
+        _ = lock.fence
+    with pytest.raises(LockNotHeld):
+        await lock.release()
+    await lock.acquire()
+    tokens.append(token_of(lock))
+
+    assert tokens[0] == tokens[1] < tokens[2]
+    lock.check()
 
 
 async def test_a_released_handle_can_be_used_again(store: limpet.Store) -> None:
@@ -721,6 +900,110 @@ async def test_a_lock_whose_line_is_cut_is_lost_before_its_time_is_over(
 
     with pytest.raises(LockLost):
         await work()
+
+
+async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
+    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over.
+
+    One renewal whose outcome stayed unknown ended the renewing for ever, and nobody was told.
+    """
+    async with store.lock("job", ttl=4) as lock:
+        line = fail(store, after=5)
+        await until(elapse, lambda: line.after == 0)
+        renewals = line.commits
+        await until(elapse, lambda: line.commits >= renewals + 4)
+
+        lock.check()
+        assert [found.token for found in await store.locks()] == [lock.token]
+    assert not lock.lost
+
+
+async def test_a_renewal_that_is_refused_for_a_moment_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
+    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over."""
+    async with store.lock("job", ttl=4) as lock:
+        line = fail(store, before=5)
+        await until(elapse, lambda: line.before == 0)
+        renewals = line.commits
+        await until(elapse, lambda: line.commits >= renewals + 4)
+
+        lock.check()
+    assert not lock.lost
+
+
+async def test_a_renewal_that_stays_unknown_loses_the_lock(store: limpet.Store, face: str, elapse: Elapse) -> None:
+    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over."""
+    lock = patient_lock(store, face, "job")
+
+    async def work() -> None:
+        async with lock:
+            with raising(store, Ambiguous("the line is cut, the answer is lost", request_id="1", since=0)):
+                await until(elapse, lambda: lock.lost)
+            with pytest.raises(LockLost):
+                lock.check()
+
+    with pytest.raises(LockLost):
+        await work()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret"), asyncio.CancelledError("secret"), Corrupt("broken")])
+async def test_a_renewal_that_fails_in_an_unforeseen_way_loses_the_lock(
+    store: limpet.Store, face: str, elapse: Elapse, caplog: pytest.LogCaptureFixture, error: BaseException
+) -> None:
+    """A renewal that fails for any other reason loses the lock, and a warning in the log names the lock and its token.
+
+    The words of the error may hold a value, and are not in the log.
+    """
+    lock = patient_lock(store, face, "job")
+
+    async def work() -> None:
+        async with lock:
+            with raising(store, error):
+                await until(elapse, lambda: lock.lost)
+
+    with pytest.raises(LockLost):
+        await work()
+
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "limpet.lock"]
+    assert "'job'" in line
+    assert str(lock.token) in line
+    assert type(error).__name__ in line
+    assert "secret" not in line
+
+
+@pytest.mark.face("async")
+async def test_an_unforeseen_failure_cancels_the_body(store: limpet.Store, elapse: Elapse) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to."""
+
+    async def work() -> None:
+        async with store.lock("job", ttl=TTL_S):
+            entered.set()
+            await asyncio.Event().wait()
+
+    entered = asyncio.Event()
+    working = asyncio.create_task(work())
+    await entered.wait()
+    with raising(store, RuntimeError("nobody has thought of this")), pytest.raises(LockLost):
+        await while_time_passes(elapse, working)
+
+
+@pytest.mark.face("async")
+async def test_a_renewal_that_is_not_answered_loses_the_lock_in_time(store: limpet.Store, elapse: Elapse) -> None:
+    """Losing a lock cancels the body of `async with`, unless told not to.
+
+    The engine neither answers nor fails, and the lease ends meanwhile.
+    """
+    session = session_of(store)
+    slow = Slow(session.engine)
+
+    async def work() -> None:
+        async with store.lock("job", ttl=TTL_S):
+            session.engine = slow
+            await asyncio.Event().wait()
+
+    working = asyncio.create_task(work())
+    with pytest.raises(LockLost):
+        await while_time_passes(elapse, working)
+    slow.answers.set()
 
 
 async def test_check_looks_at_the_clock(store: limpet.Store, elapse: Elapse) -> None:
@@ -1001,6 +1284,55 @@ async def test_an_error_of_the_body_comes_through_a_failing_release(store: limpe
 
     with pytest.raises(ZeroDivisionError):
         await while_time_passes(elapse, work())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Ambiguous("the answer is lost", request_id="1", since=0), Corrupt("broken"), RuntimeError("unforeseen")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_an_error_of_the_body_comes_through_whatever_the_release_raises(
+    store: limpet.Store, elapse: Elapse, error: Exception
+) -> None:
+    """An error of the body itself is not hidden by the lock."""
+
+    async def work() -> None:
+        async with lock:
+            stack.enter_context(raising(store, error))
+            _ = 1 / 0
+
+    lock = store.lock("job", ttl=LONG_S)
+    with contextlib.ExitStack() as stack, pytest.raises(ZeroDivisionError):
+        await while_time_passes(elapse, work())
+
+    with pytest.raises(LockNotHeld):
+        lock.check()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Ambiguous("the answer is lost", request_id="1", since=0), Unavailable("the line is cut")],
+    ids=lambda error: type(error).__name__,
+)
+async def test_a_lock_that_cannot_be_given_back_ends_by_itself(
+    store: limpet.Store, elapse: Elapse, error: Exception
+) -> None:
+    """A lock that cannot be given back at the end of its body ends when its time is over."""
+
+    async def work() -> str:
+        async with lock:
+            stack.enter_context(raising(store, error))
+            return "done"
+
+    lock = store.lock("job", ttl=3)
+    with contextlib.ExitStack() as stack:
+        assert await while_time_passes(elapse, work()) == "done"
+
+    assert not lock.lost
+    token = token_of(lock)
+    again = store.lock("job", ttl=LONG_S, wait=LONG_S)
+    await while_time_passes(elapse, again.acquire(), step_s=0.2)
+    assert token_of(again) > token
 
 
 # Names and lists --------------------------------------------------------------
@@ -1388,7 +1720,7 @@ async def test_a_lock_is_taken_up_by_its_token(store: limpet.Store, open_store: 
     await store.put("a", 1, fence=other)
     await other.release()
 
-    assert other.token is None
+    assert token_of(other) == token
     assert await store.locks() == []
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, in_thread, next_event, session_of
+from limpet.conformance.support import PATIENCE_S, count, in_line, in_thread, next_event, session_of
 from limpet.engine import Engine
 from limpet.errors import Conflict, InvalidKey, InvalidValue
 from limpet.model import Entry, Family
@@ -1200,6 +1200,220 @@ async def test_an_update_that_is_cancelled_in_its_function_changes_nothing(store
         await updating
 
     assert await store.entry("k") == before
+
+
+async def test_an_update_of_a_crowd_succeeds(open_store: OpenStore) -> None:
+    """However many callers of one opened store update the same key at once, every update succeeds.
+
+    Commits are counted, and not time: of two hundred that did not take turns, half failed after ten thousand commits.
+    """
+    store, callers = await open_store(clock=limpet.SystemClock()), 200
+    await store.put("k", 0)
+    engine = count(store)
+
+    found = await asyncio.gather(*(store.update("k", lambda found: found + 1) for _ in range(callers)))
+
+    assert sorted(entry.value for entry in found) == list(range(1, callers + 1))
+    assert await store.get("k") == callers
+    assert engine.commits == callers + engine.refused
+    assert engine.refused <= callers // 10
+
+
+async def test_an_update_of_a_crowd_in_several_namespaces_succeeds(open_store: OpenStore) -> None:
+    """However many callers of one opened store update the same key at once, every update succeeds."""
+    store = await open_store(clock=limpet.SystemClock())
+    stores = [store, store.namespace(f"{store.name}-b"), store.namespace(store.name)]
+
+    await asyncio.gather(*(stores[number % 3].update("k", lambda found: (found or 0) + 1) for number in range(60)))
+
+    assert [await each.get("k") for each in stores] == [40, 20, 40]
+
+
+@pytest.mark.face("async")
+async def test_updates_take_turns_in_the_order_they_came(open_store: OpenStore) -> None:
+    """Callers of one opened store that update the same key take turns, in the order they came."""
+    store = await open_store(clock=limpet.SystemClock())
+    running, go_on = asyncio.Event(), asyncio.Event()
+    order: list[int] = []
+
+    async def change(found: int | None, number: int) -> int:
+        running.set()
+        await go_on.wait()
+        order.append(number)
+        return number
+
+    updating = []
+    for number in range(8):
+        updating.append(asyncio.ensure_future(store.update("k", functools.partial(change, number=number))))
+        await in_line(store, number + 1, "update", store.name, "k")
+    await running.wait()
+    await store.update("another", lambda _: 1)
+    go_on.set()
+    await asyncio.wait_for(asyncio.gather(*updating), PATIENCE_S)
+
+    assert order == list(range(8))
+
+
+@pytest.mark.face("async")
+async def test_a_cancelled_update_leaves_its_turn_to_the_next(open_store: OpenStore) -> None:
+    """Callers of one opened store that update the same key take turns, in the order they came."""
+    store = await open_store(clock=limpet.SystemClock())
+
+    async def wait(found: int | None) -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    updating = [asyncio.ensure_future(store.update("k", wait))]
+    for number in range(3):
+        updating.append(asyncio.ensure_future(store.update("k", lambda found: (found or 0) + 1)))
+        await in_line(store, number + 2, "update", store.name, "k")
+    updating[2].cancel()
+    updating[0].cancel()
+
+    done = await asyncio.wait_for(asyncio.gather(*updating, return_exceptions=True), PATIENCE_S)
+
+    assert [isinstance(each, asyncio.CancelledError) for each in done] == [True, False, True, False]
+    assert await store.get("k") == 2
+    await in_line(store, 0, "update", store.name, "k")
+
+
+@pytest.mark.face("async")
+async def test_the_function_of_update_may_update_the_same_key(open_store: OpenStore) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does."""
+    store = await open_store(clock=limpet.SystemClock())
+    calls: list[Any] = []
+
+    async def outer(found: int | None) -> int:
+        calls.append(found)
+        if len(calls) == 1:
+            await store.update("k", lambda found: (found or 0) + 1)
+            # In a task of its own as well, which the function waits for.
+            await asyncio.create_task(store.update("k", lambda found: (found or 0) + 10))
+        return (found or 0) + 100
+
+    others = [store.update("k", lambda found: (found or 0) + 1000) for _ in range(5)]
+    await asyncio.wait_for(asyncio.gather(store.update("k", outer), *others), PATIENCE_S)
+
+    assert await store.get("k") == 5111
+    assert calls[0] is None
+    assert len(calls) == 2
+
+
+@pytest.mark.face("async")
+async def test_the_function_of_update_may_wait_for_another_caller(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does.
+
+    The other one waits for its turn meanwhile. The first one loses its turn, runs again, and gets through.
+    """
+    monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 0.05)
+    store = await open_store(clock=limpet.SystemClock())
+    running = asyncio.Event()
+
+    async def help_out() -> None:
+        await running.wait()
+        await store.update("k", lambda found: (found or 0) + 1)
+
+    helping = asyncio.create_task(help_out())
+
+    async def change(found: int | None) -> int:
+        running.set()
+        await helping
+        return (found or 0) + 100
+
+    await asyncio.wait_for(store.update("k", change), PATIENCE_S)
+
+    assert await store.get("k") == 101
+
+
+@pytest.mark.face("async")
+async def test_updates_of_two_keys_inside_each_other_get_through(open_store: OpenStore) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does.
+
+    Each of two callers has a turn and updates the key of the other.
+    """
+    store = await open_store(clock=limpet.SystemClock())
+    started: list[str] = []
+    both = asyncio.Event()
+
+    async def change(found: int | None, other: str) -> int:
+        if other not in started:
+            started.append(other)
+            if len(started) == 2:
+                both.set()
+            await both.wait()
+            await store.update(other, lambda found: (found or 0) + 1)
+        return (found or 0) + 10
+
+    await asyncio.wait_for(
+        asyncio.gather(
+            store.update("a", functools.partial(change, other="b")),
+            store.update("b", functools.partial(change, other="a")),
+        ),
+        PATIENCE_S,
+    )
+
+    assert [await store.get("a"), await store.get("b")] == [11, 11]
+
+
+@pytest.mark.face("async")
+async def test_a_slow_function_is_overtaken_and_gets_through(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many callers of one opened store update the same key at once, every update succeeds.
+
+    Their functions take longer than a turn lasts, so that the next one begins before they are done.
+    """
+    monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 0.002)
+    store = await open_store(clock=limpet.SystemClock())
+
+    async def change(found: int | None) -> int:
+        await asyncio.sleep(0.01)
+        return (found or 0) + 1
+
+    await asyncio.wait_for(asyncio.gather(*(store.update("k", change) for _ in range(20))), 3 * PATIENCE_S)
+
+    assert await store.get("k") == 20
+
+
+# Unchanged --------------------------------------------------------------------
+
+
+async def test_update_to_unchanged_writes_nothing(store: limpet.Store) -> None:
+    """`update` writes nothing when the function returns UNCHANGED, and then returns the entry found, or None."""
+    before = await store.put("k", [1, 2], ttl=60, meta={"by": "me"})
+    status = await store.status()
+
+    found = await store.update("k", lambda found: limpet.UNCHANGED, ttl=5, meta={"by": "others"})
+
+    assert found == before
+    assert await store.entry("k") == before
+    assert (await store.status()).revision == status.revision
+
+
+async def test_update_of_a_missing_key_to_unchanged_makes_nothing(store: limpet.Store) -> None:
+    """`update` writes nothing when the function returns UNCHANGED, and then returns the entry found, or None."""
+    assert await store.update("k", lambda found: limpet.UNCHANGED) is None
+
+    assert await store.entry("k") is None
+    assert (await store.status()).revision == 0
+
+
+async def test_update_decides_on_what_it_found(store: limpet.Store) -> None:
+    """`update` writes nothing when the function returns UNCHANGED, and then returns the entry found, or None."""
+
+    def join(found: list[str] | None) -> Any:
+        return limpet.UNCHANGED if found and "ada" in found else [*(found or []), "ada"]
+
+    versions = [(await store.update("players", join)).version for _ in range(3)]  # type: ignore[union-attr]
+
+    assert versions == [1, 1, 1]
+    with pytest.raises(InvalidValue):
+        await store.put("k", limpet.UNCHANGED)
+
+
+# Crowds of several stores -----------------------------------------------------
 
 
 async def test_concurrent_updates_lose_nothing(open_store: OpenStore) -> None:

@@ -11,18 +11,15 @@ Families, keys, versions, times, sizes and request ids stay as they are, and so 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 
-from limpet.clock import Clock, has_loop, wake
+from limpet.clock import Clock, has_loop
 from limpet.codec import Stored, size_bytes
 from limpet.engine import Engine, Indexing, new_request_id
 from limpet.errors import Ambiguous, Contention, Corrupt, InvalidValue
@@ -66,6 +63,7 @@ from limpet.sealing import (
     key_id_of_value,
 )
 from limpet.transition import plan, read_receipt, remember
+from limpet.turns import Turns
 
 __all__ = ["SealedEngine"]
 
@@ -123,7 +121,7 @@ class SealedEngine:
         self._engine = engine
         self._keyring = keyring
         self._clock = clock
-        self._turns = _Turns()
+        self._turns = Turns()
         self._unsettled: dict[tuple[str, str], _Sent] = {}
 
     # The eight primitives -----------------------------------------------------
@@ -167,15 +165,15 @@ class SealedEngine:
         if not places:
             return await self._commit_unseen(namespace, batch)
         # Of those in this process who would plan on the same entry, one does at a time.
-        held: list[object] = []
+        turns = [self._turns.turn((namespace, *place)) for place in places]
         try:
-            for place in places:
-                await self._turns.take((namespace, *place))
-                held.append((namespace, *place))
+            for turn in turns:
+                if not turn.join():
+                    await turn.wait()
             return await self._commit_planned(namespace, batch, places)
         finally:
-            for name in held:
-                self._turns.pass_on(name)
+            for turn in turns:
+                turn.leave()
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
@@ -666,90 +664,3 @@ async def _pause(attempt: int) -> None:
         await asyncio.sleep(pause_s)
     else:
         time.sleep(pause_s)  # noqa: ASYNC251 - there is no loop to hold up
-
-
-class _Turns:
-    """Turns for those of this process who would plan on the same entry: whoever came first goes first.
-
-    Without them, of a hundred tasks that count together one would get through at a time, and
-    each of the others would have planned in vain. Waits in any loop or thread.
-    """
-
-    def __init__(self) -> None:
-        self.renew()
-        _all_turns.add(self)
-
-    def renew(self) -> None:
-        """Start anew, as in a child after a fork: those who had a turn stayed behind."""
-        self._lock = threading.Lock()
-        self._waiting: dict[object, list[_Waiter]] = {}
-
-    async def take(self, name: object) -> None:
-        """Wait for the turn on a name. Whoever takes several does so in the order that everybody does."""
-        with self._lock:
-            queue = self._waiting.get(name)
-            if queue is None:
-                self._waiting[name] = []
-                return
-            waiter = _Waiter()
-            queue.append(waiter)
-        try:
-            await waiter.wait()
-        except BaseException:
-            with self._lock:
-                is_waiting = waiter in queue
-                if is_waiting:
-                    queue.remove(waiter)
-            if not is_waiting:
-                # Called at the very moment: the turn is the next one's.
-                self.pass_on(name)
-            raise
-
-    def pass_on(self, name: object) -> None:
-        """Give the turn to whoever waits longest. One whose loop is closed is not there any more."""
-        while True:
-            with self._lock:
-                queue = self._waiting.get(name)
-                if not queue:
-                    self._waiting.pop(name, None)
-                    return
-                following = queue.pop(0)
-            if following.call():
-                return
-
-
-class _Waiter:
-    """Somebody who waits to be called, on a loop or blocking a thread."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop() if has_loop() else None
-        self._called = threading.Event()
-        self._turn = None if self._loop is None else self._loop.create_future()
-
-    async def wait(self) -> None:
-        if self._turn is None:
-            self._called.wait()
-        else:
-            await self._turn
-
-    def call(self) -> bool:
-        """Call them, from any thread. False when they cannot hear it."""
-        if self._loop is None or self._turn is None:
-            self._called.set()
-            return True
-        try:
-            self._loop.call_soon_threadsafe(wake, self._turn)
-        except RuntimeError:
-            return False
-        return True
-
-
-_all_turns: weakref.WeakSet[_Turns] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for turns in list(_all_turns):
-        turns.renew()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -25,10 +25,10 @@ from limpet import lock as _lock
 from limpet.batch import TTL, Fence, Fencing
 from limpet.clock import Clock, SystemClock
 from limpet.election import Election
+from limpet.errors import Ambiguous, InvalidValue, TransientError, TypeMismatch
 from limpet.errors import Closed as ErrClosed
 from limpet.errors import InvalidKey as ErrInvalidKey
 from limpet.errors import InvalidTTL as ErrInvalidTTL
-from limpet.errors import InvalidValue, TypeMismatch
 from limpet.errors import LockExpired as ErrLockExpired
 from limpet.errors import LockHeld as ErrLockHeld
 from limpet.errors import LockNotHeld as ErrLockNotHeld
@@ -310,7 +310,7 @@ class Lock:
 
     @property
     def token(self) -> int | None:
-        """The fencing token, greater than every earlier one of this key; None after `unlock`."""
+        """The fencing token, greater than every earlier one of this key. It stays readable after `unlock`."""
         return self._lock.token
 
     @property
@@ -332,14 +332,19 @@ class Lock:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.token is None:
+        if not self._lock._is_held:
             return
         try:
             await self.unlock()
-        except ErrLockExpired:
+        except (TransientError, Ambiguous) as failure:
+            # The lease ends by itself, and what the body did matters more.
+            self._lock._warn("could not be released, and ends when its time is over", failure)
+        except Exception as failure:
             # What went wrong in the body matters more.
             if kind is None:
                 raise
+            if not isinstance(failure, ErrLockExpired):
+                self._lock._warn("could not be released, and ends when its time is over", failure)
 
     def __repr__(self) -> str:
         return repr(self._lock)
