@@ -114,6 +114,7 @@ class Engine(Protocol):
         - When a revision is readable, every smaller one is readable or will never exist.
         - A revision that was trimmed, or that lies in the future, is refused as compacted.
         - A wait ends early when a change arrives, from this process or another.
+        - A feed names the change that it follows: that of the revision asked for, or the last one before it.
         """
         ...
 

@@ -25,7 +25,7 @@ from limpet.engines.nats_space import Space
 from limpet.engines.nats_wire import Message, Place, parse, written
 from limpet.engines.order import KeyOrder
 from limpet.keys import Span
-from limpet.model import FAMILIES, Expire, Family, Status, Window, live
+from limpet.model import BEGINNING, FAMILIES, Expire, Family, Status, Window, fingerprint, live
 
 __all__ = ["Alarms", "Mirror"]
 
@@ -36,6 +36,7 @@ STALL_S: Final = 2.0
 APART_S_MAX: Final = 300.0
 END_MS: Final = 600_000
 ENDS_MAX: Final = 500
+STALE_MAX: Final = 64
 RECEIPTS_MIN: Final = 1000
 
 _json = msgspec.json.Encoder().encode
@@ -206,6 +207,7 @@ class Mirror(Follower):
         """Know nothing any more."""
         super().clear()
         self.floor = 0
+        self.floor_print = BEGINNING
         self.revision = 0
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
@@ -220,7 +222,8 @@ class Mirror(Follower):
         place = self._space.subjects.place(subject)
         if place is None:
             if subject == self._space.subjects.floor:
-                self.floor = int(_header(headers, b"Limpet-Floor"))
+                self.floor_print = _header(headers, b"Limpet-Floor").decode()
+                self.floor = int(self.floor_print.partition("-")[0])
                 self._rings()
             return
         family, key = place
@@ -247,7 +250,7 @@ class Mirror(Follower):
             self._is_sorted = False
         self._log.append((seq, place))
         if len(self._log) > 64 + 4 * (sum(map(len, self.heads.values())) + len(self._ends)):
-            self._log = [item for item in self._log if self._told(item) is not None]
+            self._forget_stale()
         self._rings()
 
     def _forget_receipts(self) -> None:
@@ -265,14 +268,38 @@ class Mirror(Follower):
 
     def after(self, revision: int) -> Iterator[tuple[Place, Message]]:
         """The last change of each key, and what a touch lies on, of those after a revision, in their order."""
-        if not self._is_sorted:
-            self._log.sort()
-            self._is_sorted = True
+        self._sort()
         # Not while it is read: messages come in between.
-        for item in self._log[bisect_right(self._log, revision, key=lambda item: item[0]) :]:
+        for item in self._log[self._index_after(revision) :]:
             message = self._told(item)
             if message is not None:
                 yield item[1], message
+
+    def before(self, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it that is still to be told."""
+        self._sort()
+        last = self._index_after(revision) - 1
+        for index in range(last, -1, -1):
+            message = self._told(self._log[index])
+            if message is not None:
+                is_kept = message.seq > self.floor
+                return fingerprint(message.change(self._log[index][1][0])) if is_kept else self.floor_print
+            if last - index > STALE_MAX:
+                # A key that is written over and over leaves many of these, which nobody needs.
+                self._forget_stale()
+                return self.before(revision)
+        return self.floor_print
+
+    def _sort(self) -> None:
+        if not self._is_sorted:
+            self._log.sort()
+            self._is_sorted = True
+
+    def _index_after(self, revision: int) -> int:
+        return bisect_right(self._log, revision, key=lambda item: item[0])
+
+    def _forget_stale(self) -> None:
+        self._log = [item for item in self._log if self._told(item) is not None]
 
     def _told(self, item: tuple[int, Place]) -> Message | None:
         """The change of this number, if it still is to be told."""
@@ -302,13 +329,17 @@ class Mirror(Follower):
     async def trim(self, window: Window) -> int:
         """Move the floor, and drop the ends that have lain below it for a while."""
         now_ms = self._space.now_ms()
-        oldest = [(message.seq, message.at_ms, _weight(message)) for _, message in self.after(self.floor)]
+        told = [*self.after(self.floor)]
+        oldest = [(message.seq, message.at_ms, _weight(message)) for _, message in told]
         size_bytes = sum(weight for _, _, weight in oldest)
         dropped, _, floor = window.excess(oldest, count=len(oldest), size_bytes=size_bytes, now_ms=now_ms)
-        if dropped and await self._space.raise_floor(floor):
-            self.floor = max(self.floor, floor)
-        else:
-            dropped = 0
+        if dropped:
+            (family, _), last = told[dropped - 1]
+            floor_print = fingerprint(last.change(family))
+            if not await self._space.raise_floor(floor, floor_print):
+                dropped = 0
+            elif floor > self.floor:
+                self.floor, self.floor_print = floor, floor_print
         old = [
             (place, message)
             for place, message in self._ends.items()

@@ -47,6 +47,7 @@ from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import KEY_BYTES_MAX, Span
 from limpet.model import (
     ABSENT,
+    BEGINNING,
     KEEP,
     PRESENT,
     Batch,
@@ -72,6 +73,7 @@ from limpet.model import (
     Version,
     Window,
     Write,
+    fingerprint,
 )
 from limpet.schema import REVISION, VERSION_TABLE, ddl, in_schema, is_behind, require
 from limpet.transition import plan, recall
@@ -165,8 +167,14 @@ _OVERTAKEN: Final = (
     "SELECT name FROM unnest($2::text[]) AS asked (name)"
     " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.overtaken ? name"
 )
+_TOLD_BY: Final = "revision, last_revision, at_ms, version, created_revision, family, cause"
+_LAST_UP_TO: Final = (
+    f"SELECT {_TOLD_BY} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision <= $2"
+    " ORDER BY revision DESC LIMIT 1"
+)
 _FEED: Final = (
-    f"SELECT n.revision, n.floor, c.* FROM {{schema}}.limpet_namespaces n LEFT JOIN LATERAL ("
+    "SELECT n.revision, n.floor, c.*, n.floor_print, b.* FROM {schema}.limpet_namespaces n"
+    f" LEFT JOIN LATERAL ({_LAST_UP_TO}) AS b ON true LEFT JOIN LATERAL ("
     f"SELECT {_LOG}, count(*) OVER () AS total, sum(size_bytes) OVER (ORDER BY revision) - size_bytes AS before FROM ("
     "SELECT * FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2"
     " AND ($4::text IS NULL OR family = 'data' AND key >= $4 AND key < $5)"
@@ -187,8 +195,8 @@ _OLDEST: Final = (
 )
 _DROP_CHANGES: Final = "DELETE FROM {schema}.limpet_changes WHERE namespace = $1 AND revision <= $2"
 _SET_FLOOR: Final = (
-    "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4"
-    " WHERE namespace = $1"
+    "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4,"
+    " floor_print = $5 WHERE namespace = $1"
 )
 _DROP_RECEIPTS: Final = (
     "DELETE FROM {schema}.limpet_entries WHERE namespace = $1 AND family = 'receipt'"
@@ -369,8 +377,9 @@ class PostgresEngine(Remote):
                 oldest = await connection.fetch(self._sql(_OLDEST), namespace, EXAMINED_MAX)
                 dropped, freed_bytes, floor = window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=now_ms)
                 if dropped:
+                    last = _fingerprint(await connection.fetchrow(self._sql(_LAST_UP_TO), namespace, floor))
                     await connection.execute(self._sql(_DROP_CHANGES), namespace, floor)
-                    await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes)
+                    await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes, last)
         except Exception as error:
             raise self._translated(error) from error
         return dropped
@@ -508,7 +517,8 @@ class PostgresEngine(Remote):
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
         changes = [_change(row[2:18]) for row in rows if row[2] is not None]
         is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
-        return Feed(changes, changes[-1].revision if is_full else revision)
+        before = BEGINNING if not rows else rows[0][20] if rows[0][21] is None else _fingerprint(rows[0][21:])
+        return Feed(changes, changes[-1].revision if is_full else revision, before)
 
     # Indexes ------------------------------------------------------------------
 
@@ -1058,6 +1068,13 @@ def _entry(row: Sequence[Any]) -> Entry:
 def _change(row: Sequence[Any]) -> Change:
     op, revision, last_revision, at_ms, cause, family, *entry = row
     return Change(op, _entry(entry), revision, last_revision, at_ms, cause, family)
+
+
+def _fingerprint(row: Sequence[Any]) -> str:
+    """The fingerprint of a change, of the columns that it is made from."""
+    revision, last_revision, at_ms, version, created_revision, family, cause = row
+    entry = Entry("", None, version, revision, created_revision, 0, 0)
+    return fingerprint(Change("put", entry, revision, last_revision, at_ms, cause, family))
 
 
 def _indexed(namespace: str) -> str:

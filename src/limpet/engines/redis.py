@@ -41,6 +41,7 @@ from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, Permissi
 from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import Span
 from limpet.model import (
+    BEGINNING,
     KEEP,
     PRESENT,
     Add,
@@ -69,6 +70,7 @@ from limpet.model import (
     Version,
     Window,
     Write,
+    fingerprint,
 )
 from limpet.transition import recall, remember
 
@@ -251,15 +253,17 @@ class RedisEngine(Remote):
         return found
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+        before: str | None = None
         while True:
             asked = ("feed", after, limit, SLICE_BYTES_MAX)
-            revision, floor, survived, more, items = await self._run(namespace, *asked)
+            revision, floor, survived, more, items, told = await self._run(namespace, *asked)
             if after < floor:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
             if after > revision:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
             if survived is not None:
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
+            before = before or _fingerprint(told)
             changes = [one for last, item in items for one in _changes(item, last) if one.revision > after]
             is_full = more is not None or len(changes) > limit
             changes = changes[:limit]
@@ -267,7 +271,7 @@ class RedisEngine(Remote):
             if span is not None:
                 changes = [one for one in changes if one.family == "data" and one.key in span]
             if changes or not is_full:
-                return Feed(changes, head)
+                return Feed(changes, head, before)
             after = head
 
     def _listen_to(self, namespace: str) -> None:
@@ -854,6 +858,11 @@ def _change(label: bytes, text: bytes, at_ms: int) -> Change:
     entry = _entry(names[at:].decode(), text, with_value=op in (b"put", b"patch", b"take"))
     place: Any = family.decode()
     return Change(word, entry, int(revision), int(last), at_ms, names[:at].decode() or None, place)
+
+
+def _fingerprint(told: list[bytes] | None) -> str:
+    """The fingerprint of a change, of its label, the head of its entry and its time."""
+    return BEGINNING if told is None else fingerprint(_change(told[0], told[1], int(told[2])))
 
 
 def _commit(

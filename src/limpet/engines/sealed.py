@@ -183,7 +183,8 @@ class SealedEngine:
         """See `Engine.changes`."""
         ring = self._keyring.ring()
         feed = await self._engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
-        return Feed([self._opened_change(ring, namespace, change) for change in feed.changes], feed.head)
+        opened = [self._opened_change(ring, namespace, change) for change in feed.changes]
+        return _replace(feed, changes=opened)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
