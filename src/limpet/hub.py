@@ -332,12 +332,9 @@ def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int
     if isinstance(after, str):
         known = after.removeprefix(prefix)
         if known == after:
-            raise Compacted("the position belongs to another store, namespace or epoch: start again with initial=True")
+            raise Compacted("the position belongs to another store, namespace or epoch")
         if _FINGERPRINT.fullmatch(known) is None:
-            raise Compacted(
-                "the position does not name the change that it stands on, so it cannot be compared with the log: "
-                "start again with initial=True"
-            )
+            raise Compacted("the position does not name the change that it stands on, so nobody can compare it")
         after = int(known.partition("-")[0])
     if after < status.floor:
         raise Compacted(f"revision {after} was trimmed, the log starts after {status.floor}", oldest=status.floor)
@@ -363,8 +360,8 @@ def is_same_history(found: str, known: str, traits: Traits) -> bool:
 
 def _other_history(revision: int) -> Compacted:
     return Compacted(
-        f"revision {revision} is another change than the one that was seen: the position belongs to another history "
-        "of this store, as after a backup was restored; start again with initial=True"
+        f"revision {revision} is another change than the one that was seen, so the position belongs to another history "
+        "of this store, as after a backup was restored"
     )
 
 

@@ -50,6 +50,9 @@ class Follower:
         self._link = link
         self._subject = subject
         self._on: Link | None = None
+        # The line that messages last came on, and what the last of them said of itself.
+        self._last_on: Link | None = None
+        self._last_told = b""
         self._number = b""
         self._name = ""
         self._delivered = 0
@@ -114,11 +117,13 @@ class Follower:
         async with self._starting:
             if self._is_running():
                 return
+            link: Link = await self._link()
             apart_s = asyncio.get_running_loop().time() - self._together_at
-            if self._store_id != self._space.store_id or apart_s > APART_S_MAX:
+            is_other = self._store_id != self._space.store_id or apart_s > APART_S_MAX
+            if is_other or (self._last_on not in (None, link) and not await self._is_as_left()):
                 self.clear()
                 self._store_id = self._space.store_id
-            link: Link = await self._link()
+            self._last_on = link
             delivered, self._number = link.listen(self._heard)
             self._on, self._name, self._delivered = link, os.urandom(8).hex(), 0
             config: dict[str, object] = {
@@ -148,6 +153,17 @@ class Follower:
             if self._resting is None:
                 self._resting = loop.call_later(IDLE_S, self._rest_if_idle)
 
+    async def _is_as_left(self) -> bool:
+        """Whether the stream still has the message that was last delivered.
+
+        A server that was away may come back with a backup of the stream. It has the same name, and other messages
+        under the same numbers.
+        """
+        if not self.position or not self._last_told:
+            return not self.position
+        found = await self._space.get({"seq": self.position})
+        return found is not None and _told_in(found[2]) == self._last_told
+
     def _is_running(self) -> bool:
         return self._on is not None and not self._on.is_lost and self._store_id == self._space.store_id
 
@@ -171,7 +187,7 @@ class Follower:
             return
         self._delivered = delivered
         self.take(subject.decode(), seq, headers)
-        self.position = seq
+        self.position, self._last_told = seq, _told_in(headers)
         self._moved_at = link._loop.time()
         self._moved.set()
 
@@ -358,6 +374,12 @@ def _weight(message: Message) -> int:
     """What a change counts in totals: its key and its value."""
     key = message.entry.key
     return message.size_bytes + (len(key) if key.isascii() else len(key.encode()))
+
+
+def _told_in(headers: bytes) -> bytes:
+    """What a message says of its entry; nothing where it is none of ours."""
+    at = headers.find(b"\r\nLimpet: ")
+    return b"" if at < 0 else headers[at + 2 : headers.index(b"\r\n", at + 2)]
 
 
 def _header(headers: bytes, name: bytes) -> bytes:
