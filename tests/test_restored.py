@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import pytest
 
 import limpet
-from limpet.errors import Compacted, TransientError
+from limpet.engine import Restoring
+from limpet.errors import Compacted, Conflict, InvalidValue, LockLost, TransientError
 from tests import servers
 
 PATIENCE_S = 60.0
@@ -197,3 +198,80 @@ async def test_a_running_watch_ends_when_its_store_is_put_back(server: Place) ->
 
             with pytest.raises(Compacted):
                 await asyncio.wait_for(waiting, PATIENCE_S)
+
+
+@pytest.mark.parametrize("name", ["sqlite", "postgresql", "redis"])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+async def test_a_new_epoch_leaves_the_past_behind(name: str, encrypted: bool) -> None:
+    """After an operator put the data back by the engine's own tool: nothing of the lost time matches."""
+    keyring = limpet.Keyring({"k1": bytes(32)}) if encrypted else None
+    with PLACES[name]() as place:
+        async with limpet.open(place.url, sweep=False, encryption=keyring) as store:
+            await write(store, "k")
+        await place.save()
+        async with limpet.open(place.url, sweep=False, encryption=keyring) as store:
+            async with store.watch() as watch:
+                entry = await store.put("k", "lost")
+                position = (await anext(watch)).position
+            lock = store.lock("nightly", ttl=3600)
+            await lock.acquire()
+            token = lock.token
+            assert token is not None
+        await place.put_back()
+
+        async with limpet.open(place.url, sweep=False, encryption=keyring) as store:
+            engine = store._session.engine
+            assert isinstance(engine, Restoring)
+            before = await store.status()
+            assert await engine.raise_epoch(1000) == before.epoch + 1
+            assert await store.get("k") == "k"
+
+        async with limpet.open(place.url, sweep=False, encryption=keyring) as store:
+            status = await store.status()
+            assert (status.epoch, status.store_id) == (before.epoch + 1, before.store_id)
+            assert status.revision >= before.revision + 1000
+            async with store.watch() as watch:
+                new = await store.put("k", "new")
+                assert (await anext(watch)).entry == new
+                kept = watch.position
+            assert new.version == entry.version
+            assert new.revision > before.revision + 1000
+            with pytest.raises(Conflict):
+                await store.put("k", "x", expect=entry)
+            with pytest.raises(LockLost):
+                await store.put("k", "x", fence=limpet.Fence("nightly", token))
+            again = store.lock("nightly", ttl=3600)
+            await again.acquire()
+            assert again.token is not None
+            assert again.token > before.revision + 1000
+            with pytest.raises(Compacted):
+                async with store.watch(after=position):
+                    pass
+            # The log goes on, over the revisions that were left out.
+            assert [event.value async for event in store.history("k")] == ["k", "new"]
+            await store.put("k", "newer")
+            async with store.watch(after=kept) as watch:
+                assert (await anext(watch)).key == "k"
+            assert (await store.namespace("never-written").status()).revision == 0
+
+
+async def test_a_watch_goes_on_into_a_new_epoch() -> None:
+    """Nothing was put back under it, so it has missed nothing."""
+    with sqlite() as place:
+        async with limpet.open(place.url, sweep=False) as store, store.watch() as watch:
+            await store.put("a", 1)
+            await anext(watch)
+            engine = store._session.engine
+            assert isinstance(engine, Restoring)
+            await engine.raise_epoch(1000)
+            await store.put("b", 1)
+
+            assert (await asyncio.wait_for(anext(watch), PATIENCE_S)).key == "b"
+
+
+async def test_an_encrypted_store_without_epochs_says_so() -> None:
+    async with limpet.open("memory:", encryption=limpet.Keyring({"k1": bytes(32)})) as store:
+        engine = store._session.engine
+        assert isinstance(engine, Restoring)
+        with pytest.raises(InvalidValue):
+            await engine.raise_epoch(1000)

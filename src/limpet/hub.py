@@ -73,7 +73,7 @@ class Hub:
         """The fingerprint of the change at a revision, or of the last one before it."""
         if self._follower is not None and revision == self._head:
             return self._at
-        feed = await retrying(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=1))
+        feed = await retrying(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=0))
         return feed.before
 
     def leave(self) -> None:

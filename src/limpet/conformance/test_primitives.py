@@ -959,7 +959,7 @@ async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
     for change in whole:
         # Revisions may skip: those in between stand for the change before them.
         for after in range(revision, change.revision):
-            for options in ({}, {"limit": 1}, {"span": pattern_span("missing")}):
+            for options in ({}, {"limit": 0}, {"limit": 1}, {"span": pattern_span("missing")}):
                 assert (await asked.changes(after, **options)).before == follows
         revision, follows = change.revision, fingerprint(change)
     assert (await asked.changes(revision)).before == follows

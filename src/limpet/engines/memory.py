@@ -310,6 +310,8 @@ class MemoryEngine:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {space.revision}")
             first = _index(space.log, after)
             before = fingerprint(self._named(space.log[first - 1])) if first else space.floor_print
+            if not limit:
+                return Feed([], after, before)
             log: Iterable[Change] = itertools.islice(space.log, first, None)
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)

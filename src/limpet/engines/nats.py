@@ -294,6 +294,8 @@ class NatsEngine:
             raise Compacted(f"revision {after} was trimmed, the log starts after {mirror.floor}", oldest=mirror.floor)
         if after > revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        if not limit:
+            return Feed([], after, mirror.before(after))
         told: list[tuple[Place, Message]] = []
         head, size_bytes, before = revision, 0, mirror.before(after)
         for place, message in mirror.after(after):

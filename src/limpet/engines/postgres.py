@@ -186,7 +186,8 @@ _DUE: Final = (
     " AND expires_ms <= (SELECT {schema}.limpet_now_ms()) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
 )
 _STATUS: Final = (
-    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms()"
+    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms(),"
+    " (SELECT epoch FROM {schema}.limpet_store)"
     " FROM (SELECT $1::text) AS a (namespace) LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
 )
 _TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1)"
@@ -213,6 +214,8 @@ _IS_MADE: Final = (
 )
 _REVISION: Final = f"SELECT version_num FROM {{schema}}.{VERSION_TABLE}"
 _STORE: Final = "SELECT id, epoch FROM {schema}.limpet_store"
+_RAISE_EPOCH: Final = "UPDATE {schema}.limpet_store SET epoch = epoch + 1 RETURNING epoch"
+_SKIP_REVISIONS: Final = "UPDATE {schema}.limpet_namespaces SET revision = revision + $1"
 
 
 async def open(address: Address, clock: Clock) -> PostgresEngine:
@@ -322,7 +325,7 @@ class PostgresEngine(Remote):
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
-        self._store_id, self._epoch, self._channel = "", 1, ""
+        self._store_id, self._channel = "", ""
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
 
@@ -387,10 +390,12 @@ class PostgresEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms),) = await self._fetch(_STATUS, namespace)
+        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms, epoch),) = await self._fetch(
+            _STATUS, namespace
+        )
         return Status(
             store_id=self._store_id,
-            epoch=self._epoch,
+            epoch=epoch,
             revision=revision or 0,
             floor=floor or 0,
             keys=keys or 0,
@@ -517,8 +522,24 @@ class PostgresEngine(Remote):
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
         changes = [_change(row[2:18]) for row in rows if row[2] is not None]
         is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
-        before = BEGINNING if not rows else rows[0][20] if rows[0][21] is None else _fingerprint(rows[0][21:])
+        floor_print = (rows[0][20] if rows else None) or BEGINNING
+        before = floor_print if not rows or rows[0][21] is None else _fingerprint(rows[0][21:])
+        if not limit:
+            return Feed([], after, before)
         return Feed(changes, changes[-1].revision if is_full else revision, before)
+
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        self._check_open()
+        try:
+            async with self._transaction() as connection:
+                epoch: int = await connection.fetchval(self._sql(_RAISE_EPOCH))
+                await connection.execute(self._sql(_SKIP_REVISIONS), skip)
+        except Exception as error:
+            raise self._translated(error) from error
+        return epoch
 
     # Indexes ------------------------------------------------------------------
 
@@ -619,7 +640,7 @@ class PostgresEngine(Remote):
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
             )
-        self._store_id, self._epoch = identity
+        self._store_id, _ = identity
         self._channel = f"limpet_{self._store_id}"
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
         return revision

@@ -16,6 +16,7 @@ first, far beyond what anybody can have seen; watchers who saw what was lost are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import os
@@ -37,9 +38,17 @@ from limpet.codec import Stored
 from limpet.engine import Address, Engine, new_request_id, overtaken
 from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
-from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
+from limpet.errors import (
+    Compacted,
+    Contention,
+    Corrupt,
+    InvalidNamespace,
+    InvalidValue,
+    PermissionDenied,
+    Unavailable,
+)
 from limpet.index import CANDIDATES_MAX, Sought
-from limpet.keys import Span
+from limpet.keys import Span, check_namespace
 from limpet.model import (
     BEGINNING,
     KEEP,
@@ -164,7 +173,7 @@ class RedisEngine(Remote):
         self._braces = braces
         self._replicas = replicas
         self._servers: dict[Line, str] = {}
-        self._store_id = ""
+        self._store_id, self._epoch = "", 1
         self.in_cluster = False
         # Where a lone put is on its way, or the last commits had company.
         self._busy: set[str] = set()
@@ -218,7 +227,7 @@ class RedisEngine(Remote):
         revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._run(namespace, "status")
         return Status(
             store_id=self._store_id,
-            epoch=1,
+            epoch=self._epoch,
             revision=revision,
             floor=floor,
             keys=keys,
@@ -264,6 +273,8 @@ class RedisEngine(Remote):
             if survived is not None:
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
             before = before or _fingerprint(told)
+            if not limit:
+                return Feed([], after, before)
             changes = [one for last, item in items for one in _changes(item, last) if one.revision > after]
             is_full = more is not None or len(changes) > limit
             changes = changes[:limit]
@@ -290,6 +301,35 @@ class RedisEngine(Remote):
                     found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
         finally:
             self._cut(line)
+
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        await self.skip_revisions(skip)
+        return await self.next_epoch()
+
+    async def skip_revisions(self, skip: int) -> None:
+        """Leave out so many revisions of every namespace on this server."""
+        self._check_open()
+        data = self._key("*", "data")
+        before, after = (part.encode() for part in data.split("*"))
+        cursor = b"0"
+        while True:
+            cursor, found = await self._ask("SCAN", cursor, "MATCH", data, "COUNT", 1000)
+            for key in found:
+                name = key.removeprefix(before).removesuffix(after).decode()
+                # Another program's key may look like one of ours.
+                with contextlib.suppress(InvalidNamespace):
+                    await self._run(check_namespace(name), "skip", skip)
+            if cursor == b"0":
+                return
+
+    async def next_epoch(self) -> int:
+        """Begin a new epoch of the store, whose name this server keeps."""
+        name, epoch = await self.name_store()
+        await self._ask("SET", _STORE, f"{name} {epoch + 1}")
+        return (await self.name_store())[1]
 
     # Indexes ------------------------------------------------------------------
 
@@ -546,14 +586,16 @@ class RedisEngine(Remote):
             )
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
 
-    async def name_store(self) -> str:
-        """The name of the store. Of several who find none, one gives it."""
-        name = await self._ask("GET", _STORE)
-        if name is None:
+    async def name_store(self) -> tuple[str, int]:
+        """The name of the store, and its epoch. Of several who find none, one gives it."""
+        found = await self._ask("GET", _STORE)
+        if found is None:
             await self._ask("SET", _STORE, os.urandom(8).hex(), "NX")
-            name = await self._ask("GET", _STORE)
-        self._store_id = name.decode()
-        return self._store_id
+            found = await self._ask("GET", _STORE)
+        # The first epoch is not written.
+        name, _, epoch = found.decode().partition(" ")
+        self._store_id, self._epoch = name, int(epoch or 1)
+        return self._store_id, self._epoch
 
     async def _lay_line(self) -> Line:
         line = await lay(self._pool.make_connection())

@@ -24,7 +24,7 @@ import msgspec
 
 from limpet.clock import Clock, has_loop, wake
 from limpet.codec import Stored, size_bytes
-from limpet.engine import Engine, Indexing, new_request_id
+from limpet.engine import Engine, Indexing, Restoring, new_request_id
 from limpet.errors import Ambiguous, Contention, Corrupt, InvalidValue
 from limpet.index import Sought
 from limpet.keys import Span, check_key
@@ -225,6 +225,12 @@ class SealedEngine:
         return None
 
     # Keys ---------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        if not isinstance(self._engine, Restoring):
+            raise InvalidValue(f"{self.traits.engine} has no epochs to raise")
+        return await self._engine.raise_epoch(skip)
 
     @property
     def key_id(self) -> str:

@@ -147,6 +147,8 @@ _LATEST_MS: Final = "SELECT max(at_ms) FROM limpet_namespaces"
 _OURS: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
 _REVISION: Final = f"SELECT version_num FROM {VERSION_TABLE}"
 _STORE: Final = "SELECT id, epoch FROM limpet_store"
+_RAISE_EPOCH: Final = "UPDATE limpet_store SET epoch = epoch + 1"
+_SKIP_REVISIONS: Final = "UPDATE limpet_namespaces SET revision = revision + ?"
 
 
 @functools.cache
@@ -362,6 +364,19 @@ class SqliteEngine:
                     best = found
         return best
 
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        return await self._aside(lambda: self._raise_epoch(skip))
+
+    def _raise_epoch(self, skip: int) -> int:
+        with self._alone() as writer:
+            writer.execute(_RAISE_EPOCH)
+            writer.execute(_SKIP_REVISIONS, (skip,))
+            _, self._epoch = writer.execute(_STORE).fetchone()
+        return self._epoch
+
     def _define(self, sql: str) -> None:
         """Change the schema of the file."""
         with self._alone() as writer:
@@ -371,6 +386,7 @@ class SqliteEngine:
         """See `Engine.status`."""
         with self._reading() as reader:
             tally = _Tally.load(reader, namespace)
+            _, self._epoch = reader.execute(_STORE).fetchone()
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -588,6 +604,8 @@ class SqliteEngine:
             raise Compacted(f"revision {after} was trimmed, the log starts after {tally.floor}", oldest=tally.floor)
         if after > tally.revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {tally.revision}")
+        if not limit:
+            return Feed([], after, before)
         return Feed(changes, changes[-1].revision if is_full else tally.revision, before)
 
     @contextlib.contextmanager
@@ -870,7 +888,7 @@ class _Tally:
     def __init__(self, namespace: str, row: Sequence[Any] | None) -> None:
         self.namespace = namespace
         counts: Sequence[int] = row[:7] if row else (0, 0, 0, 0, 0, 0, 0)
-        self.floor_print: str = row[7].decode() if row else BEGINNING
+        self.floor_print: str | None = row[7].decode() if row and row[7] else None
         (
             self.revision,
             self.floor,
@@ -892,7 +910,7 @@ class _Tally:
     def fingerprint_at(self, connection: _Connection, revision: int) -> str:
         """The fingerprint of the change at a revision, or of the last one before it."""
         row = connection.execute(_LAST_UP_TO, (self.namespace, revision)).fetchone()
-        return self.floor_print if row is None else fingerprint(_change(row))
+        return self.floor_print or BEGINNING if row is None else fingerprint(_change(row))
 
 
 class _Work:

@@ -25,8 +25,8 @@ CREATE TABLE {schema}.limpet_namespaces (
     size_bytes BIGINT NOT NULL,
     log_changes BIGINT NOT NULL,
     log_bytes BIGINT NOT NULL,
-    floor_print TEXT NOT NULL,
     overtaken JSONB,
+    floor_print TEXT,
     PRIMARY KEY (namespace)
 ) WITH (fillfactor = 20);
 
@@ -96,7 +96,7 @@ DECLARE
 BEGIN
     SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     IF NOT FOUND THEN
-        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, '0-0-000000000000', NULL) ON CONFLICT DO NOTHING;
+        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, NULL) ON CONFLICT DO NOTHING;
         SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     END IF;
     tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms());

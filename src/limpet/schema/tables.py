@@ -32,7 +32,6 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         comment="One row: who this store is.",
     )
 
-    # floor_print is the fingerprint of the change at the floor, which is no longer in the log.
     # Names of requests that were asked for again, because nobody knew whether the first call had arrived, and
     # when that was. Should it arrive now, it is too late. Here, because whoever writes has just read this row.
     overtaken = [sa.Column("overtaken", postgresql.JSONB())] if on_postgres else []
@@ -47,8 +46,9 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("size_bytes"),
         _number("log_changes"),
         _number("log_bytes"),
-        _text("floor_print"),
         *overtaken,
+        # The fingerprint of the change at the floor, which is no longer in the log.
+        _text("floor_print", nullable=True),
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
         # Updated by every commit. With room on its page, a row stays on it and no index hears of it.
         postgresql_with={"fillfactor": 20},

@@ -14,7 +14,7 @@ DECLARE
 BEGIN
     SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     IF NOT FOUND THEN
-        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, '0-0-000000000000', NULL) ON CONFLICT DO NOTHING;
+        INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, NULL) ON CONFLICT DO NOTHING;
         SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     END IF;
     tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms());
