@@ -37,6 +37,7 @@ __all__ = [
     "Budget",
     "Engine",
     "Indexing",
+    "Restoring",
     "Sealing",
     "is_made_here",
     "new_request_id",
@@ -108,12 +109,14 @@ class Engine(Protocol):
     ) -> Feed:
         """Read the log after a revision, in revision order; wait for news when there is none.
 
-        With a span, only the data of its keys; without, all families.
+        With a span, only the data of its keys; without, all families. With a limit of 0, none at all: then it is
+        asked what they would follow.
 
         Behaviour:
         - When a revision is readable, every smaller one is readable or will never exist.
         - A revision that was trimmed, or that lies in the future, is refused as compacted.
         - A wait ends early when a change arrives, from this process or another.
+        - A feed names the change that it follows: that of the revision asked for, or the last one before it.
         """
         ...
 
@@ -199,6 +202,23 @@ class Sealing(Protocol):
 
     async def seals(self, namespace: str) -> list[Seals]:
         """How much is sealed with which key, the current one first."""
+        ...
+
+
+@runtime_checkable
+class Restoring(Protocol):
+    """What an engine can do beside its primitives after its data was put back from a backup: leave the past behind.
+
+    What was read, seen and locked in the time that the backup does not know has revisions that would be used again.
+
+    Behaviour:
+    - In a new epoch every position of the old one is Compacted.
+    - In a new epoch no revision and no token is given that an earlier one may have given.
+    - A new epoch changes no entry, and the log goes on.
+    """
+
+    async def raise_epoch(self, skip: int) -> int:
+        """Begin a new epoch, in which each namespace leaves out so many revisions. Returns the epoch."""
         ...
 
 

@@ -9,6 +9,7 @@ writer, never makes a queue grow and never misses a change without being told.
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -18,7 +19,7 @@ from limpet.clock import Clock
 from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
-from limpet.model import Change, Event, Feed, Op, Status, Synced
+from limpet.model import BEGINNING, Change, Event, Feed, Op, Status, Synced, Traits, fingerprint
 from limpet.retry import retrying
 
 __all__ = ["Hub", "Watch", "event_of"]
@@ -28,6 +29,8 @@ TAIL_BYTES_MAX: Final = 16_000_000
 WAIT_S: Final = 30.0
 RETRY_S: Final = 0.2
 DROP_BEYOND: Final = 64
+SKEW_MS: Final = 5_000
+"""By how much the times of two changes may contradict their order, where each writer reads the clock for itself."""
 
 
 class Hub:
@@ -40,6 +43,8 @@ class Hub:
         self._tail: list[Change] = []
         self._tail_bytes = 0
         self._floor = self._head = 0
+        # The fingerprint of the change at the head, by which another history is recognised.
+        self._at = BEGINNING
         self._follower: asyncio.Task[None] | None = None
         self._watchers = 0
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -51,16 +56,25 @@ class Hub:
         self._watchers += 1
         try:
             status = await retrying(self.clock, lambda: self.engine.status(self.namespace))
+            at = await self.before(status.revision) if self._follower is None else self._at
         except BaseException:
             self.leave()
             raise
         if self._follower is None:
             self._tail, self._tail_bytes = [], 0
             self._floor = self._head = status.revision
+            self._at = at
             self._end = None
             self._news = asyncio.Event()
             self._follower = asyncio.get_running_loop().create_task(self._follow(), name="limpet-hub")
         return status
+
+    async def before(self, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it."""
+        if self._follower is not None and revision == self._head:
+            return self._at
+        feed = await retrying(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=0))
+        return feed.before
 
     def leave(self) -> None:
         """One watcher less; the last one stops the following."""
@@ -84,7 +98,7 @@ class Hub:
         fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
         if span is not None:
             fresh = [change for change in fresh if change.family == "data" and change.key in span]
-        return Feed(fresh, self._head)
+        return Feed(fresh, self._head, "", self._at)
 
     async def news(self) -> None:
         """Wait until something may have changed: the log, a watch that was closed, the store."""
@@ -114,6 +128,10 @@ class Hub:
             except LimpetError as error:
                 self._finish(error)
                 return
+            if not is_same_history(feed.before, self._at, self.engine.traits):
+                self._finish(_other_history(self._head))
+                return
+            self._at = _head_of(feed) or self._at
             self._tail.extend(feed.changes)
             self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
             if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
@@ -165,6 +183,9 @@ class Watch:
         self._initial = initial
         self._overflow = overflow
         self._cursor = 0
+        # The fingerprint of the change that the cursor stands on. While this watch is behind the hub it may be that of
+        # an earlier change; then nothing of the span lies in between.
+        self._at = BEGINNING
         self._prefix = ""
         self._ready: deque[Event] = deque()
         # Revisions of entries that the initial scan found newer than its starting point.
@@ -210,7 +231,7 @@ class Watch:
         None while an event waits to be taken, whose own position is the one to keep, and before there is any.
         """
         settled = self._state == "following" and not self._ready
-        return self._prefix + str(self._cursor) if settled else None
+        return self._prefix + self._at if settled else None
 
     async def aclose(self) -> None:
         """End this watch, also for whoever waits in it."""
@@ -237,8 +258,12 @@ class Watch:
         self._state = "following"
         self._hub._watches.add(self)
         try:
-            self._cursor = status.revision if self._after is None else _revision_of(self._after, status, self._prefix)
-        except LimpetError:
+            self._cursor, known = _place_of(self._after, status, self._prefix)
+            self._at = await self._hub.before(self._cursor)
+            if known is not None and not is_same_history(self._at, known, self._hub.engine.traits):
+                raise _other_history(self._cursor)
+            self._at = known or self._at
+        except BaseException:
             self._finish()
             raise
         if self._initial:
@@ -256,7 +281,7 @@ class Watch:
                 Event("put", entry.key, entry, entry.revision, entry.revision, None, at_ms=entry.updated_ms)
             )
         if found.cursor is None:
-            self._ready.append(Synced("synced", "", None, self._cursor, self._cursor, self._prefix + str(self._cursor)))
+            self._ready.append(Synced("synced", "", None, self._cursor, self._cursor, self._prefix + self._at))
             self._state = "following"
         else:
             self._scan_from = found.cursor + "\0"
@@ -274,6 +299,7 @@ class Watch:
             fresh = fresh[-DROP_BEYOND:]
         self._ready.extend(event_of(change, self._prefix) for change in fresh)
         self._cursor = feed.head
+        self._at = _head_of(feed) or self._at
         if self._known and self._cursor >= max(self._known.values()):
             self._known = {}
 
@@ -284,7 +310,7 @@ _WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")
 def event_of(change: Change, prefix: str) -> Event:
     """A change as its watchers see it."""
     entry = change.entry if change.op in _WITH_VALUE or change.entry.stored is None else change.entry.without_value()
-    position = prefix + str(change.revision)
+    position = prefix + fingerprint(change)
     return Event(change.op, change.key, entry, change.revision, change.commit, position, change.cause, change.at_ms)
 
 
@@ -293,17 +319,54 @@ def position_prefix(status: Status, namespace: str) -> str:
     return f"{status.store_id}:{namespace}:{status.epoch}:"
 
 
-def _revision_of(after: str | int, status: Status, prefix: str) -> int:
-    """The revision of a position. A foreign one is told apart, never followed into silence."""
+_FINGERPRINT: Final = re.compile(r"([0-9]{1,19})-([0-9a-f]{1,16})-([0-9a-f]{12})")
+
+
+def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int, str | None]:
+    """The revision to go on after, and the fingerprint that a position has of it."""
+    if after is None:
+        return status.revision, None
     if isinstance(after, bool) or not isinstance(after, str | int):
         raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
+    known = None
     if isinstance(after, str):
-        number = after.removeprefix(prefix)
-        if number == after or not number.isdecimal():
+        known = after.removeprefix(prefix)
+        if known == after:
             raise Compacted("the position belongs to another store, namespace or epoch")
-        after = int(number)
+        if _FINGERPRINT.fullmatch(known) is None:
+            raise Compacted("the position does not name the change that it stands on, so nobody can compare it")
+        after = int(known.partition("-")[0])
     if after < status.floor:
         raise Compacted(f"revision {after} was trimmed, the log starts after {status.floor}", oldest=status.floor)
     if after > status.revision:
         raise Compacted(f"revision {after} lies ahead of this store, which is at {status.revision}")
-    return after
+    return after, known
+
+
+def is_same_history(found: str, known: str, traits: Traits) -> bool:
+    """Whether a log that has this change at a place is the one in which another reader saw that change there.
+
+    A log that keeps every change has the very same one. Where it keeps the last change of each key, the one that was
+    seen may have been followed by another and be gone; then the one before it has to be older.
+    """
+    if found == known or traits.log == "every":
+        return found == known
+    revision, at_ms, _ = found.split("-")
+    known_revision, known_ms, _ = known.split("-")
+    # Of what another program wrote into a stream, no time is known.
+    is_older = known_ms == "0" or int(at_ms, 16) <= int(known_ms, 16) + SKEW_MS
+    return int(revision) < int(known_revision) and is_older
+
+
+def _other_history(revision: int) -> Compacted:
+    return Compacted(
+        f"revision {revision} is another change than the one that was seen, so the position belongs to another history "
+        "of this store, as after a backup was restored"
+    )
+
+
+def _head_of(feed: Feed) -> str | None:
+    """The fingerprint of the change at the head of a feed; None where nothing in the feed tells."""
+    if feed.at is not None:
+        return feed.at
+    return fingerprint(feed.changes[-1]) if feed.changes else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
+from hashlib import blake2b
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -22,6 +23,7 @@ from limpet.errors import InvalidValue
 __all__ = [
     "ABSENT",
     "ANY",
+    "BEGINNING",
     "FAMILIES",
     "KEEP",
     "PRESENT",
@@ -57,6 +59,7 @@ __all__ = [
     "Version",
     "Window",
     "Write",
+    "fingerprint",
     "live",
 ]
 
@@ -361,6 +364,24 @@ class Change(msgspec.Struct, frozen=True, gc=False):
         return None if self.op in ("delete", "expire") else self.entry
 
 
+def fingerprint(change: Change) -> str:
+    """A change in a few characters: its revision, its time, and a digest of what tells it from every other change.
+
+    A position is made of it, so it holds nothing of the key and the value: a position may be shown to callers who
+    may not see them. Two histories of one store give the same revision to different changes, and those differ in
+    their time and in their cause.
+    """
+    entry, cause = change.entry, "-" if change.cause is None else f"={change.cause}"
+    # Not what was done: where values are encrypted, the engine takes a patch for a put.
+    numbers = f"{change.revision} {change.commit} {change.at_ms} {entry.version} {entry.created_revision}"
+    digest = blake2b(f"{numbers} {change.family} {cause}".encode(), digest_size=6).hexdigest()
+    return f"{change.revision}-{change.at_ms:x}-{digest}"
+
+
+BEGINNING: Final = "0-0-000000000000"
+"""The fingerprint of what was before the first change."""
+
+
 class Commit(msgspec.Struct, frozen=True, gc=False):
     """An accepted batch.
 
@@ -441,10 +462,19 @@ class Slice(msgspec.Struct, frozen=True, gc=False):
 
 
 class Feed(msgspec.Struct, frozen=True, gc=False):
-    """Part of the log. ``head`` is the revision up to which nothing more is to be read."""
+    """Part of the log.
+
+    Attributes:
+        head: The revision up to which nothing more is to be read.
+        before: The fingerprint of the change that these follow: the last one that the log has, or had when it was
+            trimmed, at or before the revision asked for.
+        at: The fingerprint of the change at the head, where changes before it were left out.
+    """
 
     changes: list[Change]
     head: int
+    before: str
+    at: str | None = None
 
 
 class Window(msgspec.Struct, frozen=True, gc=False):

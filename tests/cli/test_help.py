@@ -44,6 +44,7 @@ def test_these_are_the_commands() -> None:
         *("audit verify", "audit show", "audit seal", "audit prune"),
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
         *("keys new", "keys rotate", "keys list"),
+        *("backup", "restore", "epoch"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 

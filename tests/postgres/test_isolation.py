@@ -516,7 +516,7 @@ async def test_the_rows_of_another_cannot_be_copied_out_or_in(walled: Tenants, s
         # The server takes no COPY into a table with policies.
         with pytest.raises(asyncpg.FeatureNotSupportedError):
             await connection.copy_records_to_table(
-                "limpet_namespaces", schema_name=shared.victims_schema, records=[("planted", *[0] * 7, None)]
+                "limpet_namespaces", schema_name=shared.victims_schema, records=[("planted", *[0] * 7, None, None)]
             )
 
 

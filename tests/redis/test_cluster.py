@@ -118,3 +118,20 @@ async def test_a_lock_holds_across_a_move(cluster: list[Redis]) -> None:
 async def test_a_cluster_needs_the_hash_tag(cluster: list[Redis]) -> None:
     with pytest.raises(InvalidValue, match="hash tag"):
         await limpet.open(f"{cluster[0].url}?hash_tag=none")
+
+
+async def test_a_new_epoch_is_one_of_all_servers(cluster: list[Redis]) -> None:
+    names = [f"epoch-{number}" for number in range(12)]
+    async with limpet.open(cluster[0].url, sweep=False) as store:
+        before = {name: await store.namespace(name).put("k", 1) for name in names}
+        epoch = (await store.status()).epoch
+        engine = store._session.engine
+        assert isinstance(engine, RedisCluster)
+
+        assert await engine.raise_epoch(1000) == epoch + 1
+
+    async with limpet.open(cluster[1].url, sweep=False) as store:
+        assert len({home(cluster, name).port for name in names}) == 3
+        for name in names:
+            assert (await store.namespace(name).status()).epoch == epoch + 1
+            assert (await store.namespace(name).put("k", 2)).revision > before[name].revision + 1000

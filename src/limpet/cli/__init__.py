@@ -30,6 +30,7 @@ from limpet.cli.arguments import (
     value_of,
 )
 from limpet.cli.audit import audit
+from limpet.cli.backup import backup_command, epoch_command, restore_command
 from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.deadletters import deadletters
@@ -594,6 +595,9 @@ main.add_command(keys)
 main.add_command(grant_command)
 main.add_command(token)
 main.add_command(migrate)
+main.add_command(backup_command)
+main.add_command(restore_command)
+main.add_command(epoch_command)
 main.add_command(call_command)
 main.add_command(serve_command)
 main.add_command(audit)

@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
     "Serving": ("serve", "token"),
-    "Care": ("stat", "doctor", "index", "keys", "grant", "migrate"),
+    "Care": ("stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
     "Semantic entries": ("audit", "deadletters"),
 }
 

@@ -25,6 +25,7 @@ from limpet.errors import Ambiguous, Closed, Compacted, TransientError
 from limpet.keys import Span, pattern_span, prefix_span
 from limpet.model import (
     ABSENT,
+    BEGINNING,
     FAMILIES,
     KEEP,
     PRESENT,
@@ -49,6 +50,7 @@ from limpet.model import (
     Version,
     Window,
     Write,
+    fingerprint,
 )
 
 T = TypeVar("T")
@@ -944,6 +946,47 @@ async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
 
     assert [(change.family, change.key) for change in found] == [("data", "a/1")]
     assert (nothing.changes, nothing.head) == ([], status.revision)
+
+
+async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
+    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    for number in range(5):
+        lock = Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock")
+        await asked.done(put(f"a{number}"), put(f"b{number}"), lock)
+    whole = (await asked.changes(0)).changes
+    revision, follows = 0, BEGINNING
+
+    for change in whole:
+        # Revisions may skip: those in between stand for the change before them.
+        for after in range(revision, change.revision):
+            for options in ({}, {"limit": 0}, {"limit": 1}, {"span": pattern_span("missing")}):
+                assert (await asked.changes(after, **options)).before == follows
+        revision, follows = change.revision, fingerprint(change)
+    assert (await asked.changes(revision)).before == follows
+
+
+async def test_a_feed_that_waited_names_what_it_follows(asked: Asked) -> None:
+    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    await asked.done(put("a"))
+    (change,) = (await asked.changes(0)).changes
+    waiting = asyncio.create_task(asked.changes(change.revision, span=pattern_span("c"), wait_s=60.0))
+
+    await asked.done(put("b"))
+    await asked.done(put("c"))
+
+    assert (await asyncio.wait_for(waiting, PATIENCE_S)).before == fingerprint(change)
+
+
+async def test_a_feed_of_a_trimmed_log_names_what_it_follows(asked: Asked) -> None:
+    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    await asked.done(put("a"), put("b"), put("c"))
+    changes = (await asked.changes(0)).changes
+
+    assert await asked.trim(Window(changes=1, age_ms_min=0)) == 2
+    assert (await asked.changes(changes[1].revision)).before == fingerprint(changes[1])
+
+    assert await asked.trim(Window(changes=0, age_ms_min=0)) == 1
+    assert (await asked.changes(changes[2].revision)).before == fingerprint(changes[2])
 
 
 async def test_a_trimmed_revision_is_compacted(asked: Asked) -> None:

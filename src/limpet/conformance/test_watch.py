@@ -994,11 +994,207 @@ async def test_a_position_from_the_future_is_told(store: limpet.Store) -> None:
     await store.put("a", 1)
     (event,) = await history(store, "a")
     assert event.position is not None
-    place = event.position.removesuffix(str(event.revision))
-    assert place != event.position
+    place, change = event.position.rsplit(":", 1)
+    revision, time_and_digest = change.split("-", 1)
+    assert int(revision) == event.revision
 
     with pytest.raises(Compacted):
-        await next_event(store.watch(after=f"{place}{event.revision + 1000}"))
+        await next_event(store.watch(after=f"{place}:{event.revision + 1000}-{time_and_digest}"))
+
+
+def of_another_history(position: str | None) -> str:
+    """The position of another change at the same revision of a store of the same name, as a restored backup has it."""
+    assert position is not None
+    rest, digest = position.rsplit("-", 1)
+    return f"{rest}-{int(digest, 16) ^ 1:012x}"
+
+
+async def test_a_position_of_another_history_is_told(store: limpet.Store) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted.
+
+    The store has its old name and counts on from an old revision. So the revision of the position is there, but it
+    is another change, and whoever went on after it would have missed those before.
+    """
+    async with store.watch() as watch:
+        made = await fill(store, 20)
+        events = await next_events(watch, 20)
+
+    for done, event in enumerate(events, 1):
+        with pytest.raises(Compacted, match="another history"):
+            await next_event(store.watch(after=of_another_history(event.position)))
+        async with store.watch(after=event.position) as resumed:
+            assert named(await next_events(resumed, 20 - done)) == made[done:]
+
+
+async def test_a_batch_of_another_history_is_told(store: limpet.Store) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted."""
+    async with store.watch() as watch:
+        await store.batch().put("a", 1).put("b", 2).put("c", 3).commit()
+        await store.batch().delete("a").touch("b", 60).put("d", 4).commit()
+        events = await next_events(watch, 6)
+
+    for event in events[1:5]:
+        with pytest.raises(Compacted):
+            await next_event(store.watch(after=of_another_history(event.position)))
+    for event in events[3:5]:
+        async with store.watch("d", after=event.position) as resumed:
+            assert (await next_event(resumed)).position == events[5].position
+
+
+@pytest.mark.parametrize("other", ["key", "lock"])
+async def test_the_position_of_a_watch_is_of_its_history(store: limpet.Store, other: str) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted.
+
+    The watch stands on a change that it was not asked for: of another key, or of a lock.
+    """
+    await store.put("a", 1)
+    if other == "lock":
+        await store.lock("a", ttl=60).acquire()
+    else:
+        await store.put("b", 1)
+    async with store.watch("a") as watch:
+        position = watch.position
+    await store.put("c", 1)
+    await store.put("a", 2)
+
+    with pytest.raises(Compacted):
+        await next_event(store.watch("a", after=of_another_history(position)))
+    async with store.watch("a", after=position) as resumed:
+        assert (await next_event(resumed)).value == 2
+
+
+async def test_a_watch_that_went_on_has_a_position_of_its_history(store: limpet.Store) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted."""
+    async with store.watch("a") as watch:
+        await store.put("a", 1)
+        await next_event(watch)
+        await fill(store, 5)
+        await store.put("a", 2)
+        await next_event(watch)
+        position = watch.position
+
+    with pytest.raises(Compacted):
+        await next_event(store.watch("a", after=of_another_history(position)))
+    await store.put("b", 3)
+    await store.put("a", 3)
+    async with store.watch("a", after=position) as resumed:
+        assert (await next_event(resumed)).value == 3
+
+
+async def test_a_position_whose_change_is_gone_is_compared_by_time(store: limpet.Store) -> None:
+    """Where the log keeps the last change of each key, a position whose change is gone is compared by time.
+
+    In the history that the position is from, its change was made an hour before the one that comes before it here.
+    """
+    await store.put("a", 1)
+    async with store.watch() as watch:
+        await store.put("b", 1)
+        await next_event(watch)
+        position = watch.position
+    assert position is not None
+    await store.put("b", 2)
+    place, time, digest = position.rsplit("-", 2)
+    earlier = f"{place}-{int(time, 16) - 3_600_000:x}-{digest}"
+
+    with pytest.raises(Compacted, match="another history"):
+        await next_event(store.watch(after=earlier))
+    async with store.watch(after=position) as resumed:
+        assert (await next_event(resumed)).value == 2
+
+
+async def test_the_position_of_synced_is_of_its_history(store: limpet.Store) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted."""
+    await fill(store, 3)
+    async with store.watch("missing", initial=True) as watch:
+        synced = await next_event(watch)
+    assert isinstance(synced, limpet.Synced)
+    await store.put("missing", 1)
+
+    with pytest.raises(Compacted):
+        await next_event(store.watch("missing", after=of_another_history(synced.position)))
+    async with store.watch("missing", after=synced.position) as resumed:
+        assert (await next_event(resumed)).key == "missing"
+
+
+async def test_the_floor_is_of_its_history(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted.
+
+    The change that the position stands on was just trimmed. What comes after it is all there.
+    """
+    store, events = trimmed
+    floor = (await store.status()).floor
+    (event,) = (event for event in events if event.revision == floor)
+
+    with pytest.raises(Compacted, match="another history"):
+        await next_event(store.watch(after=of_another_history(event.position)))
+    async with store.watch(after=event.position) as resumed:
+        assert await next_events(resumed, 5) == events[15:]
+
+
+async def test_a_trimmed_log_is_of_its_history(open_store: OpenStore) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted.
+
+    All changes were trimmed, and the position stands on the last of them.
+    """
+    window = limpet.Window(changes=0, age_ms_min=0)
+    store = await open_store(namespace=elsewhere(), window=window, sweep=False)
+    async with store.watch() as watch:
+        await store.batch().put("a", 1).put("b", 1).commit()
+        position = (await next_events(watch, 2))[1].position
+    await store.trim()
+
+    for _ in range(2):
+        with pytest.raises(Compacted, match="another history"):
+            await next_event(store.watch(after=of_another_history(position)))
+        async with store.watch(after=position) as resumed:
+            assert resumed.position == position
+            await store.put("c", 1)
+            assert (await next_event(resumed)).key == "c"
+
+
+async def test_a_history_is_the_same_after_opening_again(open_store: OpenStore) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted."""
+    before = await open_store()
+    async with before.watch() as watch:
+        await before.batch().put("a", 1).put("b", 1).commit()
+        await before.put("c", 1)
+        events = await next_events(watch, 3)
+    await before.close()
+
+    again = await open_store()
+    for event in events:
+        with pytest.raises(Compacted):
+            await next_event(again.watch(after=of_another_history(event.position)))
+    async with again.watch(after=events[1].position) as resumed:
+        assert await next_event(resumed) == events[2]
+
+
+async def test_a_position_that_names_no_change_is_told(store: limpet.Store) -> None:
+    """A position from another history of the store, as after a restored backup, is Compacted.
+
+    It cannot be compared with the log.
+    """
+    await fill(store, 5)
+    (event,) = await history(store, "k00002")
+    assert event.position is not None
+    place = event.position.rpartition(":")[0]
+
+    for odd in (f"{event.revision}", f"{event.revision}-", f"{event.revision}-0", "-0-000000000000"):
+        with pytest.raises(Compacted):
+            await next_event(store.watch(after=f"{place}:{odd}"))
+
+
+async def test_the_beginning_belongs_to_every_history(store: limpet.Store) -> None:
+    """A watch resumes after its own position, also if no event has come yet.
+
+    Whoever has seen nothing has missed nothing.
+    """
+    async with store.watch() as watch:
+        position = watch.position
+    made = await fill(store, 5)
+
+    async with store.watch(after=position) as resumed:
+        assert named(await next_events(resumed, 5)) == made
 
 
 # Slow watchers ----------------------------------------------------------------

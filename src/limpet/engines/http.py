@@ -197,12 +197,15 @@ class HttpEngine(Gathering):
         """See `Engine.changes`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
+        before: str | None = None
+        at: str | None = None
         while True:
             left = max(0.0, deadline - loop.time())
             asked = wire.Changes(after, span, limit, min(left, self._limits.wait_s))
             feed = await self._poll(namespace, asked)
+            before, at = before or feed.before, feed.at or (None if feed.changes else at)
             if feed.changes or loop.time() >= deadline:
-                return feed
+                return msgspec.structs.replace(feed, before=before, at=at)
             # Changes that this token may not see, or a wait that the server did not want to be longer.
             after = feed.head
 

@@ -25,6 +25,7 @@ from limpet.engines.order import KeyOrder
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
+    BEGINNING,
     FAMILIES,
     Batch,
     Change,
@@ -39,6 +40,7 @@ from limpet.model import (
     Status,
     Traits,
     Window,
+    fingerprint,
     live,
 )
 from limpet.transition import plan, recall
@@ -84,6 +86,7 @@ class _Space:
     def __init__(self) -> None:
         self.revision = 0
         self.floor = 0
+        self.floor_print = BEGINNING
         self.map: dict[Family, dict[str, Entry]] = {family: {} for family in FAMILIES}
         self.order: dict[Family, KeyOrder] = {family: KeyOrder() for family in FAMILIES}
         self.expiries: list[tuple[int, Family, str, int]] = []
@@ -261,6 +264,7 @@ class MemoryEngine:
                 oldest, count=len(space.log), size_bytes=space.log_bytes, now_ms=now_ms
             )
             if dropped:
+                space.floor_print = fingerprint(self._named(space.log[dropped - 1]))
                 del space.log[:dropped]
                 space.floor, space.log_bytes = floor, space.log_bytes - freed_bytes
             for family in space.order:
@@ -304,11 +308,15 @@ class MemoryEngine:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {space.floor}", oldest=space.floor)
             if after > space.revision:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {space.revision}")
-            log: Iterable[Change] = itertools.islice(space.log, _index(space.log, after), None)
+            first = _index(space.log, after)
+            before = fingerprint(self._named(space.log[first - 1])) if first else space.floor_print
+            if not limit:
+                return Feed([], after, before)
+            log: Iterable[Change] = itertools.islice(space.log, first, None)
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)
             found = [self._named(change) for change in itertools.islice(log, limit)]
-            return Feed(found, found[-1].revision if len(found) == limit else space.revision)
+            return Feed(found, found[-1].revision if len(found) == limit else space.revision, before)
 
     def _named(self, change: Change) -> Change:
         """The change with its cause. A commit that nobody named is named when somebody looks, by its revision."""

@@ -294,8 +294,10 @@ class NatsEngine:
             raise Compacted(f"revision {after} was trimmed, the log starts after {mirror.floor}", oldest=mirror.floor)
         if after > revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        if not limit:
+            return Feed([], after, mirror.before(after))
         told: list[tuple[Place, Message]] = []
-        head, size_bytes = revision, 0
+        head, size_bytes, before = revision, 0, mirror.before(after)
         for place, message in mirror.after(after):
             if span is not None and (place[0] != "data" or place[1] not in span):
                 continue
@@ -305,7 +307,7 @@ class NatsEngine:
             told.append((place, message))
             size_bytes += message.size_bytes
         changes = await asyncio.gather(*(self._change(space, place, message) for place, message in told))
-        return Feed([change for change in changes if change is not None], head)
+        return Feed([change for change in changes if change is not None], head, before)
 
     async def _change(self, space: Space, place: Place, message: Message) -> Change | None:
         """A change with its value; None when the value was written again since, which is told later."""

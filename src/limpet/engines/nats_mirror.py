@@ -25,7 +25,7 @@ from limpet.engines.nats_space import Space
 from limpet.engines.nats_wire import Message, Place, parse, written
 from limpet.engines.order import KeyOrder
 from limpet.keys import Span
-from limpet.model import FAMILIES, Expire, Family, Status, Window, live
+from limpet.model import BEGINNING, FAMILIES, Expire, Family, Status, Window, fingerprint, live
 
 __all__ = ["Alarms", "Mirror"]
 
@@ -36,6 +36,7 @@ STALL_S: Final = 2.0
 APART_S_MAX: Final = 300.0
 END_MS: Final = 600_000
 ENDS_MAX: Final = 500
+STALE_MAX: Final = 64
 RECEIPTS_MIN: Final = 1000
 
 _json = msgspec.json.Encoder().encode
@@ -49,6 +50,9 @@ class Follower:
         self._link = link
         self._subject = subject
         self._on: Link | None = None
+        # The line that messages last came on, and what the last of them said of itself.
+        self._last_on: Link | None = None
+        self._last_told = b""
         self._number = b""
         self._name = ""
         self._delivered = 0
@@ -113,11 +117,13 @@ class Follower:
         async with self._starting:
             if self._is_running():
                 return
+            link: Link = await self._link()
             apart_s = asyncio.get_running_loop().time() - self._together_at
-            if self._store_id != self._space.store_id or apart_s > APART_S_MAX:
+            is_other = self._store_id != self._space.store_id or apart_s > APART_S_MAX
+            if is_other or (self._last_on not in (None, link) and not await self._is_as_left()):
                 self.clear()
                 self._store_id = self._space.store_id
-            link: Link = await self._link()
+            self._last_on = link
             delivered, self._number = link.listen(self._heard)
             self._on, self._name, self._delivered = link, os.urandom(8).hex(), 0
             config: dict[str, object] = {
@@ -147,6 +153,17 @@ class Follower:
             if self._resting is None:
                 self._resting = loop.call_later(IDLE_S, self._rest_if_idle)
 
+    async def _is_as_left(self) -> bool:
+        """Whether the stream still has the message that was last delivered.
+
+        A server that was away may come back with a backup of the stream. It has the same name, and other messages
+        under the same numbers.
+        """
+        if not self.position or not self._last_told:
+            return not self.position
+        found = await self._space.get({"seq": self.position})
+        return found is not None and _told_in(found[2]) == self._last_told
+
     def _is_running(self) -> bool:
         return self._on is not None and not self._on.is_lost and self._store_id == self._space.store_id
 
@@ -170,7 +187,7 @@ class Follower:
             return
         self._delivered = delivered
         self.take(subject.decode(), seq, headers)
-        self.position = seq
+        self.position, self._last_told = seq, _told_in(headers)
         self._moved_at = link._loop.time()
         self._moved.set()
 
@@ -206,6 +223,7 @@ class Mirror(Follower):
         """Know nothing any more."""
         super().clear()
         self.floor = 0
+        self.floor_print = BEGINNING
         self.revision = 0
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
@@ -220,7 +238,8 @@ class Mirror(Follower):
         place = self._space.subjects.place(subject)
         if place is None:
             if subject == self._space.subjects.floor:
-                self.floor = int(_header(headers, b"Limpet-Floor"))
+                self.floor_print = _header(headers, b"Limpet-Floor").decode()
+                self.floor = int(self.floor_print.partition("-")[0])
                 self._rings()
             return
         family, key = place
@@ -247,7 +266,7 @@ class Mirror(Follower):
             self._is_sorted = False
         self._log.append((seq, place))
         if len(self._log) > 64 + 4 * (sum(map(len, self.heads.values())) + len(self._ends)):
-            self._log = [item for item in self._log if self._told(item) is not None]
+            self._forget_stale()
         self._rings()
 
     def _forget_receipts(self) -> None:
@@ -265,14 +284,38 @@ class Mirror(Follower):
 
     def after(self, revision: int) -> Iterator[tuple[Place, Message]]:
         """The last change of each key, and what a touch lies on, of those after a revision, in their order."""
-        if not self._is_sorted:
-            self._log.sort()
-            self._is_sorted = True
+        self._sort()
         # Not while it is read: messages come in between.
-        for item in self._log[bisect_right(self._log, revision, key=lambda item: item[0]) :]:
+        for item in self._log[self._index_after(revision) :]:
             message = self._told(item)
             if message is not None:
                 yield item[1], message
+
+    def before(self, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it that is still to be told."""
+        self._sort()
+        last = self._index_after(revision) - 1
+        for index in range(last, -1, -1):
+            message = self._told(self._log[index])
+            if message is not None:
+                is_kept = message.seq > self.floor
+                return fingerprint(message.change(self._log[index][1][0])) if is_kept else self.floor_print
+            if last - index > STALE_MAX:
+                # A key that is written over and over leaves many of these, which nobody needs.
+                self._forget_stale()
+                return self.before(revision)
+        return self.floor_print
+
+    def _sort(self) -> None:
+        if not self._is_sorted:
+            self._log.sort()
+            self._is_sorted = True
+
+    def _index_after(self, revision: int) -> int:
+        return bisect_right(self._log, revision, key=lambda item: item[0])
+
+    def _forget_stale(self) -> None:
+        self._log = [item for item in self._log if self._told(item) is not None]
 
     def _told(self, item: tuple[int, Place]) -> Message | None:
         """The change of this number, if it still is to be told."""
@@ -302,13 +345,17 @@ class Mirror(Follower):
     async def trim(self, window: Window) -> int:
         """Move the floor, and drop the ends that have lain below it for a while."""
         now_ms = self._space.now_ms()
-        oldest = [(message.seq, message.at_ms, _weight(message)) for _, message in self.after(self.floor)]
+        told = [*self.after(self.floor)]
+        oldest = [(message.seq, message.at_ms, _weight(message)) for _, message in told]
         size_bytes = sum(weight for _, _, weight in oldest)
         dropped, _, floor = window.excess(oldest, count=len(oldest), size_bytes=size_bytes, now_ms=now_ms)
-        if dropped and await self._space.raise_floor(floor):
-            self.floor = max(self.floor, floor)
-        else:
-            dropped = 0
+        if dropped:
+            (family, _), last = told[dropped - 1]
+            floor_print = fingerprint(last.change(family))
+            if not await self._space.raise_floor(floor, floor_print):
+                dropped = 0
+            elif floor > self.floor:
+                self.floor, self.floor_print = floor, floor_print
         old = [
             (place, message)
             for place, message in self._ends.items()
@@ -327,6 +374,12 @@ def _weight(message: Message) -> int:
     """What a change counts in totals: its key and its value."""
     key = message.entry.key
     return message.size_bytes + (len(key) if key.isascii() else len(key.encode()))
+
+
+def _told_in(headers: bytes) -> bytes:
+    """What a message says of its entry; nothing where it is none of ours."""
+    at = headers.find(b"\r\nLimpet: ")
+    return b"" if at < 0 else headers[at + 2 : headers.index(b"\r\n", at + 2)]
 
 
 def _header(headers: bytes, name: bytes) -> bytes:

@@ -324,13 +324,13 @@ class Space:
         found = await self.get({"last_by_subj": self.subjects.floor})
         return 0 if found is None else int(found[3])
 
-    async def raise_floor(self, floor: int) -> bool:
-        """Trim the log up to there; False when somebody else did it first."""
+    async def raise_floor(self, floor: int, floor_print: str) -> bool:
+        """Trim the log up to the change of this fingerprint; False when somebody else did it first."""
         found = await self.get({"last_by_subj": self.subjects.floor})
         if found is not None and int(found[3]) >= floor:
             return False
         expected = 0 if found is None else found[1]
-        headers = f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\nLimpet-Floor: {floor}\r\n\r\n"
+        headers = f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\nLimpet-Floor: {floor_print}\r\n\r\n"
         link = await self._server.link()
         try:
             await number_of(link.ask(self.subjects.floor, b"%d" % floor, headers.encode()))

@@ -47,6 +47,7 @@ from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import KEY_BYTES_MAX, Span
 from limpet.model import (
     ABSENT,
+    BEGINNING,
     KEEP,
     PRESENT,
     Batch,
@@ -72,6 +73,7 @@ from limpet.model import (
     Version,
     Window,
     Write,
+    fingerprint,
 )
 from limpet.schema import REVISION, VERSION_TABLE, ddl, in_schema, is_behind, require
 from limpet.transition import plan, recall
@@ -165,8 +167,14 @@ _OVERTAKEN: Final = (
     "SELECT name FROM unnest($2::text[]) AS asked (name)"
     " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.overtaken ? name"
 )
+_TOLD_BY: Final = "revision, last_revision, at_ms, version, created_revision, family, cause"
+_LAST_UP_TO: Final = (
+    f"SELECT {_TOLD_BY} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision <= $2"
+    " ORDER BY revision DESC LIMIT 1"
+)
 _FEED: Final = (
-    f"SELECT n.revision, n.floor, c.* FROM {{schema}}.limpet_namespaces n LEFT JOIN LATERAL ("
+    "SELECT n.revision, n.floor, c.*, n.floor_print, b.* FROM {schema}.limpet_namespaces n"
+    f" LEFT JOIN LATERAL ({_LAST_UP_TO}) AS b ON true LEFT JOIN LATERAL ("
     f"SELECT {_LOG}, count(*) OVER () AS total, sum(size_bytes) OVER (ORDER BY revision) - size_bytes AS before FROM ("
     "SELECT * FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2"
     " AND ($4::text IS NULL OR family = 'data' AND key >= $4 AND key < $5)"
@@ -178,7 +186,8 @@ _DUE: Final = (
     " AND expires_ms <= (SELECT {schema}.limpet_now_ms()) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
 )
 _STATUS: Final = (
-    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms()"
+    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms(),"
+    " (SELECT epoch FROM {schema}.limpet_store)"
     " FROM (SELECT $1::text) AS a (namespace) LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
 )
 _TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1)"
@@ -187,8 +196,8 @@ _OLDEST: Final = (
 )
 _DROP_CHANGES: Final = "DELETE FROM {schema}.limpet_changes WHERE namespace = $1 AND revision <= $2"
 _SET_FLOOR: Final = (
-    "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4"
-    " WHERE namespace = $1"
+    "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4,"
+    " floor_print = $5 WHERE namespace = $1"
 )
 _DROP_RECEIPTS: Final = (
     "DELETE FROM {schema}.limpet_entries WHERE namespace = $1 AND family = 'receipt'"
@@ -205,6 +214,8 @@ _IS_MADE: Final = (
 )
 _REVISION: Final = f"SELECT version_num FROM {{schema}}.{VERSION_TABLE}"
 _STORE: Final = "SELECT id, epoch FROM {schema}.limpet_store"
+_RAISE_EPOCH: Final = "UPDATE {schema}.limpet_store SET epoch = epoch + 1 RETURNING epoch"
+_SKIP_REVISIONS: Final = "UPDATE {schema}.limpet_namespaces SET revision = revision + $1"
 
 
 async def open(address: Address, clock: Clock) -> PostgresEngine:
@@ -314,7 +325,7 @@ class PostgresEngine(Remote):
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
-        self._store_id, self._epoch, self._channel = "", 1, ""
+        self._store_id, self._channel = "", ""
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
 
@@ -369,8 +380,9 @@ class PostgresEngine(Remote):
                 oldest = await connection.fetch(self._sql(_OLDEST), namespace, EXAMINED_MAX)
                 dropped, freed_bytes, floor = window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=now_ms)
                 if dropped:
+                    last = _fingerprint(await connection.fetchrow(self._sql(_LAST_UP_TO), namespace, floor))
                     await connection.execute(self._sql(_DROP_CHANGES), namespace, floor)
-                    await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes)
+                    await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes, last)
         except Exception as error:
             raise self._translated(error) from error
         return dropped
@@ -378,10 +390,12 @@ class PostgresEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms),) = await self._fetch(_STATUS, namespace)
+        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms, epoch),) = await self._fetch(
+            _STATUS, namespace
+        )
         return Status(
             store_id=self._store_id,
-            epoch=self._epoch,
+            epoch=epoch,
             revision=revision or 0,
             floor=floor or 0,
             keys=keys or 0,
@@ -508,7 +522,24 @@ class PostgresEngine(Remote):
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
         changes = [_change(row[2:18]) for row in rows if row[2] is not None]
         is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
-        return Feed(changes, changes[-1].revision if is_full else revision)
+        floor_print = (rows[0][20] if rows else None) or BEGINNING
+        before = floor_print if not rows or rows[0][21] is None else _fingerprint(rows[0][21:])
+        if not limit:
+            return Feed([], after, before)
+        return Feed(changes, changes[-1].revision if is_full else revision, before)
+
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        self._check_open()
+        try:
+            async with self._transaction() as connection:
+                epoch: int = await connection.fetchval(self._sql(_RAISE_EPOCH))
+                await connection.execute(self._sql(_SKIP_REVISIONS), skip)
+        except Exception as error:
+            raise self._translated(error) from error
+        return epoch
 
     # Indexes ------------------------------------------------------------------
 
@@ -609,7 +640,7 @@ class PostgresEngine(Remote):
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
             )
-        self._store_id, self._epoch = identity
+        self._store_id, _ = identity
         self._channel = f"limpet_{self._store_id}"
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
         return revision
@@ -1058,6 +1089,13 @@ def _entry(row: Sequence[Any]) -> Entry:
 def _change(row: Sequence[Any]) -> Change:
     op, revision, last_revision, at_ms, cause, family, *entry = row
     return Change(op, _entry(entry), revision, last_revision, at_ms, cause, family)
+
+
+def _fingerprint(row: Sequence[Any]) -> str:
+    """The fingerprint of a change, of the columns that it is made from."""
+    revision, last_revision, at_ms, version, created_revision, family, cause = row
+    entry = Entry("", None, version, revision, created_revision, 0, 0)
+    return fingerprint(Change("put", entry, revision, last_revision, at_ms, cause, family))
 
 
 def _indexed(namespace: str) -> str:

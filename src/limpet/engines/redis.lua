@@ -136,7 +136,7 @@ end
 
 -- Entries ----------------------------------------------------------------------------------------------------
 
-local due_key, late_key, gaps_key = base .. 'due', base .. 'late', base .. 'gaps'
+local due_key, late_key, gaps_key, floor_key = base .. 'due', base .. 'late', base .. 'gaps', base .. 'floor'
 
 local function parse(key, packed)
     local version, revision, created, created_ms, updated_ms, expires_ms, size, meta_bytes, kind =
@@ -532,6 +532,32 @@ local function each_change(item, last, see)
     return false
 end
 
+-- The change at a revision, or the last one before it: its label, its head and its time. Where the log has none, the
+-- one at the floor, of which this much is kept.
+local function told_at(revision)
+    local found = false
+    local function look(items)
+        if #items > 0 then
+            each_change(items[1][2], tonumber(match(items[1][1], '^%d+')), function(label, entry, its_revision)
+                if its_revision > revision then
+                    return true
+                end
+                found = {label, sub(entry, 1, HEAD_BYTES), items[1][2][2]}
+            end)
+        end
+    end
+    -- The changes of one call are one item, which may begin before the revision and end after it.
+    look(call('XRANGE', log_key, format('(%d-0', revision), '+', 'COUNT', 1))
+    if not found then
+        look(call('XREVRANGE', log_key, format('%d-0', revision), '-', 'COUNT', 1))
+    end
+    if not found then
+        local kept = call('GET', floor_key)
+        found = kept and cmsgpack.unpack(kept)
+    end
+    return found
+end
+
 -- Deciding ---------------------------------------------------------------------------------------------------
 
 -- What a batch did when it was asked for the first time, by the name of its changes.
@@ -746,6 +772,16 @@ function verb.mend()
     return tally.revision
 end
 
+-- A new epoch: leave out so many revisions, which somebody may have seen before the data was put back.
+function verb.skip()
+    if load_tally() then
+        local survived = tally.revision
+        tally.revision = survived + tonumber(ARGV[3])
+        call('ZADD', gaps_key, tally.revision, survived)
+        save_tally()
+    end
+end
+
 function verb.read()
     local now, family, answer = now_ms(), ARGV[3], {}
     if family == 'receipt' then
@@ -805,7 +841,7 @@ end
 function verb.feed()
     local after, limit, most = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
     if not load_tally() then
-        return {0, 0, false, false, {}}
+        return {0, 0, false, false, {}, false}
     end
     local gap = call('ZRANGEBYSCORE', gaps_key, format('(%d', after), '+inf', 'LIMIT', 0, 1)[1]
     local found, count, size = {}, 0, 0
@@ -817,7 +853,8 @@ function verb.feed()
         end
         return count >= limit or size > most
     end)
-    return {tally.revision, tally.floor, gap and tonumber(gap) < after and gap or false, more, found}
+    gap = gap and tonumber(gap) < after and gap or false
+    return {tally.revision, tally.floor, gap, more, found, told_at(after)}
 end
 
 -- Whoever commits from now on keeps the index; what was there before is brought into it piece by piece.
@@ -950,6 +987,7 @@ function verb.trim()
         end)
     end)
     if dropped > 0 then
+        call('SET', floor_key, cmsgpack.pack(told_at(floor)))
         call('XTRIM', log_key, 'MINID', format('%d-0', floor + 1))
         tally.floor = floor
         call('ZREMRANGEBYSCORE', gaps_key, '-inf', tally.floor)

@@ -16,6 +16,7 @@ first, far beyond what anybody can have seen; watchers who saw what was lost are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import os
@@ -37,10 +38,19 @@ from limpet.codec import Stored
 from limpet.engine import Address, Engine, new_request_id, overtaken
 from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
-from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
+from limpet.errors import (
+    Compacted,
+    Contention,
+    Corrupt,
+    InvalidNamespace,
+    InvalidValue,
+    PermissionDenied,
+    Unavailable,
+)
 from limpet.index import CANDIDATES_MAX, Sought
-from limpet.keys import Span
+from limpet.keys import Span, check_namespace
 from limpet.model import (
+    BEGINNING,
     KEEP,
     PRESENT,
     Add,
@@ -69,6 +79,7 @@ from limpet.model import (
     Version,
     Window,
     Write,
+    fingerprint,
 )
 from limpet.transition import recall, remember
 
@@ -162,7 +173,7 @@ class RedisEngine(Remote):
         self._braces = braces
         self._replicas = replicas
         self._servers: dict[Line, str] = {}
-        self._store_id = ""
+        self._store_id, self._epoch = "", 1
         self.in_cluster = False
         # Where a lone put is on its way, or the last commits had company.
         self._busy: set[str] = set()
@@ -216,7 +227,7 @@ class RedisEngine(Remote):
         revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._run(namespace, "status")
         return Status(
             store_id=self._store_id,
-            epoch=1,
+            epoch=self._epoch,
             revision=revision,
             floor=floor,
             keys=keys,
@@ -251,15 +262,19 @@ class RedisEngine(Remote):
         return found
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+        before: str | None = None
         while True:
             asked = ("feed", after, limit, SLICE_BYTES_MAX)
-            revision, floor, survived, more, items = await self._run(namespace, *asked)
+            revision, floor, survived, more, items, told = await self._run(namespace, *asked)
             if after < floor:
                 raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
             if after > revision:
                 raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
             if survived is not None:
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
+            before = before or _fingerprint(told)
+            if not limit:
+                return Feed([], after, before)
             changes = [one for last, item in items for one in _changes(item, last) if one.revision > after]
             is_full = more is not None or len(changes) > limit
             changes = changes[:limit]
@@ -267,7 +282,7 @@ class RedisEngine(Remote):
             if span is not None:
                 changes = [one for one in changes if one.family == "data" and one.key in span]
             if changes or not is_full:
-                return Feed(changes, head)
+                return Feed(changes, head, before)
             after = head
 
     def _listen_to(self, namespace: str) -> None:
@@ -286,6 +301,35 @@ class RedisEngine(Remote):
                     found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
         finally:
             self._cut(line)
+
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        await self.skip_revisions(skip)
+        return await self.next_epoch()
+
+    async def skip_revisions(self, skip: int) -> None:
+        """Leave out so many revisions of every namespace on this server."""
+        self._check_open()
+        data = self._key("*", "data")
+        before, after = (part.encode() for part in data.split("*"))
+        cursor = b"0"
+        while True:
+            cursor, found = await self._ask("SCAN", cursor, "MATCH", data, "COUNT", 1000)
+            for key in found:
+                name = key.removeprefix(before).removesuffix(after).decode()
+                # Another program's key may look like one of ours.
+                with contextlib.suppress(InvalidNamespace):
+                    await self._run(check_namespace(name), "skip", skip)
+            if cursor == b"0":
+                return
+
+    async def next_epoch(self) -> int:
+        """Begin a new epoch of the store, whose name this server keeps."""
+        name, epoch = await self.name_store()
+        await self._ask("SET", _STORE, f"{name} {epoch + 1}")
+        return (await self.name_store())[1]
 
     # Indexes ------------------------------------------------------------------
 
@@ -542,14 +586,16 @@ class RedisEngine(Remote):
             )
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
 
-    async def name_store(self) -> str:
-        """The name of the store. Of several who find none, one gives it."""
-        name = await self._ask("GET", _STORE)
-        if name is None:
+    async def name_store(self) -> tuple[str, int]:
+        """The name of the store, and its epoch. Of several who find none, one gives it."""
+        found = await self._ask("GET", _STORE)
+        if found is None:
             await self._ask("SET", _STORE, os.urandom(8).hex(), "NX")
-            name = await self._ask("GET", _STORE)
-        self._store_id = name.decode()
-        return self._store_id
+            found = await self._ask("GET", _STORE)
+        # The first epoch is not written.
+        name, _, epoch = found.decode().partition(" ")
+        self._store_id, self._epoch = name, int(epoch or 1)
+        return self._store_id, self._epoch
 
     async def _lay_line(self) -> Line:
         line = await lay(self._pool.make_connection())
@@ -854,6 +900,11 @@ def _change(label: bytes, text: bytes, at_ms: int) -> Change:
     entry = _entry(names[at:].decode(), text, with_value=op in (b"put", b"patch", b"take"))
     place: Any = family.decode()
     return Change(word, entry, int(revision), int(last), at_ms, names[:at].decode() or None, place)
+
+
+def _fingerprint(told: list[bytes] | None) -> str:
+    """The fingerprint of a change, of its label, the head of its entry and its time."""
+    return BEGINNING if told is None else fingerprint(_change(told[0], told[1], int(told[2])))
 
 
 def _commit(

@@ -32,7 +32,7 @@ class RedisCluster:
         self._engines = {place: first}
         self._slots: Slots = []
         self._first = first
-        self._store_id = ""
+        self._store_id, self._epoch = "", 1
 
     @property
     def traits(self) -> Traits:
@@ -76,7 +76,7 @@ class RedisCluster:
     async def prepare(self) -> None:
         """Learn the name of the store, from the server that keeps it."""
         engine = await self._engine_of(key_slot(b"limpet:store"))
-        self._store_id = await engine.name_store()
+        self._store_id, self._epoch = await engine.name_store()
 
     # The eight primitives -----------------------------------------------------
 
@@ -121,12 +121,23 @@ class RedisCluster:
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         found = await self._on(namespace, lambda engine: engine.status(namespace))
-        return msgspec.structs.replace(found, store_id=self._store_id)
+        return msgspec.structs.replace(found, store_id=self._store_id, epoch=self._epoch)
 
     async def close(self) -> None:
         """See `Engine.close`."""
         for engine in self._engines.values():
             await engine.close()
+
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`. Every server has namespaces of its own, and one of them keeps the epoch."""
+        firsts = {place: first for first, _, place in await self._ask_for_slots()}
+        for first in firsts.values():
+            await (await self._engine_of(first)).skip_revisions(skip)
+        keeper = await self._engine_of(key_slot(b"limpet:store"))
+        self._epoch = await keeper.next_epoch()
+        return self._epoch
 
     # Indexes ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import msgspec
 
 from limpet.clock import Clock, has_loop
 from limpet.codec import Stored, size_bytes
-from limpet.engine import Engine, Indexing, new_request_id
+from limpet.engine import Engine, Indexing, Restoring, new_request_id
 from limpet.errors import Ambiguous, Contention, Corrupt, InvalidValue
 from limpet.index import Sought
 from limpet.keys import Span, check_key
@@ -181,7 +181,8 @@ class SealedEngine:
         """See `Engine.changes`."""
         ring = self._keyring.ring()
         feed = await self._engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
-        return Feed([self._opened_change(ring, namespace, change) for change in feed.changes], feed.head)
+        opened = [self._opened_change(ring, namespace, change) for change in feed.changes]
+        return _replace(feed, changes=opened)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -222,6 +223,12 @@ class SealedEngine:
         return None
 
     # Keys ---------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        if not isinstance(self._engine, Restoring):
+            raise InvalidValue(f"{self.traits.engine} has no epochs to raise")
+        return await self._engine.raise_epoch(skip)
 
     @property
     def key_id(self) -> str:

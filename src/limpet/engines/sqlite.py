@@ -50,6 +50,7 @@ from limpet.errors import (
 from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import Span
 from limpet.model import (
+    BEGINNING,
     Batch,
     Change,
     Commit,
@@ -64,6 +65,7 @@ from limpet.model import (
     Status,
     Traits,
     Window,
+    fingerprint,
     live,
 )
 from limpet.schema import REVISION, VERSION_TABLE, ddl, is_behind, require
@@ -115,6 +117,10 @@ _CHANGES_OF: Final = (
     f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND family = 'data'"
     " AND key >= ? AND key < ? ORDER BY revision LIMIT ?"
 )
+_LAST_UP_TO: Final = (
+    f"SELECT {_LOG_COLUMNS.replace('kind, value', 'NULL, NULL')} FROM limpet_changes"
+    " WHERE namespace = ? AND revision <= ? ORDER BY revision DESC LIMIT 1"
+)
 _CAUSED: Final = f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
 _DUE: Final = (
     "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
@@ -133,13 +139,16 @@ _OVER: Final = "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND 
 _RECEIPTS_OVER: Final = f"SELECT 1 {_OVER}"
 _DROP_RECEIPTS: Final = f"DELETE {_OVER}"
 _TALLY: Final = (
-    "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = ?"
+    "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, floor_print"
+    " FROM limpet_namespaces WHERE namespace = ?"
 )
-_SET_TALLY: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_SET_TALLY: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _LATEST_MS: Final = "SELECT max(at_ms) FROM limpet_namespaces"
 _OURS: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
 _REVISION: Final = f"SELECT version_num FROM {VERSION_TABLE}"
 _STORE: Final = "SELECT id, epoch FROM limpet_store"
+_RAISE_EPOCH: Final = "UPDATE limpet_store SET epoch = epoch + 1"
+_SKIP_REVISIONS: Final = "UPDATE limpet_namespaces SET revision = revision + ?"
 
 
 @functools.cache
@@ -357,6 +366,19 @@ class SqliteEngine:
                     best = found
         return best
 
+    # Epochs -------------------------------------------------------------------
+
+    async def raise_epoch(self, skip: int) -> int:
+        """See `Restoring.raise_epoch`."""
+        return await self._aside(lambda: self._raise_epoch(skip))
+
+    def _raise_epoch(self, skip: int) -> int:
+        with self._alone() as writer:
+            writer.execute(_RAISE_EPOCH)
+            writer.execute(_SKIP_REVISIONS, (skip,))
+            _, self._epoch = writer.execute(_STORE).fetchone()
+        return self._epoch
+
     def _define(self, sql: str) -> None:
         """Change the schema of the file."""
         with self._alone() as writer:
@@ -366,6 +388,7 @@ class SqliteEngine:
         """See `Engine.status`."""
         with self._reading() as reader:
             tally = _Tally.load(reader, namespace)
+            _, self._epoch = reader.execute(_STORE).fetchone()
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -570,6 +593,7 @@ class SqliteEngine:
             reader.execute("BEGIN")
             try:
                 tally = _Tally.load(reader, namespace)
+                before = tally.fingerprint_at(reader, after)
                 if span is None:
                     rows = reader.execute(_CHANGES, (namespace, after, limit))
                 else:
@@ -582,7 +606,9 @@ class SqliteEngine:
             raise Compacted(f"revision {after} was trimmed, the log starts after {tally.floor}", oldest=tally.floor)
         if after > tally.revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {tally.revision}")
-        return Feed(changes, changes[-1].revision if is_full else tally.revision)
+        if not limit:
+            return Feed([], after, before)
+        return Feed(changes, changes[-1].revision if is_full else tally.revision, before)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[_Connection]:
@@ -669,6 +695,7 @@ class SqliteEngine:
                 oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms
             )
             if dropped:
+                tally.floor_print = tally.fingerprint_at(writer, floor)
                 writer.execute(_DROP_CHANGES, (namespace, floor))
                 tally.floor = floor
                 tally.log_changes -= dropped
@@ -860,8 +887,10 @@ def _wake_all(waiters: list[asyncio.Future[None]]) -> None:
 class _Tally:
     """The row of a namespace, while it is being changed."""
 
-    def __init__(self, namespace: str, row: Sequence[int] | None) -> None:
+    def __init__(self, namespace: str, row: Sequence[Any] | None) -> None:
         self.namespace = namespace
+        counts: Sequence[int] = row[:7] if row else (0, 0, 0, 0, 0, 0, 0)
+        self.floor_print: str | None = row[7].decode() if row and row[7] else None
         (
             self.revision,
             self.floor,
@@ -870,7 +899,7 @@ class _Tally:
             self.size_bytes,
             self.log_changes,
             self.log_bytes,
-        ) = row or (0, 0, 0, 0, 0, 0, 0)
+        ) = counts
 
     @classmethod
     def load(cls, connection: _Connection, namespace: str) -> _Tally:
@@ -878,7 +907,12 @@ class _Tally:
 
     def save(self, connection: _Connection) -> None:
         row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
-        connection.execute(_SET_TALLY, (self.namespace, *row))
+        connection.execute(_SET_TALLY, (self.namespace, *row, self.floor_print))
+
+    def fingerprint_at(self, connection: _Connection, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it."""
+        row = connection.execute(_LAST_UP_TO, (self.namespace, revision)).fetchone()
+        return self.floor_print or BEGINNING if row is None else fingerprint(_change(row))
 
 
 class _Work:

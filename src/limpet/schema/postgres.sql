@@ -26,6 +26,7 @@ CREATE TABLE {schema}.limpet_namespaces (
     log_changes BIGINT NOT NULL,
     log_bytes BIGINT NOT NULL,
     overtaken JSONB,
+    floor_print TEXT,
     PRIMARY KEY (namespace)
 ) WITH (fillfactor = 20);
 

@@ -23,6 +23,7 @@ CREATE TABLE limpet_namespaces (
     size_bytes INTEGER NOT NULL,
     log_changes INTEGER NOT NULL,
     log_bytes INTEGER NOT NULL,
+    floor_print TEXT,
     PRIMARY KEY (namespace)
 ) WITHOUT ROWID;
 

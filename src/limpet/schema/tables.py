@@ -47,6 +47,8 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("log_changes"),
         _number("log_bytes"),
         *overtaken,
+        # The fingerprint of the change at the floor, which is no longer in the log.
+        _text("floor_print", nullable=True),
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
         # Updated by every commit. With room on its page, a row stays on it and no index hears of it.
         postgresql_with={"fillfactor": 20},

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from limpet.errors import InvalidValue, LimpetError, RateLimited
-from limpet.hub import Watch, position_prefix
+from limpet.hub import Watch
 from limpet.model import Event
 from limpet.server.replies import reply_of
 from limpet.server.requests import Deliver
@@ -102,14 +102,10 @@ class Deliveries:
         of_plugin = sum(delivery.plugin == plugin for delivery in self._running.values())
         if len(self._running) >= WATCHES_MAX or of_plugin >= WATCHES_OF_PLUGIN_MAX:
             raise RateLimited("there are as many watches as this server keeps", retry_after=self._beat_s)
-        position: str | None = None
-        after = asked.after
-        if after is None and not asked.initial:
-            # Named to the caller, so that nothing is missed if this server is gone before the first event.
-            status = await store.status()
-            after = position = position_prefix(status, plugin) + str(status.revision)
-        changes = store.watch(asked.pattern, after=after, initial=asked.initial)
+        changes = store.watch(asked.pattern, after=asked.after, initial=asked.initial)
         await changes.__aenter__()
+        # Named to the caller, so that nothing is missed if this server is gone before the first event.
+        position = changes.position if asked.after is None else None
         delivery = Delivery(f"{self._server_id}.{next(self._numbers)}", plugin, subject, changes, position)
         self._running[delivery.id] = delivery
         answer = {"watch": delivery.id, "subject": subject, "position": position, "heartbeat": self._beat_s}

@@ -78,7 +78,9 @@ def check_scan(asked: wire.Scan) -> None:
 def check_changes(asked: wire.Changes) -> None:
     """The log is read in pages."""
     _check_number(asked.after, "a revision")
-    _check_page(asked.limit)
+    # A page of none asks what the changes after a revision follow.
+    if asked.limit != 0:
+        _check_page(asked.limit)
     if not 0 <= asked.wait_s < float("inf"):
         raise InvalidValue("a wait is of zero or more seconds")
     if asked.span is not None:

@@ -51,6 +51,7 @@ from limpet.model import (
     Status,
     Window,
     Write,
+    fingerprint,
 )
 from limpet.server import nouns
 from limpet.server.desk import Caller, Callers, Desk
@@ -254,7 +255,10 @@ class _Counter:
             feed = await self._news(visit, msgspec.structs.replace(asked, wait_s=min(asked.wait_s, LIMITS.wait_s)))
         feed = _short_feed(feed)
         if asked.span is None and not visit.sees_all:
-            feed = Feed([change for change in feed.changes if _is_seen(visit, change)], feed.head)
+            seen = [change for change in feed.changes if _is_seen(visit, change)]
+            # Who does not see the change at the head still has to recognise it when going on from there.
+            at = fingerprint(feed.changes[-1]) if feed.changes else None
+            feed = msgspec.structs.replace(feed, changes=seen, at=at)
         return feed
 
     async def _do_changes(self, store: Store, asked: Primitive) -> dict[str, Any]:
@@ -486,7 +490,7 @@ def _short_feed(feed: Feed) -> Feed:
     count = _that_fit([change.entry.size_bytes for change in feed.changes])
     if count == len(feed.changes):
         return feed
-    return Feed(feed.changes[:count], feed.changes[count - 1].revision)
+    return Feed(feed.changes[:count], feed.changes[count - 1].revision, feed.before)
 
 
 def _that_fit(sizes_bytes: Sequence[int]) -> int:

@@ -1,0 +1,91 @@
+"""Positions and histories: how a reader of the log finds out that the store was put back to an earlier state."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import limpet
+from limpet.engines import memory
+from limpet.errors import Compacted
+from limpet.hub import SKEW_MS, is_same_history
+from limpet.model import BEGINNING, Change, Entry, Traits, fingerprint
+
+EVERY = Traits(engine="one", durability="disk", log="every", clock="host", inline=True)
+LAST = Traits(engine="other", durability="disk", log="last", clock="server", inline=False)
+
+
+def change(revision: int, at_ms: int = 1_700_000_000_000, *, cause: str | None = "r-1", key: str = "k") -> Change:
+    entry = Entry(key, b"1", 1, revision, revision, at_ms, at_ms)
+    return Change("put", entry, revision, revision, at_ms, cause)
+
+
+def test_a_fingerprint_names_its_revision_and_shows_no_key() -> None:
+    """Whoever may see a position may not be allowed to see the key that changed, or what it holds."""
+    assert fingerprint(change(7)).startswith("7-")
+    assert fingerprint(change(7, key="a")) == fingerprint(change(7, key="b"))
+
+
+def test_a_fingerprint_tells_two_histories_apart() -> None:
+    """Store, epoch and revision repeat; the time and the cause do not."""
+    one = fingerprint(change(7))
+
+    assert one == fingerprint(change(7))
+    assert len({one, fingerprint(change(7, cause="r-2")), fingerprint(change(7, cause=None)), BEGINNING}) == 4
+    assert one != fingerprint(change(7, 1_700_000_000_001))
+
+
+def test_a_log_of_every_change_has_the_very_same() -> None:
+    """Nothing but the change that was seen will do."""
+    seen, before = fingerprint(change(7)), fingerprint(change(6))
+
+    assert is_same_history(seen, seen, EVERY)
+    assert not is_same_history(before, seen, EVERY)
+
+
+@pytest.mark.parametrize(
+    ("found", "same"),
+    [
+        (change(7), True),
+        (change(6), True),
+        (change(6, 1_700_000_000_000 + SKEW_MS), True),
+        (change(6, 1_700_000_000_001 + SKEW_MS), False),
+        (change(7, cause="another"), False),
+        (change(8), False),
+    ],
+)
+def test_a_log_of_the_last_changes_is_compared_by_time(found: Change, same: bool) -> None:
+    """What was seen may be gone since; what is left before it must not be younger."""
+    assert is_same_history(fingerprint(found), fingerprint(change(7)), LAST) is same
+
+
+def test_a_change_of_unknown_time_is_older_than_nothing() -> None:
+    """Another program wrote it, and nobody knows when."""
+    foreign = fingerprint(change(7, 0, cause=None))
+
+    assert is_same_history(fingerprint(change(6)), foreign, LAST)
+    assert not is_same_history(fingerprint(change(7)), foreign, LAST)
+
+
+async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
+    """The place is put back under a watcher, and gets more changes than were lost before the watcher looks again."""
+    name, clock = "memory:put-back", limpet.ManualClock()
+    async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
+        await writer.put("a", 1)
+        place = memory._shared["put-back"]
+        async with store.watch() as watch:
+            await writer.put("b", 1)
+            await anext(watch)
+            with place.lock:
+                space = place.spaces[store.name]
+                space.revision = space.log[0].revision
+                del space.log[1:]
+            clock.advance(1)
+            # Nothing here lets the watch look in between.
+            await writer.put("c", 1)
+            await writer.put("d", 1)
+
+            with pytest.raises(Compacted, match="another history"):
+                async with asyncio.timeout(20):
+                    await anext(watch)
