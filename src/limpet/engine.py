@@ -141,6 +141,7 @@ class Engine(Protocol):
         Behaviour:
         - The revision is that of the latest change.
         - Keys and bytes count what is stored.
+        - Its time is what decides about expiry, and never goes back.
         """
         ...
 

@@ -225,6 +225,7 @@ class Mirror(Follower):
             return
         family, key = place
         message = parse(key, seq, headers, None)
+        self._space.see_time(message.at_ms)
         heads = self.heads[family]
         before = heads.get(key)
         if message.held is None:

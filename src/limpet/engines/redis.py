@@ -223,7 +223,7 @@ class RedisEngine(Remote):
             size_bytes=size_bytes,
             log_changes=log_changes,
             log_bytes=log_bytes,
-            now_ms=now_ms,
+            now_ms=self._see_time(namespace, now_ms),
         )
 
     # Reading ------------------------------------------------------------------
