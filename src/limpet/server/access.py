@@ -293,7 +293,6 @@ class Tokens:
         self._tasks: list[asyncio.Task[None]] = []
         self._broken: LimpetError | None = Closed("the tokens were not loaded yet")
         self._ahead_ms = 0.0
-        self._latest_ms = 0
 
     async def start(self) -> None:
         """Load all tokens, and follow what becomes of them."""
@@ -338,9 +337,8 @@ class Tokens:
         return None if self._broken is not None else self._known.get(id)
 
     def now_ms(self) -> int:
-        """The engine's time, as carried forward by the monotonic clock since it was last read. Never goes back."""
-        self._latest_ms = max(self._latest_ms, int(self._clock.monotonic() * 1000 + self._ahead_ms))
-        return self._latest_ms
+        """The engine's time, as carried forward by the monotonic clock since it was last read."""
+        return int(self._clock.monotonic() * 1000 + self._ahead_ms)
 
     def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
         log.info("KV access refused: client=%s token=%s reason=%s", shown(client or "-"), id or "-", shown(problem))
