@@ -495,7 +495,7 @@ class Status(msgspec.Struct, frozen=True, gc=False):
     now_ms: int
 
 
-Durability = Literal["none", "process", "disk", "quorum"]
+Durability = Literal["none", "seconds", "process", "disk", "quorum"]
 
 
 class Traits(msgspec.Struct, frozen=True, gc=False):
@@ -503,7 +503,8 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         engine: Its name.
-        durability: What an acknowledged write survives: nothing, a killed process, a power cut, a lost machine.
+        durability: What an acknowledged write survives: nothing (``none``), a crash of the server once it is some
+            ``seconds`` old, a killed ``process``, a power cut (``disk``), or a lost machine (``quorum``).
         log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
         clock: Whose time decides about expiry: this ``host``'s, or the ``server``'s.
         inline: Whether calls complete in place, without an event loop.

@@ -38,6 +38,7 @@ _STAYS_OPEN: Final = "Nobody keeps the store open: a program that does, or 'limp
 _RESTORE: Final = "Stop the writers, keep a copy of the file and of its -wal, and restore from a backup."
 _SURVIVES: Final = {
     "none": "nothing: it ends with the process",
+    "seconds": "a crash of the server only once it is some seconds old",
     "process": "a killed process, but not always a power cut",
     "disk": "a power cut",
     "quorum": "a lost machine",
@@ -249,7 +250,7 @@ def _examine_store(setup: Setup) -> Iterator[Finding]:
         yield Finding("open", "bad", str(error))
         return
     yield Finding("open", "ok", f"opened {setup.shown_url} in {(time.perf_counter() - began) * 1000:.0f} ms")
-    level: Level = "warn" if traits.durability == "none" else "ok"
+    level: Level = "warn" if traits.durability in ("none", "seconds") else "ok"
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
     yield encryption
     ahead_s = status.now_ms / 1000 - time.time()

@@ -532,7 +532,10 @@ class RedisEngine(Remote):
                 policy = await self._info(line, "memory", "maxmemory_policy")
                 limit = await self._info(line, "memory", "maxmemory")
                 appends = await self._info(line, "persistence", "aof_enabled") == "1"
-                sync = await self._setting(line, "appendfsync") if appends else "no"
+                # A role that may not ask is told what Redis does by default.
+                sync = await self._setting(line, "appendfsync", "everysec") if appends else "no"
+                if sync == "always" and await self._setting(line, "no-appendfsync-on-rewrite", "no") == "yes":
+                    sync = "no"
         except Exception as error:
             raise self._translated(error) from error
         if policy.startswith("allkeys") and limit != "0" and not evicts:
@@ -568,13 +571,13 @@ class RedisEngine(Remote):
                 return value
         return ""
 
-    async def _setting(self, line: Line, name: str) -> str:
-        """A setting of the server; a role that may not ask is told what Redis does by default."""
+    async def _setting(self, line: Line, name: str, default: str) -> str:
+        """A setting of the server, or the default for a role that may not ask."""
         try:
             found = await line.ask("CONFIG", "GET", name)
         except exceptions.ResponseError:
-            return "everysec"
-        return found[1].decode() if found else "everysec"
+            return default
+        return found[1].decode() if found else default
 
     async def _ask(self, *words: Any) -> Any:
         """Say a command that may be said again."""
@@ -666,6 +669,10 @@ def _durability(appends: bool, sync: str, replicas: int) -> Durability:
         return "none"
     if sync != "always":
         return "process"
+    if sync == "everysec":
+        # While a sync is under way in the background, Redis answers before it has written its file, for up to two
+        # seconds. By "no" it writes before it answers, and only never syncs.
+        return "seconds"
     return "quorum" if replicas else "disk"
 
 
