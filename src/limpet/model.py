@@ -481,7 +481,8 @@ class Status(msgspec.Struct, frozen=True, gc=False):
         size_bytes: Their keys and values together.
         log_changes: Changes in the log.
         log_bytes: Their keys and values together.
-        now_ms: The engine's time.
+        now_ms: The time of the namespace: the engine's clock, or the latest time recorded there if that is later.
+        behind_ms: By how much the engine's clock is behind that time, which stands still for so long; mostly 0.
     """
 
     store_id: str
@@ -493,6 +494,7 @@ class Status(msgspec.Struct, frozen=True, gc=False):
     log_changes: int
     log_bytes: int
     now_ms: int
+    behind_ms: int = 0
 
 
 Durability = Literal["none", "seconds", "process", "disk", "quorum"]

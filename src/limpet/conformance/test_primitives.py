@@ -1368,6 +1368,20 @@ async def test_the_time_is_what_decides_about_expiry(
     assert only(await other.done(put("a"))).created_ms >= entry.expires_ms
 
 
+async def test_it_tells_for_how_long_time_stands_still(asked: Asked, elapse: Elapse, set_back: SetBack) -> None:
+    """It tells by how much the engine's clock is behind that time, which stands still for so long."""
+    before = await asked.status()
+    assert before.behind_ms < 1000
+    await asked.done(put("a"))
+
+    is_set_back = await set_back(3600)
+
+    after = await asked.status()
+    assert after.behind_ms == 3_600_000 or not is_set_back
+    await elapse(1)
+    assert (await asked.status()).behind_ms == 3_599_000 or not is_set_back
+
+
 async def test_what_was_read_as_expired_is_due_after_the_clock_was_set_back(
     asked: Asked, elapse: Elapse, set_back: SetBack
 ) -> None:

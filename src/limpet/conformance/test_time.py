@@ -1389,8 +1389,10 @@ async def test_time_stands_still_until_the_clock_has_caught_up(
     lock = other.lock("lock", ttl=2)
     await lock.acquire()
     assert entry.created_at == latest.updated_at
+    assert {(await each.status()).behind_ms for each in (store, other)} == {10_000}
 
     await elapse(10)
+    assert {(await each.status()).behind_ms for each in (store, other)} == {0}
     assert [await each.get("entry") for each in (store, other)] == [1, 1]
     await elapse(1.999)
     assert [await each.get("entry") for each in (store, other)] == [1, 1]

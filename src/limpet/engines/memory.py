@@ -283,6 +283,7 @@ class MemoryEngine:
         """See `Engine.status`."""
         space = self._space(namespace)
         with self._place.lock:
+            now_ms = space.now_ms(self._place.clock)
             return Status(
                 store_id=self._place.store_id,
                 epoch=1,
@@ -292,7 +293,8 @@ class MemoryEngine:
                 size_bytes=space.size_bytes,
                 log_changes=len(space.log),
                 log_bytes=space.log_bytes,
-                now_ms=space.now_ms(self._place.clock),
+                now_ms=now_ms,
+                behind_ms=max(0, now_ms - self._place.clock.now_ms()),
             )
 
     async def close(self) -> None:

@@ -298,6 +298,7 @@ class Mirror(Follower):
             log_changes=len(weights),
             log_bytes=sum(weights),
             now_ms=self._space.now_ms(),
+            behind_ms=self._space.behind_ms(),
         )
 
     async def trim(self, window: Window) -> int:

@@ -202,6 +202,10 @@ class Space:
             self._latest_ms = now_ms
         return self._latest_ms
 
+    def behind_ms(self) -> int:
+        """By how much the server's clock is behind the time of the namespace."""
+        return max(0, self.now_ms() - self._server_ms())
+
     def _server_ms(self) -> int:
         """The time of the server: as it last told, and what has passed since."""
         assert self._clock is not None

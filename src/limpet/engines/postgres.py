@@ -189,8 +189,9 @@ _DUE: Final = (
     f" AND expires_ms <= greatest({_TIME}, $3) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
 )
 _STATUS: Final = (
-    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, greatest({schema}.limpet_now_ms(), at_ms)"
-    " FROM (SELECT $1::text) AS a (namespace) LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
+    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, greatest(clock_ms, at_ms), clock_ms"
+    " FROM (SELECT $1::text, {schema}.limpet_now_ms()) AS a (namespace, clock_ms)"
+    " LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
 )
 _TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1, $2)"
 _OLDEST: Final = (
@@ -392,7 +393,8 @@ class PostgresEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms),) = await self._fetch(_STATUS, namespace)
+        ((revision, floor, keys, size_bytes, log_changes, log_bytes, *times),) = await self._fetch(_STATUS, namespace)
+        now_ms = self._see_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -402,7 +404,8 @@ class PostgresEngine(Remote):
             size_bytes=size_bytes or 0,
             log_changes=log_changes or 0,
             log_bytes=log_bytes or 0,
-            now_ms=self._see_time(namespace, now_ms),
+            now_ms=now_ms,
+            behind_ms=max(0, now_ms - times[1]),
         )
 
     # Committing ---------------------------------------------------------------

@@ -1023,7 +1023,7 @@ function verb.status()
     if not load_tally() then
         new_tally('')
     end
-    return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, time_ms()}
+    return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, time_ms(), now_ms()}
 end
 
 if plain_keys then

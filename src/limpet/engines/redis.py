@@ -213,7 +213,8 @@ class RedisEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._run(namespace, "status")
+        revision, floor, keys, size_bytes, log_changes, log_bytes, *times = await self._run(namespace, "status")
+        now_ms = self._see_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=1,
@@ -223,7 +224,8 @@ class RedisEngine(Remote):
             size_bytes=size_bytes,
             log_changes=log_changes,
             log_bytes=log_bytes,
-            now_ms=self._see_time(namespace, now_ms),
+            now_ms=now_ms,
+            behind_ms=max(0, now_ms - times[1]),
         )
 
     # Reading ------------------------------------------------------------------
@@ -667,12 +669,12 @@ def _from_server(text: str, problem: str) -> Exception:
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:
     if not appends:
         return "none"
-    if sync != "always":
-        return "process"
     if sync == "everysec":
         # While a sync is under way in the background, Redis answers before it has written its file, for up to two
         # seconds. By "no" it writes before it answers, and only never syncs.
         return "seconds"
+    if sync != "always":
+        return "process"
     return "quorum" if replicas else "disk"
 
 

@@ -366,6 +366,7 @@ class SqliteEngine:
         """See `Engine.status`."""
         with self._reading() as reader:
             tally = _Tally.load(reader, namespace)
+        now_ms = max(self._now_ms(), tally.at_ms)
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -375,7 +376,8 @@ class SqliteEngine:
             size_bytes=tally.size_bytes,
             log_changes=tally.log_changes,
             log_bytes=tally.log_bytes,
-            now_ms=max(self._now_ms(), tally.at_ms),
+            now_ms=now_ms,
+            behind_ms=max(0, now_ms - self._clock.now_ms()),
         )
 
     async def close(self) -> None:
