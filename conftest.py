@@ -268,13 +268,13 @@ def _let_nats_be_turned() -> None:
     """Have the engine take the time of the tests for the server's, where they have set it."""
     from limpet.engines.nats_space import Space
 
-    told = Space.now_ms
+    told = Space._server_ms
 
-    def now_ms(self: Space) -> int:
+    def server_ms(self: Space) -> int:
         turned = _nats_clocks.get(self.bucket.removesuffix(self.namespace))
         return told(self) if turned is None else turned
 
-    Space.now_ms = now_ms  # type: ignore[method-assign]
+    Space._server_ms = server_ms  # type: ignore[method-assign]
 
 
 class _Clockmaker:

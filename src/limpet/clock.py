@@ -27,11 +27,11 @@ class Clock(Protocol):
     """What the store needs to know of time."""
 
     def now_ms(self) -> int:
-        """Milliseconds since 1970. Never goes back."""
+        """Milliseconds since 1970. It may be set back: an engine keeps time from going back all the same."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from some fixed moment, for measuring what has passed."""
+        """Seconds from some fixed moment, for measuring what has passed. Never goes back."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -77,6 +77,7 @@ class ManualClock:
 
     def __init__(self, start: float = 1_700_000_000.0) -> None:
         self._now_ms = round(start * 1000)
+        self._set_back_ms = 0
         self._lock = threading.Lock()
         self._sleepers: list[tuple[int, Callable[[], None]]] = []
 
@@ -85,8 +86,8 @@ class ManualClock:
         return self._now_ms
 
     def monotonic(self) -> float:
-        """The same time in seconds."""
-        return self._now_ms / 1000
+        """The same time in seconds, as if it had never been set back."""
+        return self._passed_ms / 1000
 
     def after(self, seconds: float) -> int:
         """What it will show when it has been turned so far."""
@@ -96,10 +97,20 @@ class ManualClock:
         """Turn the clock forward and wake whoever's moment has come."""
         with self._lock:
             self._now_ms = self.after(seconds)
-            due = [wake for at_ms, wake in self._sleepers if at_ms <= self._now_ms]
-            self._sleepers = [(at_ms, wake) for at_ms, wake in self._sleepers if at_ms > self._now_ms]
+            due = [wake for at_ms, wake in self._sleepers if at_ms <= self._passed_ms]
+            self._sleepers = [(at_ms, wake) for at_ms, wake in self._sleepers if at_ms > self._passed_ms]
         for wake in due:
             wake()
+
+    def set_back(self, seconds: float) -> None:
+        """Set the time back, as an operator or NTP does to a host. Sleepers and `monotonic` do not notice."""
+        with self._lock:
+            self._now_ms -= _whole_ms(seconds)
+            self._set_back_ms += _whole_ms(seconds)
+
+    @property
+    def _passed_ms(self) -> int:
+        return self._now_ms + self._set_back_ms
 
     @property
     def sleepers(self) -> int:
@@ -129,7 +140,7 @@ class ManualClock:
 
     def _join(self, seconds: float, wake: Callable[[], None]) -> tuple[int, Callable[[], None]]:
         with self._lock:
-            sleeper = (self._now_ms + _whole_ms(seconds), wake)
+            sleeper = (self._passed_ms + _whole_ms(seconds), wake)
             self._sleepers.append(sleeper)
         return sleeper
 

@@ -144,6 +144,8 @@ class Engine(Protocol):
         Behaviour:
         - The revision is that of the latest change.
         - Keys and bytes count what is stored.
+        - Its time is what decides about expiry, and never goes back.
+        - It tells by how much the engine's clock is behind that time, which stands still for so long.
         """
         ...
 

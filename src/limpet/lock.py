@@ -186,6 +186,7 @@ class Lock:
     async def _acquire(self, give_up: float) -> Lock:
         clock = self._session.clock
         value = codec.encode({"holder": self._holder})
+        refused_ms = None
         while True:
             asked = clock.monotonic()
             outcome = await self._ask(Put(self.name, value, self._ttl_ms, family="lock"))
@@ -201,7 +202,10 @@ class Lock:
             left = give_up - clock.monotonic()
             if left <= 0:
                 raise LockHeld(self.name, holder=held.holder, token=held.token, remaining=held.remaining)
-            await self._await_release(outcome.found.revision, min(left, held.remaining))
+            # Where time stands still, because the engine's clock was set back, the little that is left stays the same.
+            least_s = RETRY_S if outcome.at_ms == refused_ms else 0.0
+            refused_ms = outcome.at_ms
+            await self._await_release(outcome.found.revision, min(left, max(held.remaining, least_s)))
 
     async def refresh(self, ttl: float | timedelta | None = None) -> None:
         """Extend the lease from now on. Raises `LockExpired` or `LockNotHeld`."""

@@ -515,7 +515,8 @@ class Status(msgspec.Struct, frozen=True, gc=False):
         size_bytes: Their keys and values together.
         log_changes: Changes in the log.
         log_bytes: Their keys and values together.
-        now_ms: The engine's time.
+        now_ms: The time of the namespace: the engine's clock, or the latest time recorded there if that is later.
+        behind_ms: By how much the engine's clock is behind that time, which stands still for so long; mostly 0.
     """
 
     store_id: str
@@ -527,9 +528,10 @@ class Status(msgspec.Struct, frozen=True, gc=False):
     log_changes: int
     log_bytes: int
     now_ms: int
+    behind_ms: int = 0
 
 
-Durability = Literal["none", "process", "disk", "quorum"]
+Durability = Literal["none", "seconds", "process", "disk", "quorum"]
 
 
 class Traits(msgspec.Struct, frozen=True, gc=False):
@@ -537,7 +539,8 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         engine: Its name.
-        durability: What an acknowledged write survives: nothing, a killed process, a power cut, a lost machine.
+        durability: What an acknowledged write survives: nothing (``none``), a crash of the server once it is some
+            ``seconds`` old, a killed ``process``, a power cut (``disk``), or a lost machine (``quorum``).
         log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
         clock: Whose time decides about expiry: this ``host``'s, or the ``server``'s.
         inline: Whether calls complete in place, without an event loop.

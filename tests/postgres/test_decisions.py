@@ -66,9 +66,8 @@ async def held_after(engine: PostgresEngine, other: Batch) -> AsyncIterator[tupl
     async with connected() as connection:
         ticket = Ticket(other, asyncio.get_running_loop().create_future())
         async with connection.transaction():
-            await connection.fetch(
-                engine._sql(postgres._COMMIT), "default", engine._channel, "other", *postgres._asked_columns([ticket])
-            )
+            columns = postgres._asked_columns([ticket])
+            await connection.fetch(engine._sql(postgres._COMMIT), "default", engine._channel, "other", *columns, 0)
             revision = await connection.fetchval(engine._sql(TALLY))
             left = State(revision, await connection.fetch(engine._sql(ENTRIES)))
             yield connection.get_server_pid(), left

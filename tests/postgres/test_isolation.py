@@ -121,7 +121,7 @@ def call(function: str, arguments: dict[str, str], schema: str = "{b}") -> str:
     """A call of a function of the store, by the names of its arguments. What is not given is null."""
     found = re.search(rf"CREATE FUNCTION {{schema}}\.{function}\((.*?)\)\s+RETURNS", ddl("postgres"), re.DOTALL)
     assert found is not None
-    taken = dict(argument.split() for argument in found[1].split(","))
+    taken = dict(argument.split()[:2] for argument in found[1].split(","))
     assert set(arguments) <= set(taken)
     given = ", ".join(f"{name} => {arguments.get(name, 'NULL')}::{kind}" for name, kind in taken.items())
     return f"SELECT * FROM {schema}.{function}({given})"

@@ -244,7 +244,7 @@ async def test_a_failed_opening_leaves_no_connection_behind(url: str, schema: st
     [
         ({}, "disk"),
         ({"synchronous_commit": "local"}, "disk"),
-        ({"synchronous_commit": "off"}, "none"),
+        ({"synchronous_commit": "off"}, "seconds"),
         ({"fsync": "off"}, "process"),
         ({"fsync": "off", "synchronous_commit": "off"}, "none"),
         ({"synchronous_standby_names": "'*'"}, "quorum"),
@@ -292,7 +292,7 @@ async def test_the_word_is_that_of_our_own_connections(guarded: Postgres) -> Non
         try:
             url = url_of("durable", guarded.url.replace("postgres@", "hasty:x@"))
             async with limpet.open(url, sweep=False) as store:
-                assert store.traits.durability == "none"
+                assert store.traits.durability == "seconds"
         finally:
             await connection.execute("DROP ROLE hasty")
 

@@ -63,7 +63,7 @@ def test_the_page_names_the_limits_that_there_are() -> None:
         ("off", "on", "", "process"),
         ("off", "local", "", "process"),
         ("off", "on", "one", "process"),
-        ("on", "off", "one", "none"),
+        ("on", "off", "one", "seconds"),
         ("off", "off", "", "none"),
     ],
 )

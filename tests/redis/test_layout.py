@@ -61,8 +61,10 @@ async def test_nothing_is_left_of_a_namespace_whose_keys_have_ended() -> None:
     ("settings", "word"),
     [
         ({"appendonly": "no"}, "none"),
-        ({"appendonly": "yes", "appendfsync": "everysec"}, "process"),
+        ({"appendonly": "yes", "appendfsync": "everysec"}, "seconds"),
+        ({"appendonly": "yes", "appendfsync": "no"}, "process"),
         ({"appendonly": "yes", "appendfsync": "always"}, "disk"),
+        ({"appendonly": "yes", "appendfsync": "always", "no-appendfsync-on-rewrite": "yes"}, "process"),
     ],
 )
 async def test_durability_is_read_from_the_server(settings: dict[str, str], word: str) -> None:

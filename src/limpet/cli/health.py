@@ -21,7 +21,7 @@ import limpet.sync
 from limpet.cli.arguments import Setup
 from limpet.cli.output import span
 from limpet.errors import Corrupt, LimpetError
-from limpet.model import Window
+from limpet.model import Status, Traits, Window
 from limpet.schema import REVISION, VERSION_TABLE, is_behind
 
 Level = Literal["ok", "warn", "bad"]
@@ -38,6 +38,7 @@ _STAYS_OPEN: Final = "Nobody keeps the store open: a program that does, or 'limp
 _RESTORE: Final = "Stop the writers, keep a copy of the file and of its -wal, and restore from a backup."
 _SURVIVES: Final = {
     "none": "nothing: it ends with the process",
+    "seconds": "a crash of the server only once it is some seconds old",
     "process": "a killed process, but not always a power cut",
     "disk": "a power cut",
     "quorum": "a lost machine",
@@ -249,13 +250,26 @@ def _examine_store(setup: Setup) -> Iterator[Finding]:
         yield Finding("open", "bad", str(error))
         return
     yield Finding("open", "ok", f"opened {setup.shown_url} in {(time.perf_counter() - began) * 1000:.0f} ms")
-    level: Level = "warn" if traits.durability == "none" else "ok"
+    level: Level = "warn" if traits.durability in ("none", "seconds") else "ok"
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
     yield encryption
-    ahead_s = status.now_ms / 1000 - time.time()
+    yield _clock(status, traits)
+
+
+def _clock(status: Status, traits: Traits) -> Finding:
+    """Whether time stands still, or goes by another clock than this host's."""
+    behind_s, ahead_s = status.behind_ms / 1000, status.now_ms / 1000 - time.time()
+    if behind_s > CLOCK_S_MAX:
+        found = (
+            f"time stands still for {span(behind_s)}: the {traits.clock}'s clock is so much behind the latest time that "
+            "was recorded in this namespace"
+        )
+        advice = (
+            "The clock was set back. Until it has caught up, nothing expires and no lock runs out. Set it right if it is "
+            "wrong; if it is right, wait, or delete the key or release the lock that cannot wait."
+        )
+        return Finding("clock", "warn", found, advice)
     if abs(ahead_s) > CLOCK_S_MAX:
         found = f"the store's time is {span(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} this host's clock"
-        advice = "The clock was set back, here or on another host. Until it has caught up, nothing expires on time."
-        yield Finding("clock", "warn", found, advice)
-    else:
-        yield Finding("clock", "ok", "the store's time and this host's clock agree")
+        return Finding("clock", "warn", found, "What expires goes by the store's time. One of the two clocks is wrong.")
+    return Finding("clock", "ok", "the store's time and this host's clock agree")

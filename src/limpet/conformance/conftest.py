@@ -21,6 +21,7 @@ import limpet.sync
 from limpet.conformance.support import Blocking, in_thread, stands_still
 
 Elapse = Callable[[float], Awaitable[None]]
+SetBack = Callable[[float], Awaitable[bool]]
 OpenStore = Callable[..., Awaitable[limpet.Store]]
 Turn = Callable[[int | None], Awaitable[bool]]
 
@@ -107,3 +108,18 @@ async def elapse(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> 
         await asyncio.sleep(0.01)
 
     return elapse
+
+
+@pytest_asyncio.fixture
+async def set_back(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> SetBack:
+    """A function that sets the engine's clock back by so many seconds; False where it cannot be set."""
+
+    async def set_back(seconds: float) -> bool:
+        if not stands_still(store):
+            return False
+        clock.set_back(seconds)
+        if store.traits.clock == "server":
+            await turn(clock.now_ms())
+        return True
+
+    return set_back

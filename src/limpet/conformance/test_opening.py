@@ -610,7 +610,7 @@ async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
 
     assert traits.engine
     assert traits.engine in repr(store)
-    assert traits.durability in ("none", "process", "disk", "quorum")
+    assert traits.durability in ("none", "seconds", "process", "disk", "quorum")
     assert traits.log in ("every", "last")
     assert traits.clock in ("host", "server")
 

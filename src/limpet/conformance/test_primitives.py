@@ -18,7 +18,7 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.conformance.conftest import Elapse, OpenStore
+from limpet.conformance.conftest import Elapse, OpenStore, SetBack
 from limpet.conformance.support import PATIENCE_S, Blocking, assert_counted, session_of, stands_still, tells
 from limpet.engine import Engine
 from limpet.errors import Ambiguous, Closed, Compacted, TransientError
@@ -1385,6 +1385,62 @@ async def test_the_revision_of_one_namespace_is_not_another_ones(asked: Asked, o
 
     assert (await other.status()).revision == 0
     assert ((await asked.status()).keys, (await other.status()).keys) == (2, 0)
+
+
+async def test_the_time_is_what_decides_about_expiry(
+    asked: Asked, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """Its time is what decides about expiry, and never goes back."""
+    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    entry = only(await asked.done(put("a", ttl_ms=1000)))
+    await asked.done(put("b", ttl_ms=60_000))
+    assert entry.expires_ms is not None
+    assert (await asked.status()).now_ms < entry.expires_ms
+    await elapse(1.5)
+    assert await asked.read("a", "b", "c") == [None, *await asked.read("b"), None]
+    before = await asked.status()
+    assert before.now_ms >= entry.expires_ms
+    (due,) = await asked.due()
+    await asked.done(due)
+
+    await set_back(60)
+
+    after = await asked.status()
+    assert after.now_ms >= before.now_ms
+    assert (await other.status()).now_ms >= entry.expires_ms
+    assert only(await other.done(put("a"))).created_ms >= entry.expires_ms
+
+
+async def test_it_tells_for_how_long_time_stands_still(asked: Asked, elapse: Elapse, set_back: SetBack) -> None:
+    """It tells by how much the engine's clock is behind that time, which stands still for so long."""
+    before = await asked.status()
+    assert before.behind_ms < 1000
+    await asked.done(put("a"))
+
+    is_set_back = await set_back(3600)
+
+    after = await asked.status()
+    assert after.behind_ms == 3_600_000 or not is_set_back
+    await elapse(1)
+    assert (await asked.status()).behind_ms == 3_599_000 or not is_set_back
+
+
+async def test_what_was_read_as_expired_is_due_after_the_clock_was_set_back(
+    asked: Asked, elapse: Elapse, set_back: SetBack
+) -> None:
+    """An expired entry reads as absent, swept or not."""
+    await asked.done(put("a", ttl_ms=1000), put("b"), Put("a", b"{}", ttl_ms=1000, family="lock"))
+    await elapse(1.5)
+    assert await asked.read("a", "x") == [None, None]
+
+    await set_back(60)
+
+    assert await asked.read("a", "x") == [None, None]
+    assert await asked.read("a") == [None]
+    assert await asked.read("a", family="lock") == [None]
+    assert [entry.key for entry in (await asked.scan()).entries] == ["b"]
+    assert sorted((one.family, one.key) for one in await asked.due()) == [("data", "a"), ("lock", "a")]
+    await asked.refused(Touch("b", None), guards=(Guard("a", PRESENT),))
 
 
 async def test_the_revision_outlives_a_handle(asked: Asked, open_store: OpenStore) -> None:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import limpet
-from limpet.conformance.support import PATIENCE_S, assert_told, next_event, session_of, stands_still, tells
-from limpet.errors import Conflict, InvalidTTL, NotFound
+from limpet.conformance.support import PATIENCE_S, assert_told, fail, next_event, session_of, stands_still, tells
+from limpet.errors import Conflict, InvalidTTL, LockLost, NotFound
 from limpet.model import Batch
 
 if TYPE_CHECKING:
-    from limpet.conformance.conftest import Elapse, OpenStore
+    from limpet.conformance.conftest import Elapse, OpenStore, SetBack
 
 MS = timedelta(milliseconds=1)
 
@@ -1271,3 +1271,159 @@ async def test_later_revisions_are_not_earlier_in_time(open_store: OpenStore) ->
         times = [entry.updated_at for entry in in_order]
         assert times == sorted(times)
     assert all(entry.created_at <= entry.updated_at for entry in entries)
+
+
+# After the clock was set back ---------------------------------------------------
+
+
+async def test_what_has_expired_stays_so_for_every_store(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """Reads and guards go by one time: the engine's clock, or the latest recorded in the namespace if that is later."""
+    other = await open_store(sweep=False)
+    await store.put("expired", 1, ttl=1)
+    await store.record("record").put({"a": 1}, ttl=1)
+    await store.lock("lock", ttl=1).acquire()
+    await elapse(2)
+    latest = await store.put("latest", 1)
+
+    await set_back(60)
+
+    for each in (store, other, await open_store(sweep=False)):
+        assert await each.get("expired") is None
+        assert await each.entry("expired") is None
+        assert await each.record("record").get("a") is None
+        assert await all_keys(each) == ["latest"]
+        assert [entry.key async for entry in each.scan()] == ["latest"]
+        assert [entry.key async for entry in each.scan(where=limpet.field("a") == 1)] == []
+        assert await each.locks() == []
+        assert (await each.status()).now_ms >= latest.updated_at.timestamp() * 1000
+    assert await other.sweep() == 3
+
+
+async def test_guards_agree_with_reads_after_the_clock_was_set_back(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """Reads and guards go by one time: the engine's clock, or the latest recorded in the namespace if that is later."""
+    other = await open_store(sweep=False)
+    for key in ("created", "touched", "guarded", "added"):
+        await store.put(key, 5, ttl=1)
+    lock = store.lock("lock", ttl=1)
+    await lock.acquire()
+    await elapse(2)
+    await store.put("latest", 1)
+
+    await set_back(60)
+
+    assert (await other.create("created", 2)).version == 1
+    assert await other.touch("touched", ttl=60) is None
+    with pytest.raises(Conflict):
+        await other.put("guarded", 1, expect=limpet.PRESENT)
+    assert await other.add("added") == 1
+    with pytest.raises(LockLost):
+        await store.put("fenced", 1, fence=lock)
+    await other.lock("lock", ttl=60).acquire()
+    assert [each.name for each in await store.locks()] == ["lock"]
+    assert await all_keys(store) == ["added", "created", "latest"]
+
+
+@pytest.mark.parametrize("look", ["get", "keys", "scan", "locks", "status"])
+async def test_what_a_store_has_seen_expire_does_not_come_back_for_it(
+    store: limpet.Store, elapse: Elapse, set_back: SetBack, look: str
+) -> None:
+    """What a store has seen expire stays expired for it, recorded or not."""
+    await store.put("expired", 1, ttl=1)
+    lock = store.lock("lock", ttl=1)
+    await lock.acquire()
+    await elapse(2)
+    told_ms = 0
+    match look:
+        case "get":
+            assert await store.get("expired") is None
+        case "keys":
+            assert await all_keys(store) == []
+        case "scan":
+            assert [entry async for entry in store.scan()] == []
+        case "locks":
+            assert await store.locks() == []
+        case _:
+            told_ms = (await store.status()).now_ms
+
+    await set_back(60)
+
+    assert (await store.status()).now_ms >= told_ms
+    if look != "status":
+        assert await store.get("expired") is None
+        assert await all_keys(store) == []
+        assert await store.locks() == []
+        with pytest.raises(LockLost):
+            await store.put("fenced", 1, fence=lock)
+        assert (await store.create("expired", 2)).version == 1
+
+
+async def test_a_sweep_records_its_time(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """Every commit records its time, those of the sweeper too."""
+    await store.put("expired", 1, ttl=1)
+    before = await store.status()
+    await elapse(2)
+    assert await store.sweep() == 1
+
+    await set_back(60)
+
+    other = await open_store(sweep=False)
+    assert (await other.status()).now_ms >= before.now_ms + 1000
+    assert (await other.create("expired", 1)).created_at.timestamp() * 1000 >= before.now_ms + 1000
+
+
+async def test_time_stands_still_until_the_clock_has_caught_up(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """After the clock was set back, time stands still until the clock has caught up: nothing ends early."""
+    other = await open_store(sweep=False)
+    latest = await store.put("latest", 1)
+    if not await set_back(10):
+        return
+    entry = await other.put("entry", 1, ttl=2)
+    lock = other.lock("lock", ttl=2)
+    await lock.acquire()
+    assert entry.created_at == latest.updated_at
+    assert {(await each.status()).behind_ms for each in (store, other)} == {10_000}
+
+    await elapse(10)
+    assert {(await each.status()).behind_ms for each in (store, other)} == {0}
+    assert [await each.get("entry") for each in (store, other)] == [1, 1]
+    await elapse(1.999)
+    assert [await each.get("entry") for each in (store, other)] == [1, 1]
+    await store.put("fenced", 1, fence=lock)
+    await elapse(0.001)
+    assert [await each.get("entry") for each in (store, other)] == [None, None]
+    with pytest.raises(LockLost):
+        await store.put("fenced", 2, fence=lock)
+
+
+async def test_a_wait_for_a_lock_goes_on_while_time_stands_still(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """After the clock was set back, time stands still until the clock has caught up: nothing ends early.
+
+    Of a lock that is about to end there is hardly any time left, for as long as time stands still. Whoever waits for it
+    does not ask all the time.
+    """
+    other = await open_store(sweep=False)
+    await store.lock("lock", ttl=1).acquire()
+    await elapse(0.999)
+    await store.put("latest", 1)
+    if not await set_back(10):
+        return
+    counting = fail(other)
+    waiting = asyncio.ensure_future(other.lock("lock", ttl=1, wait=60).acquire())
+    for _ in range(50):
+        await elapse(0.02)
+    assert not waiting.done()
+    assert counting.commits <= 15
+
+    while not waiting.done():
+        await elapse(1)
+    await waiting

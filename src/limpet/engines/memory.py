@@ -96,6 +96,14 @@ class _Space:
         self.is_halfway = False
         # Requests that were asked for again, and until when that is remembered.
         self.overtaken: dict[str, int] = {}
+        self._latest_ms = 0
+
+    def now_ms(self, clock: Clock) -> int:
+        """The time of the namespace: the clock's, or the latest time it has had if that is later."""
+        now_ms = clock.now_ms()
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+            self._latest_ms = now_ms
+        return self._latest_ms
 
     def find(self, family: Family, key: str) -> Entry | None:
         return self.map[family].get(key)
@@ -155,10 +163,10 @@ class MemoryEngine:
             if not space.is_halfway:
                 if entry is None or entry.expires_ms is None:
                     return [entry]
-                return [live(entry, self._place.clock.now_ms())]
+                return [live(entry, space.now_ms(self._place.clock))]
         with self._place.lock:
             found = [entries.get(key) for key in keys]
-        now_ms = self._place.clock.now_ms()
+        now_ms = space.now_ms(self._place.clock)
         return [live(entry, now_ms) for entry in found]
 
     async def scan(
@@ -175,7 +183,7 @@ class MemoryEngine:
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
         space = self._space(namespace)
-        now_ms = self._place.clock.now_ms()
+        now_ms = space.now_ms(self._place.clock)
         found: list[Entry] = []
         with self._place.lock:
             entries = space.map[family]
@@ -201,7 +209,7 @@ class MemoryEngine:
                 earlier = recall(batch, space.log[_index(space.log, batch.retry_since) :], space.find)
                 if earlier is not None:
                     return earlier
-            now_ms = place.clock.now_ms()
+            now_ms = space.now_ms(place.clock)
             if batch.request_id is not None:
                 space.hold_to_order(batch, now_ms)
             outcome = plan(batch, space.find, now_ms=now_ms, revision=space.revision)
@@ -237,7 +245,7 @@ class MemoryEngine:
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
         space = self._space(namespace)
-        now_ms = self._place.clock.now_ms()
+        now_ms = space.now_ms(self._place.clock)
         with self._place.lock:
             come: list[tuple[int, Family, str, int]] = []
             while space.expiries and space.expiries[0][0] <= now_ms and len(come) < limit:
@@ -253,7 +261,7 @@ class MemoryEngine:
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
         space = self._space(namespace)
-        now_ms = self._place.clock.now_ms()
+        now_ms = space.now_ms(self._place.clock)
         with self._place.lock:
             receipts = space.map["receipt"]
             for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
@@ -279,6 +287,7 @@ class MemoryEngine:
         """See `Engine.status`."""
         space = self._space(namespace)
         with self._place.lock:
+            now_ms = space.now_ms(self._place.clock)
             return Status(
                 store_id=self._place.store_id,
                 epoch=1,
@@ -288,7 +297,8 @@ class MemoryEngine:
                 size_bytes=space.size_bytes,
                 log_changes=len(space.log),
                 log_bytes=space.log_bytes,
-                now_ms=self._place.clock.now_ms(),
+                now_ms=now_ms,
+                behind_ms=max(0, now_ms - self._place.clock.now_ms()),
             )
 
     async def close(self) -> None:

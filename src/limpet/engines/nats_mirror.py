@@ -244,6 +244,7 @@ class Mirror(Follower):
             return
         family, key = place
         message = parse(key, seq, headers, None)
+        self._space.see_time(message.at_ms)
         heads = self.heads[family]
         before = heads.get(key)
         if message.held is None:
@@ -340,6 +341,7 @@ class Mirror(Follower):
             log_changes=len(weights),
             log_bytes=sum(weights),
             now_ms=self._space.now_ms(),
+            behind_ms=self._space.behind_ms(),
         )
 
     async def trim(self, window: Window) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from limpet.engines.nats_link import Link, LinkLost, Refused, Silent, Unheard
-from limpet.engines.nats_wire import Message, Place, Subjects, parse
+from limpet.engines.nats_wire import Message, Place, Subjects, parse, time_in
 from limpet.errors import Contention, InvalidValue
 from limpet.model import Entry, Family, live
 from limpet.transition import Receipt, read_receipt, remember
@@ -176,6 +176,7 @@ class Space:
             )
         self.direct = bool(config.get("allow_direct"))
         self.store_id = hashlib.sha256(f"{self.stream} {info['created']}".encode()).hexdigest()[:16]
+        await self._latest()
         self.is_there = True
 
     async def info(self) -> dict[str, Any]:
@@ -195,20 +196,34 @@ class Space:
             self._renewing.cancel()
 
     def now_ms(self) -> int:
+        """The time of the namespace: the server's, or the latest that was seen or recorded here if that is later."""
+        now_ms = self._server_ms()
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+            self._latest_ms = now_ms
+        return self._latest_ms
+
+    def behind_ms(self) -> int:
+        """By how much the server's clock is behind the time of the namespace."""
+        return max(0, self.now_ms() - self._server_ms())
+
+    def _server_ms(self) -> int:
         """The time of the server: as it last told, and what has passed since."""
         assert self._clock is not None
         told_ms, at = self._clock
         passed_s = time.monotonic() - at
         if passed_s > CLOCK_S and (self._renewing is None or self._renewing.done()):
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
-        now_ms = int(told_ms + passed_s * 1000)
-        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
-            self._latest_ms = now_ms
-        return self._latest_ms
+        return int(told_ms + passed_s * 1000)
 
     async def _renew(self) -> None:
         with contextlib.suppress(Exception):
+            # First what is recorded: the server's clock may have been set back since.
+            await self._latest()
             await self.info()
+
+    def see_time(self, at_ms: int) -> None:
+        """Keep time from going back behind that of a commit that was seen."""
+        self._latest_ms = max(self._latest_ms, at_ms)
 
     # Asking -------------------------------------------------------------------
 
@@ -267,6 +282,7 @@ class Space:
 
     def _message(self, place: Place, seq: int, headers: bytes, body: bytes) -> Message:
         message = parse(place[1], seq, headers, body)
+        self.see_time(message.at_ms)
         return message if place[0] != "receipt" else _receipt_in(message)
 
     def keep(self, place: Place, message: Message | None) -> None:
@@ -310,8 +326,16 @@ class Space:
 
     async def revision(self) -> int:
         """The revision of the latest change."""
+        return max(await self.floor(), await self._latest())
+
+    async def _latest(self) -> int:
+        """The number of the latest change, 0 where there is none. The time that was recorded with it is seen."""
         found = await asyncio.gather(*(self.get({"last_by_subj": subject}) for subject in self.subjects.logged))
-        return max(await self.floor(), *(0 if one is None else one[1] for one in found))
+        latest = max((one for one in found if one is not None), key=lambda one: one[1], default=None)
+        if latest is None:
+            return 0
+        self.see_time(time_in(latest[2]))
+        return latest[1]
 
     async def first_after(self, seq: int, subject: str) -> Message | None:
         """The oldest message of these subjects after a number."""

@@ -30,6 +30,7 @@ __all__ = [
     "parse",
     "recalled",
     "remembered",
+    "time_in",
     "under",
     "written",
 ]
@@ -238,6 +239,13 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
         )
     except (ValueError, KeyError, msgspec.DecodeError) as error:
         raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error
+
+
+def time_in(headers: bytes) -> int:
+    """The time of the commit that a message is of; 0 where Limpet did not write it."""
+    at = headers.find(_HEADER)
+    words = [] if at < 0 else headers[at + len(_HEADER) : headers.index(b"\r\n", at + 2)].split(b" ")
+    return int(words[9]) if len(words) > 9 and words[9].isdigit() else 0
 
 
 def _foreign(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:

@@ -108,10 +108,15 @@ _IDENTIFIER: Final = re.compile(r"[^\0]{1,63}\Z")
 
 _ENTRY: Final = "key, kind, stored, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
 _ENTRY_ALONE: Final = _ENTRY.replace("kind, stored", "NULL, NULL")
+# The time of the namespace $1: the server's clock, or the latest time that was recorded there if that is later. It is
+# asked for once in a statement, and only where something expires.
+_TIME: Final = (
+    "(SELECT greatest({schema}.limpet_now_ms(), (SELECT at_ms FROM {schema}.limpet_namespaces WHERE namespace = $1)))"
+)
+# What has expired is read as well, and left out here: so this handle knows what it has seen expire.
 _READ: Final = (
-    f"SELECT {_ENTRY} FROM {{schema}}.limpet_entries"
+    f"SELECT {_ENTRY}, expires_ms <= {_TIME} FROM {{schema}}.limpet_entries"
     " WHERE namespace = $1 AND family = $2 AND key = ANY ($3::text::text[])"
-    " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))"
 )
 # Before PostgreSQL 17 a table that was not analysed yet would be read through to the last of its keys.
 _READ_EACH: Final = (
@@ -121,34 +126,40 @@ _READ_EACH: Final = (
 )
 _PAGE: Final = (
     "SELECT {columns} FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
-    " AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms())){sought} ORDER BY key LIMIT $5"
+    " AND (expires_ms IS NULL OR expires_ms > time.now_ms){sought} ORDER BY key LIMIT $5"
 )
-_KEYS: Final = _PAGE.replace("{columns}", _ENTRY_ALONE).replace("{sought}", "")
-# Of a page with values, as many as are bearable in one answer; the last column says how many it would have.
-_SCAN: Final = (
+# A page comes with its time, also where it is empty: so this handle knows how late it was. $6 is what it knew before.
+_AT_A_TIME: Final = (
+    f"SELECT found.*, time.now_ms FROM (SELECT greatest({_TIME}, $6) AS now_ms) AS time"
+    " LEFT JOIN LATERAL ({page}) AS found ON true ORDER BY found.key"
+)
+_KEYS: Final = _AT_A_TIME.replace("{page}", _PAGE).replace("{columns}", _ENTRY_ALONE).replace("{sought}", "")
+# Of a page with values, as many as are bearable in one answer; the last but one column says how many it would have.
+_SCAN: Final = _AT_A_TIME.replace(
+    "{page}",
     f"SELECT {_ENTRY}, total FROM ("
     "SELECT *, sum(size_bytes) OVER (ORDER BY key) - size_bytes AS before, count(*) OVER () AS total FROM ("
     + _PAGE.replace("{columns}", "*")
-    + f") AS page) AS counted WHERE before <= {SLICE_BYTES_MAX} ORDER BY key"
+    + f") AS page) AS counted WHERE before <= {SLICE_BYTES_MAX}",
 )
 # Arrays hold text, which the driver knows. For any other it has to ask the server first, on each connection.
 # It also takes half a microsecond for each item, so what every put has goes as one text: see `_array`.
 _PUT: Final = (
     "SELECT revision, version, created_revision, created_ms, at_ms"
     " FROM {schema}.limpet_put($1, $2, $3, $4, $5::text::text[], string_to_array($6, E'\\n'), $7, $8, $9, $10, $11,"
-    " $12, $13, $14)"
+    " $12, $13, $14, $15)"
 )
 _INDEXES: Final = (
     "SELECT obj_description(indexrelid, 'pg_class') FROM pg_catalog.pg_index WHERE indrelid = $1::text::regclass"
     " AND indisvalid AND obj_description(indexrelid, 'pg_class') LIKE '[\"%'"
 )
-_PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)"
+_PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
 _COMMIT: Final = (
     "SELECT batch, write, guard, last_revision, at_ms, kind, stored, version, revision, created_revision,"
     " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
-    " $11, $12, $13, $14, $15, $16, $17, $18, $19)"
+    " $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)"
 )
-_HOLD: Final = "SELECT * FROM {schema}.limpet_hold($1, $2, $3)"
+_HOLD: Final = "SELECT * FROM {schema}.limpet_hold($1, $2, $3, $4)"
 _APPLY: Final = (
     "SELECT {schema}.limpet_apply($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18,"
     " $19, $20, $21, $22, $23, $24, $25, $26)"
@@ -182,15 +193,16 @@ _FEED: Final = (
     " WHERE n.namespace = $1 ORDER BY c.revision"
 )
 _DUE: Final = (
-    "SELECT key, revision, family FROM {schema}.limpet_entries WHERE namespace = $1"
-    " AND expires_ms <= (SELECT {schema}.limpet_now_ms()) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
+    "SELECT key, revision, family, expires_ms FROM {schema}.limpet_entries WHERE namespace = $1"
+    f" AND expires_ms <= greatest({_TIME}, $3) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
 )
 _STATUS: Final = (
-    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, {schema}.limpet_now_ms(),"
-    " (SELECT epoch FROM {schema}.limpet_store)"
-    " FROM (SELECT $1::text) AS a (namespace) LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
+    "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, (SELECT epoch FROM {schema}.limpet_store),"
+    " greatest(clock_ms, at_ms), clock_ms"
+    " FROM (SELECT $1::text, {schema}.limpet_now_ms()) AS a (namespace, clock_ms)"
+    " LEFT JOIN {schema}.limpet_namespaces USING (namespace)"
 )
-_TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1)"
+_TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1, $2)"
 _OLDEST: Final = (
     "SELECT revision, at_ms, size_bytes FROM {schema}.limpet_changes WHERE namespace = $1 ORDER BY revision LIMIT $2"
 )
@@ -200,8 +212,7 @@ _SET_FLOOR: Final = (
     " floor_print = $5 WHERE namespace = $1"
 )
 _DROP_RECEIPTS: Final = (
-    "DELETE FROM {schema}.limpet_entries WHERE namespace = $1 AND family = 'receipt'"
-    " AND expires_ms <= (SELECT {schema}.limpet_now_ms())"
+    f"DELETE FROM {{schema}}.limpet_entries WHERE namespace = $1 AND family = 'receipt' AND expires_ms <= {_TIME}"
 )
 _FORGET_OVERTAKEN: Final = (
     "UPDATE {schema}.limpet_namespaces SET overtaken = ("
@@ -344,14 +355,14 @@ class PostgresEngine(Remote):
         """See `Engine.scan`."""
         self._check_open()
         if not values and where is None:
-            rows = await self._fetch(_KEYS, namespace, family, *_bounds(span), limit + 1)
-            entries = [_entry(row) for row in rows[:limit]]
+            rows = await self._page(self._sql(_KEYS), namespace, family, span, limit)
+            entries = [_entry(row[:10]) for row in rows[:limit]]
             return Slice(entries, entries[-1].key if len(rows) > limit else None)
         sought, operands = ("", []) if where is None else _sought(where)
         sql = self._sql(_SCAN).replace("{sought}", sought)
-        rows = await self._run(sql, namespace, family, *_bounds(span), limit + 1, *operands)
-        is_whole = not rows or rows[0][-1] == len(rows) <= limit
-        entries = [_entry(row[:-1]) for row in rows[:limit]]
+        rows = await self._page(sql, namespace, family, span, limit, *operands)
+        is_whole = not rows or rows[0][10] == len(rows) <= limit
+        entries = [_entry(row[:10]) for row in rows[:limit]]
         cursor = None if is_whole else entries[-1].key
         if where is not None:
             # The server found all that may match; whether they do is decided where it is for every engine.
@@ -362,7 +373,10 @@ class PostgresEngine(Remote):
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
         self._check_open()
-        return [Expire(*row) for row in await self._fetch(_DUE, namespace, limit)]
+        rows = await self._fetch(_DUE, namespace, limit, self._seen_ms.get(namespace, 0))
+        if rows:
+            self._see_time(namespace, rows[-1][3])
+        return [Expire(key, revision, family) for key, revision, family, _ in rows]
 
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
@@ -376,7 +390,8 @@ class PostgresEngine(Remote):
             return 0
         try:
             async with self._transaction() as connection:
-                _, now_ms, count, size_bytes = await connection.fetchrow(self._sql(_TAKE), namespace)
+                taken = await connection.fetchrow(self._sql(_TAKE), namespace, self._seen_ms.get(namespace, 0))
+                _, now_ms, count, size_bytes = taken
                 oldest = await connection.fetch(self._sql(_OLDEST), namespace, EXAMINED_MAX)
                 dropped, freed_bytes, floor = window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=now_ms)
                 if dropped:
@@ -390,9 +405,9 @@ class PostgresEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        ((revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms, epoch),) = await self._fetch(
-            _STATUS, namespace
-        )
+        (found,) = await self._fetch(_STATUS, namespace)
+        revision, floor, keys, size_bytes, log_changes, log_bytes, epoch, *times = found
+        now_ms = self._see_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=epoch,
@@ -403,6 +418,7 @@ class PostgresEngine(Remote):
             log_changes=log_changes or 0,
             log_bytes=log_bytes or 0,
             now_ms=now_ms,
+            behind_ms=max(0, now_ms - times[1]),
         )
 
     # Committing ---------------------------------------------------------------
@@ -426,7 +442,8 @@ class PostgresEngine(Remote):
                 if puts is not None and namespace in self._latest:
                     outcomes = await self._put_all(connection, place, group, puts)
                 if outcomes is None:
-                    rows = await connection.fetch(self._sql(_COMMIT), *place, *_asked_columns(group))
+                    seen_ms = self._seen_ms.get(namespace, 0)
+                    rows = await connection.fetch(self._sql(_COMMIT), *place, *_asked_columns(group), seen_ms)
                     outcomes = _outcomes(group, rows)
         except Exception as error:
             if _is_lost(error):
@@ -448,7 +465,7 @@ class PostgresEngine(Remote):
             (_PUT, _put_columns(group, puts)) if len(puts) > 1 else (_PUT_ONE, _put_row(group[0], puts[0]))
         )
         try:
-            rows = await connection.fetch(self._sql(sql), *place, *parameters)
+            rows = await connection.fetch(self._sql(sql), *place, *parameters, self._seen_ms.get(place[0], 0))
         except asyncpg.PostgresError as error:
             if error.sqlstate == _NOT_FOR_PUT:
                 return None
@@ -466,7 +483,8 @@ class PostgresEngine(Remote):
         commits = False
         try:
             async with self._transaction() as connection:
-                held = await connection.fetch(self._sql(_HOLD), namespace, families, keys)
+                seen_ms = self._seen_ms.get(namespace, 0)
+                held = await connection.fetch(self._sql(_HOLD), namespace, families, keys, seen_ms)
                 work = _Work(namespace, held)
                 outcomes: list[Outcome] = []
                 late = await self._late(connection, namespace, group)
@@ -509,8 +527,23 @@ class PostgresEngine(Remote):
 
     async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
         rows = await self._fetch(self._read, namespace, family, _array(keys))
-        found = {row[0]: _entry(row) for row in rows}
+        found: dict[str, Entry] = {}
+        for row in rows:
+            expires_ms = row[8]
+            if expires_ms is not None and (row[10] or expires_ms <= self._seen_ms.get(namespace, 0)):
+                self._see_time(namespace, expires_ms)
+            else:
+                found[row[0]] = _entry(row[:10])
         return [found.get(key) for key in keys]
+
+    async def _page(
+        self, sql: str, namespace: str, family: Family, span: Span, limit: int, *operands: object
+    ) -> Sequence[Any]:
+        """The rows of a page, and one more where there is more."""
+        seen_ms = self._seen_ms.get(namespace, 0)
+        rows = await self._run(sql, namespace, family, *_bounds(span), limit + 1, seen_ms, *operands)
+        self._see_time(namespace, rows[0][-1])
+        return [] if rows[0][0] is None else rows
 
     async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
         bounds = (None, None) if span is None else _bounds(span)
@@ -985,11 +1018,11 @@ def _entry_columns(entry: Entry, size_bytes: int) -> tuple[str | None, ...]:
 
 
 def _sought(where: Filter) -> tuple[str, list[Any]]:
-    """A filter as conditions in SQL, with their operands from $6 on."""
+    """A filter as conditions in SQL, with their operands from $7 on."""
     conditions: list[str] = []
     operands: list[Any] = []
     for test in where.tests:
-        found = _condition(test, f"${len(operands) + 6}")
+        found = _condition(test, f"${len(operands) + 7}")
         if found is not None:
             conditions.append(f" AND {found[0]}")
             operands += found[1]
@@ -1119,7 +1152,9 @@ def _first_of(path: str) -> str:
 
 def _durability(fsync: str, synchronous_commit: str, standbys: str) -> Durability:
     if synchronous_commit == "off":
-        return "none"
+        # What is acknowledged is written within three times wal_writer_delay, 0.6 s by default. Where it is never
+        # synced either, a power cut may take everything.
+        return "seconds" if fsync == "on" else "none"
     if fsync == "off":
         return "process"
     return "quorum" if standbys and synchronous_commit != "local" else "disk"

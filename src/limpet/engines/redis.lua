@@ -40,6 +40,9 @@ local function now_ms()
 end
 
 -- The tally --------------------------------------------------------------------------------------------------
+--
+-- The time of a namespace is the server's clock, or the latest time that was recorded there if that is later: for what
+-- reads as for what commits. So after a step back of the clock time stands still, and what has expired stays so.
 
 local tally = {}
 
@@ -68,6 +71,10 @@ local function packed_tally()
         tally.log_bytes, tally.late, tally.indexed) .. tally.server
 end
 
+local function time_ms()
+    return math.max(tally.at_ms, now_ms())
+end
+
 -- Make ready to decide, by the tally that was found; or what keeps this call from that.
 local function begin(packed)
     local server, seen = ARGV[3], tonumber(ARGV[4])
@@ -77,7 +84,7 @@ local function begin(packed)
     if tally.server ~= server or tally.revision < seen then
         return {'lost', tally.revision}
     end
-    tally.at_ms = math.max(tally.at_ms, now_ms())
+    tally.at_ms = time_ms()
 end
 
 -- The short way of plain puts: JSON values, never to expire, without meta or guard ---------------------------
@@ -165,6 +172,37 @@ end
 
 local function live(entry, at_ms)
     return entry and (entry.expires_ms == 0 or entry.expires_ms > at_ms) and entry
+end
+
+-- The time of a call that only reads, taken once; and whether it saw something expire later than what is recorded.
+local read_ms, has_tally, saw_expiry
+
+local function reading_ms()
+    if not read_ms then
+        has_tally = load_tally()
+        if not has_tally then
+            new_tally('')
+        end
+        read_ms = time_ms()
+    end
+    return read_ms
+end
+
+local function is_over(expires_ms)
+    if expires_ms == 0 or expires_ms > reading_ms() then
+        return false
+    end
+    saw_expiry = saw_expiry or expires_ms > tally.at_ms
+    return true
+end
+
+-- What a reader has seen expire must not come back when the clock is set back, so the time is recorded. Where nothing
+-- can be written, because the user may only read or the memory is full, the answer is the same without it.
+local function record_time()
+    if saw_expiry and has_tally then
+        tally.at_ms = read_ms
+        redis.pcall('HSET', data_key, '', packed_tally())
+    end
 end
 
 -- The fields of a record as one text: each name and each field after its length.
@@ -783,10 +821,10 @@ function verb.skip()
 end
 
 function verb.read()
-    local now, family, answer = now_ms(), ARGV[3], {}
+    local family, answer = ARGV[3], {}
     if family == 'receipt' then
         for i = 4, #ARGV do
-            answer[i - 3] = kept_receipt(base .. 'receipt:' .. ARGV[i], now)
+            answer[i - 3] = kept_receipt(base .. 'receipt:' .. ARGV[i], reading_ms())
         end
         return answer
     end
@@ -797,7 +835,7 @@ function verb.read()
             local packed = found[i]
             if packed then
                 local _, _, _, _, _, expires_ms, _, _, kind = struct.unpack(HEAD, packed)
-                if expires_ms > 0 and expires_ms <= now then
+                if is_over(expires_ms) then
                     packed = false
                 elseif kind == RECORD then
                     local fields = redis.pcall('HGETALL', prefix .. ARGV[first + i - 1])
@@ -807,18 +845,22 @@ function verb.read()
             answer[first + i - 4] = packed
         end
     end
+    record_time()
     return answer
 end
 
-function verb.scan()
-    local now, family, start, stop = now_ms(), ARGV[3], ARGV[4], ARGV[5]
+local function scan()
+    local family, start, stop = ARGV[3], ARGV[4], ARGV[5]
     local limit, most, values = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
     local examined, size, answer, last = 0, 0, {}, false
     while true do
         local found = call('ZRANGEBYLEX', base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
         for i = 1, #found do
             local key = found[i]
-            local entry = live(find(family, key), now)
+            local entry = find(family, key)
+            if entry and is_over(entry.expires_ms) then
+                entry = false
+            end
             -- One more than is asked for tells whether there is more.
             if size > most or examined >= 5000 or (entry and #answer == 2 * limit) then
                 return {last, answer}
@@ -836,6 +878,12 @@ function verb.scan()
         end
         start = '(' .. found[#found]
     end
+end
+
+function verb.scan()
+    local answer = scan()
+    record_time()
+    return answer
 end
 
 function verb.feed()
@@ -951,15 +999,17 @@ function verb.candidates()
 end
 
 function verb.due()
-    local found = call('ZRANGEBYSCORE', due_key, '-inf', now_ms(), 'LIMIT', 0, tonumber(ARGV[3]))
+    local found = call('ZRANGEBYSCORE', due_key, '-inf', reading_ms(), 'LIMIT', 0, tonumber(ARGV[3]))
     local answer = {}
     for i = 1, #found do
         local family, key = match(found[i], '^(%a+):(.*)$')
         local entry = find(family, key)
         if entry then
             answer[#answer + 1] = {family, key, entry.revision}
+            is_over(entry.expires_ms)
         end
     end
+    record_time()
     return answer
 end
 
@@ -971,7 +1021,7 @@ function verb.trim()
     if not load_tally() then
         return 0
     end
-    local now, dropped, was_late, floor = math.max(tally.at_ms, now_ms()), 0, tally.late, 0
+    local now, dropped, was_late, floor = time_ms(), 0, tally.late, 0
     each_told(0, function(item, last)
         local age = now - item[2]
         return each_change(item, last, function(_, entry, revision, _, key, op)
@@ -1011,7 +1061,7 @@ function verb.status()
     if not load_tally() then
         new_tally('')
     end
-    return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, now_ms()}
+    return {tally.revision, tally.floor, tally.keys, tally.bytes, tally.changes, tally.log_bytes, time_ms(), now_ms()}
 end
 
 if plain_keys then

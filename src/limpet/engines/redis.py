@@ -224,7 +224,8 @@ class RedisEngine(Remote):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         self._check_open()
-        revision, floor, keys, size_bytes, log_changes, log_bytes, now_ms = await self._run(namespace, "status")
+        revision, floor, keys, size_bytes, log_changes, log_bytes, *times = await self._run(namespace, "status")
+        now_ms = self._see_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -235,6 +236,7 @@ class RedisEngine(Remote):
             log_changes=log_changes,
             log_bytes=log_bytes,
             now_ms=now_ms,
+            behind_ms=max(0, now_ms - times[1]),
         )
 
     # Reading ------------------------------------------------------------------
@@ -576,7 +578,10 @@ class RedisEngine(Remote):
                 policy = await self._info(line, "memory", "maxmemory_policy")
                 limit = await self._info(line, "memory", "maxmemory")
                 appends = await self._info(line, "persistence", "aof_enabled") == "1"
-                sync = await self._setting(line, "appendfsync") if appends else "no"
+                # A role that may not ask is told what Redis does by default.
+                sync = await self._setting(line, "appendfsync", "everysec") if appends else "no"
+                if sync == "always" and await self._setting(line, "no-appendfsync-on-rewrite", "no") == "yes":
+                    sync = "no"
         except Exception as error:
             raise self._translated(error) from error
         if policy.startswith("allkeys") and limit != "0" and not evicts:
@@ -614,13 +619,13 @@ class RedisEngine(Remote):
                 return value
         return ""
 
-    async def _setting(self, line: Line, name: str) -> str:
-        """A setting of the server; a role that may not ask is told what Redis does by default."""
+    async def _setting(self, line: Line, name: str, default: str) -> str:
+        """A setting of the server, or the default for a role that may not ask."""
         try:
             found = await line.ask("CONFIG", "GET", name)
         except exceptions.ResponseError:
-            return "everysec"
-        return found[1].decode() if found else "everysec"
+            return default
+        return found[1].decode() if found else default
 
     async def _ask(self, *words: Any) -> Any:
         """Say a command that may be said again."""
@@ -710,6 +715,10 @@ def _from_server(text: str, problem: str) -> Exception:
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:
     if not appends:
         return "none"
+    if sync == "everysec":
+        # While a sync is under way in the background, Redis answers before it has written its file, for up to two
+        # seconds. By "no" it writes before it answers, and only never syncs.
+        return "seconds"
     if sync != "always":
         return "process"
     return "quorum" if replicas else "disk"

@@ -64,6 +64,8 @@ class Gathering(ABC):
     def __init__(self, shown: str) -> None:
         self._shown = shown
         self._closed = False
+        # The latest time of each namespace that this handle has seen, which a server may not have recorded.
+        self._seen_ms: dict[str, int] = {}
         self._begin()
         _engines.add(self)
 
@@ -180,6 +182,12 @@ class Gathering(ABC):
         if revision > self._latest.get(namespace, 0):
             self._latest[namespace] = revision
             self._bell.ring(namespace)
+
+    def _see_time(self, namespace: str, told_ms: int) -> int:
+        """The time that the server tells, or the latest that this handle has seen if that is later."""
+        if told_ms > self._seen_ms.get(namespace, 0):
+            self._seen_ms[namespace] = told_ms
+        return self._seen_ms[namespace]
 
     def _unknown(self, request_id: str, since: int, problem: object) -> Ambiguous:
         text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"

@@ -143,7 +143,7 @@ _TALLY: Final = (
     " FROM limpet_namespaces WHERE namespace = ?"
 )
 _SET_TALLY: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-_LATEST_MS: Final = "SELECT max(at_ms) FROM limpet_namespaces"
+_RECORDED_MS: Final = "SELECT at_ms FROM limpet_namespaces WHERE namespace = ?"
 _OURS: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
 _REVISION: Final = f"SELECT version_num FROM {VERSION_TABLE}"
 _STORE: Final = "SELECT id, epoch FROM limpet_store"
@@ -232,13 +232,15 @@ class SqliteEngine:
         try:
             if len(keys) == 1:
                 entry = self._read_one(reader, (namespace, family, keys[0]))
-                return [entry if entry is None or entry.expires_ms is None else live(entry, self._now_ms())]
+                if entry is None or entry.expires_ms is None:
+                    return [entry]
+                return [live(entry, self._time_ms(reader, namespace))]
             rows = reader.execute(_read_several(len(keys)), (namespace, family, *keys)).fetchall()
+            now_ms = self._time_ms(reader, namespace)
         except sqlite3.Error as error:
             raise self._translated(error) from error
         finally:
             reader.uses -= 1
-        now_ms = self._now_ms()
         found = {entry.key: live(entry, now_ms) for entry in map(_entry, rows)}
         return [found.get(key) for key in keys]
 
@@ -309,7 +311,7 @@ class SqliteEngine:
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
         with self._reading() as reader:
-            rows = reader.execute(_DUE, (namespace, self._now_ms(), limit)).fetchall()
+            rows = reader.execute(_DUE, (namespace, self._time_ms(reader, namespace), limit)).fetchall()
         return [Expire(key.decode(), revision, family.decode()) for key, revision, family in rows]
 
     async def trim(self, namespace: str, window: Window) -> int:
@@ -389,6 +391,7 @@ class SqliteEngine:
         with self._reading() as reader:
             tally = _Tally.load(reader, namespace)
             _, self._epoch = reader.execute(_STORE).fetchone()
+        now_ms = max(self._now_ms(), tally.at_ms)
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -398,7 +401,8 @@ class SqliteEngine:
             size_bytes=tally.size_bytes,
             log_changes=tally.log_changes,
             log_bytes=tally.log_bytes,
-            now_ms=self._now_ms(),
+            now_ms=now_ms,
+            behind_ms=max(0, now_ms - self._clock.now_ms()),
         )
 
     async def close(self) -> None:
@@ -500,8 +504,7 @@ class SqliteEngine:
             # An I/O error here leaves it open: recovery may find the commit in the WAL.
             return [self._unknown(ticket, work.first_revisions[ticket.namespace], error) for ticket in group]
         self._cache = self._cache_after(cache, work)
-        for namespace, tally in work.news.items():
-            self._latest_ms = max(self._latest_ms, tally.at_ms)
+        for namespace in work.news:
             self._bell.ring(namespace)
         return outcomes
 
@@ -574,17 +577,19 @@ class SqliteEngine:
         """Up to ``limit`` entries; with a filter, of at most so many examined, so that no slice takes for ever."""
         ask = limit if where is None else EXAMINED_MAX
         sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
-        parameters = (namespace, family, span.start, _upper(span), self._now_ms(), ask + 1)
         found: list[Entry] = []
         examined, size_bytes, last = 0, 0, ""
-        with self._reading() as reader, contextlib.closing(reader.execute(sql, parameters)) as rows:
-            for row in rows:
-                if examined == ask or len(found) == limit or size_bytes > SLICE_BYTES_MAX:
-                    return Slice(found, last)
-                entry = _entry(row)
-                examined, size_bytes, last = examined + 1, size_bytes + entry.size_bytes, entry.key
-                if where is None or (entry.stored is not None and where.matches(entry.stored)):
-                    found.append(entry if values else entry.without_value())
+        with self._reading() as reader:
+            now_ms = self._time_ms(reader, namespace)
+            parameters = (namespace, family, span.start, _upper(span), now_ms, ask + 1)
+            with contextlib.closing(reader.execute(sql, parameters)) as rows:
+                for row in rows:
+                    if examined == ask or len(found) == limit or size_bytes > SLICE_BYTES_MAX:
+                        return Slice(found, last)
+                    entry = _entry(row)
+                    examined, size_bytes, last = examined + 1, size_bytes + entry.size_bytes, entry.key
+                    if where is None or (entry.stored is not None and where.matches(entry.stored)):
+                        found.append(entry if values else entry.without_value())
         return Slice(found, None)
 
     def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
@@ -677,19 +682,19 @@ class SqliteEngine:
 
     def _needs_trim(self, namespace: str, window: Window) -> bool:
         """Whether there is anything to drop, asked without taking the writer's place."""
-        now_ms = self._now_ms()
         with self._reading() as reader:
+            tally = _Tally.load(reader, namespace)
+            now_ms = max(self._now_ms(), tally.at_ms)
             if reader.execute(_RECEIPTS_OVER, (namespace, now_ms)).fetchone() is not None:
                 return True
-            tally = _Tally.load(reader, namespace)
             oldest = reader.execute(_OLDEST, (namespace, 1)).fetchall()
         return window.excess(oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms)[0] > 0
 
     def _trim(self, namespace: str, window: Window) -> int:
         with self._alone() as writer:
-            now_ms = self._now_ms()
-            writer.execute(_DROP_RECEIPTS, (namespace, now_ms))
             tally = _Tally.load(writer, namespace)
+            now_ms = max(self._now_ms(), tally.at_ms)
+            writer.execute(_DROP_RECEIPTS, (namespace, now_ms))
             oldest = writer.execute(_OLDEST, (namespace, EXAMINED_MAX)).fetchall()
             dropped, freed_bytes, floor = window.excess(
                 oldest, count=tally.log_changes, size_bytes=tally.log_bytes, now_ms=now_ms
@@ -738,22 +743,21 @@ class SqliteEngine:
             raise PermissionDenied(f"cannot open {self._path}: {error.strerror}") from error
         except OSError as error:
             raise Unavailable(f"cannot open {self._path}: {error.strerror}") from error
-        revision, identity, latest_ms = self._identify()
+        revision, identity = self._identify()
         if migrates and is_behind(revision):
             from limpet.schema.migrate import SqlitePlace, up
 
             up(SqlitePlace(self._path))
-            revision, identity, latest_ms = self._identify()
+            revision, identity = self._identify()
         require(revision, self._path)
         if identity is None:
             raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
         store_id, epoch = identity
-        self._latest_ms = latest_ms or 0
         return store_id.decode(), epoch
 
-    def _identify(self) -> tuple[str | None, Sequence[Any] | None, int | None]:
-        """The file's revision; and if it is ours, the store's identity and the latest time that it has seen."""
-        identity, latest_ms = None, None
+    def _identify(self) -> tuple[str | None, Sequence[Any] | None]:
+        """The file's revision; and if it is ours, the store's identity."""
+        identity = None
         with self._writing:
             writer = self._begin()
             try:
@@ -766,12 +770,11 @@ class SqliteEngine:
                 # Of another revision, nobody knows what its tables look like.
                 if revision == REVISION:
                     identity = writer.execute(_STORE).fetchone()
-                    (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
                 raise self._translated(error) from error
-        return revision, identity, latest_ms
+        return revision, identity
 
     def _connect(self, *, reads: bool = False) -> _Connection:
         # Opening is being inside SQLite as well: a fork waits for it, and a close finds the
@@ -822,10 +825,30 @@ class SqliteEngine:
             raise Closed
 
     def _now_ms(self) -> int:
-        """The host's time, but never before what this file has seen."""
+        """The host's time, or the latest that this handle has seen if that is later."""
         now_ms = self._clock.now_ms()
-        self._latest_ms = max(self._latest_ms, now_ms)
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+            self._latest_ms = now_ms
         return self._latest_ms
+
+    def _time_ms(self, reader: _Connection, namespace: str) -> int:
+        """The time of a namespace: the host's, or the latest that was recorded there if that is later."""
+        return max(self._now_ms(), self._recorded_ms(reader, namespace))
+
+    def _recorded_ms(self, reader: _Connection, namespace: str) -> int:
+        """The time of the latest commit: from the cache, as long as nobody has committed since."""
+        cache, board = self._cache, self._board
+        # Before the row, never after, as for entries.
+        header = _NO_HEADER if board is None else board.header()
+        if cache is not None and cache.header == header:
+            known = cache.times_ms.get(namespace)
+            if known is not None:
+                return known
+        row = reader.execute(_RECORDED_MS, (namespace,)).fetchone()
+        recorded_ms: int = 0 if row is None else row[0]
+        if cache is not None:
+            cache.keep_time(header, namespace, recorded_ms)
+        return recorded_ms
 
     def _translated(self, error: Exception) -> Exception:
         """A driver's error as ours. Raised before COMMIT, so whatever was tried was not applied."""
@@ -961,7 +984,7 @@ class _Work:
         namespace, batch = ticket.namespace, ticket.batch
         tally = self._tally(namespace)
         find = functools.partial(self._find, namespace)
-        # The clock of another process on this file may be a little ahead.
+        # Another process may have recorded a later time: its clock is a little ahead, or this one was set back.
         now_ms = max(now_ms, tally.at_ms)
         try:
             if batch.retry_since is not None and batch.request_id is not None:
@@ -1067,6 +1090,7 @@ class _Cache:
         self.header = header
         self.entries: dict[_Place, Entry | None] = {}
         self.tallies: dict[str, _Tally] = {}
+        self.times_ms: dict[str, int] = {}
         self._lock = threading.RLock()
 
     def keep(self, header: bytes, place: _Place, entry: Entry | None) -> None:
@@ -1075,13 +1099,23 @@ class _Cache:
             if header == self.header:
                 self._put(place, entry)
 
+    def keep_time(self, header: bytes, namespace: str, recorded_ms: int) -> None:
+        """Keep the time of a namespace's latest commit, read after this header was seen."""
+        with self._lock:
+            if header == self.header:
+                self.times_ms[namespace] = recorded_ms
+
     def carry(self, header: bytes, work: _Work) -> None:
         """Go on under the header of our own commit, knowing what it changed."""
         with self._lock:
             for place in work.changed:
                 self._put(place, work.seen[place])
+            for namespace, tally in work.news.items():
+                self.times_ms[namespace] = tally.at_ms
             if len(self.tallies) > CACHED_MAX:
                 self.tallies.clear()
+            if len(self.times_ms) > CACHED_MAX:
+                self.times_ms.clear()
             self.header = header
 
     def _put(self, place: _Place, entry: Entry | None) -> None:

@@ -89,8 +89,9 @@ RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 CREATE FUNCTION {schema}.limpet_stored(kind text, sent text) RETURNS bytea LANGUAGE sql STABLE
 RETURN CASE kind WHEN 'bytes' THEN decode(sent, 'hex') ELSE convert_to(sent, 'UTF8') END;
 
--- Take the place of the writer of a namespace, to the end of the transaction.
-CREATE FUNCTION {schema}.limpet_take(ns text) RETURNS {schema}.limpet_namespaces LANGUAGE plpgsql VOLATILE AS $$
+-- Take the place of the writer of a namespace, to the end of the transaction. Its time is the clock's, or the latest that
+-- was recorded there, or that the caller has seen.
+CREATE FUNCTION {schema}.limpet_take(ns text, seen_ms bigint DEFAULT 0) RETURNS {schema}.limpet_namespaces LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     tally {schema}.limpet_namespaces;
 BEGIN
@@ -99,12 +100,12 @@ BEGIN
         INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, NULL) ON CONFLICT DO NOTHING;
         SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     END IF;
-    tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms());
+    tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms(), seen_ms);
     RETURN tally;
 END $$;
 
 -- Take the place of the writer, and read what is under these keys, expired or not.
-CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[])
+CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[], seen_ms bigint DEFAULT 0)
 RETURNS TABLE (
     last_revision bigint, floor bigint, at_ms bigint, key_count bigint, size_bytes bigint, log_changes bigint,
     log_bytes bigint, family text, key text, kind text, stored bytea, version bigint, revision bigint,
@@ -115,7 +116,7 @@ SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mo
 DECLARE
     taken {schema}.limpet_namespaces;
 BEGIN
-    taken := {schema}.limpet_take(ns);
+    taken := {schema}.limpet_take(ns, seen_ms);
     -- A statement of its own: it sees what was committed while the one above waited.
     RETURN QUERY
     SELECT taken.revision, taken.floor, taken.at_ms, taken.keys, taken.size_bytes, taken.log_changes, taken.log_bytes,
@@ -205,7 +206,8 @@ END $$;
 -- time to live, no meta, each the last of its batch, no name but that of the group and its place.
 CREATE FUNCTION {schema}.limpet_put(
     ns text, channel text, cause text, weight bigint, keys text[], vals text[], families text[], kinds text[],
-    nearests text[], weights text[], ttls text[], metas text[], lasts text[], causes text[]
+    nearests text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
+    seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
@@ -217,7 +219,7 @@ DECLARE
     done bigint;
 BEGIN
     UPDATE {schema}.limpet_namespaces n
-    SET revision = n.revision + asked, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms()),
+    SET revision = n.revision + asked, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + asked, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
     RETURNING n.revision - asked, n.at_ms, n.overtaken INTO before, now_ms, late;
@@ -275,7 +277,7 @@ END $$;
 -- The same for a single put, which is what most callers wait for: four statements that each find one row.
 CREATE FUNCTION {schema}.limpet_put_one(
     ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, nearest text,
-    ttl bigint, info text, named text
+    ttl bigint, info text, named text, seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (new_revision bigint, new_version bigint, first_revision bigint, first_ms bigint, now_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -284,7 +286,7 @@ DECLARE
     grown bigint;
 BEGIN
     UPDATE {schema}.limpet_namespaces n
-    SET revision = n.revision + 1, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms()),
+    SET revision = n.revision + 1, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + 1, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
     RETURNING n.revision, n.at_ms, n.overtaken INTO new_revision, now_ms, late;
@@ -335,7 +337,7 @@ END $$;
 CREATE FUNCTION {schema}.limpet_commit(
     ns text, channel text, cause text, batches text[], ops text[], families text[], keys text[], kinds text[],
     vals text[], nearests text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
-    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[]
+    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[], seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (
     batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, stored bytea,
     version bigint, revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint,
@@ -347,7 +349,7 @@ DECLARE
     taken {schema}.limpet_namespaces;
     now_ms bigint;
 BEGIN
-    taken := {schema}.limpet_take(ns);
+    taken := {schema}.limpet_take(ns, seen_ms);
     now_ms := taken.at_ms;
     IF taken.overtaken ?| array_append(causes, cause) THEN
         RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
@@ -507,7 +509,9 @@ BEGIN
         to_timestamp(updated_ms / 1000.0)
     FROM {schema}.limpet_entries
     WHERE namespace = 'state' AND family = 'data'
-        AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()));
+        AND (expires_ms IS NULL OR expires_ms > (SELECT greatest(
+            {schema}.limpet_now_ms(), (SELECT n.at_ms FROM {schema}.limpet_namespaces n WHERE n.namespace = 'state')
+        )));
     CREATE TRIGGER limpet_refuse INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.state
     FOR EACH ROW EXECUTE FUNCTION {schema}.limpet_refuse();
 EXCEPTION WHEN duplicate_table OR duplicate_object THEN

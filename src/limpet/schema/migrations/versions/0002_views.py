@@ -45,7 +45,9 @@ _POSTGRES = {
         to_timestamp(updated_ms / 1000.0)
     FROM {schema}.limpet_entries
     WHERE namespace = 'state' AND family = 'data'
-        AND (expires_ms IS NULL OR expires_ms > (SELECT {schema}.limpet_now_ms()))""",
+        AND (expires_ms IS NULL OR expires_ms > (SELECT greatest(
+            {schema}.limpet_now_ms(), (SELECT n.at_ms FROM {schema}.limpet_namespaces n WHERE n.namespace = 'state')
+        )))""",
 }
 
 # Asked for by trying, because a name in a schema of any name is hard to quote in a text.
