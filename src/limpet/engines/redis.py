@@ -37,7 +37,7 @@ from limpet.codec import Stored
 from limpet.engine import Address, Engine, new_request_id, overtaken
 from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
-from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, Unavailable
+from limpet.errors import Compacted, Contention, Corrupt, InvalidValue, PermissionDenied, TypeMismatch, Unavailable
 from limpet.index import CANDIDATES_MAX, Sought
 from limpet.keys import Span
 from limpet.model import (
@@ -495,6 +495,14 @@ class RedisEngine(Remote):
             case b"failed":
                 problem = found[1].decode()
                 return _from_server(f"{self._shown}: {problem}", problem)
+            case b"foreign":
+                place, kind, key = (word.decode() for word in found[1:])
+                return TypeMismatch(
+                    key,
+                    expected="that key to be free: move it away, or use another namespace; taking over such data is "
+                    "not supported yet",
+                    found=f"a Redis key that Limpet did not write ({kind} {place!r})",
+                )
             case b"look":
                 return _looked(batch, found[1] - 1, found[2], at_ms)
             case _:
