@@ -20,8 +20,8 @@ __all__ = ["granting", "revoking", "shown"]
 
 _READING: Final = (
     *("auth", "client|setinfo", "cluster|slots", "eval", "evalsha", "exists", "get", "hello", "hexists", "hget"),
-    *("hgetall", "hkeys", "hlen", "hmget", "info", "lrange", "ping", "select", "time", "wait", "xlen", "xrange"),
-    *("xread", "xrevrange", "zcard", "zcount", "zlexcount", "zrange", "zrangebylex", "zrangebyscore"),
+    *("hgetall", "hkeys", "hlen", "hmget", "info", "lrange", "ping", "select", "time", "type", "wait", "xlen"),
+    *("xrange", "xread", "xrevrange", "zcard", "zcount", "zlexcount", "zrange", "zrangebylex", "zrangebyscore"),
 )
 _WRITING: Final = (
     *("del", "hdel", "hset", "hsetnx", "incrby", "pexpire", "rpush", "set", "unlink", "xadd", "xtrim", "zadd"),

@@ -235,6 +235,8 @@ class Address(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, url: str) -> Address:
         """Take a URL apart."""
+        if not isinstance(url, str):
+            raise InvalidValue(f"an engine URL is a str, not of type {type(url).__name__}")
         scheme, colon, rest = url.partition(":")
         if not colon or not scheme:
             raise InvalidValue(

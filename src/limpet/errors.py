@@ -144,7 +144,7 @@ class ValueTooLarge(RequestError):
 
 
 class TypeMismatch(RequestError):
-    """The operation does not fit the kind of value found under the key."""
+    """The operation does not fit what is found under the key: another kind of value, or data that is not Limpet's."""
 
     code = "type_mismatch"
 

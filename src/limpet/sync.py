@@ -30,7 +30,7 @@ from limpet import store as _store
 from limpet.batch import TTL, Fence, Fencing, Meta
 from limpet.batch import Draft as _Draft
 from limpet.clock import Clock, has_loop
-from limpet.errors import Closed, Conflict
+from limpet.errors import Closed, Conflict, Unavailable
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
@@ -99,7 +99,12 @@ class Runner:
                     work.close()
                 raise Closed
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                try:
+                    self._loop = asyncio.new_event_loop()
+                except OSError as error:
+                    if work is not None:
+                        work.close()
+                    raise Unavailable(f"no event loop can be made now: {error.strerror}") from error
                 self._thread = threading.Thread(target=self._loop.run_forever, name="limpet-loop", daemon=True)
                 self._thread.start()
                 if self.background is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -196,13 +198,40 @@ async def test_a_receipt_that_does_not_fit_is_refused() -> None:
             assert (await store.keys()).keys == []
 
 
-async def test_a_stream_of_another_kind_is_refused() -> None:
+@pytest.mark.parametrize("settings", [{}, {"history": 5}, {"ttl": 60}])
+async def test_a_bucket_of_another_program_is_refused_and_left_as_it_is(settings: dict[str, Any]) -> None:
     name = unique()
     async with client() as other, limpet.open(server(), namespace=name, sweep=False) as store:
-        await other.jetstream().create_key_value(bucket=f"limpet-{name}", history=5)
+        bucket = await other.jetstream().create_key_value(bucket=f"limpet-{name}", **settings)
+        await bucket.put("key", b"theirs")
+
+        for call in (store.get("key"), store.put("key", 1), store.put("new", 1), store.keys()):
+            with pytest.raises(InvalidValue, match="not made by Limpet.*choose another bucket_prefix or namespace"):
+                await call
+
+        assert (await bucket.get("key")).value == b"theirs"
+        assert await bucket.keys() == ["key"]
+
+
+async def test_a_stream_like_ours_with_other_subjects_is_refused() -> None:
+    name = unique()
+    async with client() as other, limpet.open(server(), namespace=name, sweep=False) as store:
+        about = {"max_msgs_per_subject": 1, "allow_atomic": True, "allow_msg_ttl": True, "storage": "file"}
+        config = {"name": f"KV_limpet-{name}", "subjects": [f"$KV.limpet-{name}.>"], **about}
+        answer = await other.request(f"$JS.API.STREAM.CREATE.KV_limpet-{name}", json.dumps(config).encode())
+        assert "error" not in json.loads(answer.data)
 
         with pytest.raises(InvalidValue, match="not made by Limpet"):
             await store.put("key", 1)
+
+
+@pytest.mark.parametrize("content", [None, "not a key"])
+async def test_credentials_that_cannot_be_used_are_an_invalid_value(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "bot.creds").write_text(content)
+
+    with pytest.raises(InvalidValue, match="credentials"):
+        await limpet.open(f"{server()}?credentials={tmp_path}/bot.creds")
 
 
 async def test_a_stream_that_was_removed_is_made_again() -> None:

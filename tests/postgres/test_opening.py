@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import asyncpg
@@ -16,7 +16,19 @@ import limpet
 from limpet.engine import open_engine
 from limpet.engines.indexing import quoted
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
-from tests.postgres.support import connected, engine_of, log_of, new_schema, url_of
+from limpet.faces import state
+from limpet.model import Commit
+from tests.postgres.support import (
+    batch,
+    blocked_by,
+    connected,
+    engine_of,
+    log_of,
+    new_schema,
+    open_postgres,
+    put,
+    url_of,
+)
 from tests.servers import Postgres, free_port, postgres
 
 SECRET = "hush-hush"
@@ -300,41 +312,108 @@ async def test_the_word_is_that_of_our_own_connections(guarded: Postgres) -> Non
 # Isolation levels and older servers -----------------------------------------------
 
 
-@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-async def test_a_default_isolation_level_of_the_role_changes_nothing(guarded: Postgres, level: str) -> None:
+ODD_DEFAULTS = {
+    "repeatable read": "default_transaction_isolation = 'repeatable read'",
+    "serializable": "default_transaction_isolation = 'serializable'",
+    "read only": "default_transaction_read_only = on",
+}
+
+
+@contextlib.asynccontextmanager
+async def odd_role(server: Postgres, default: str) -> AsyncIterator[str]:
+    """How to come in as a role whose transactions are others by default."""
+    async with connected(server.url) as connection:
+        await connection.execute("CREATE ROLE odd SUPERUSER LOGIN PASSWORD 'x'")
+        await connection.execute(f"ALTER ROLE odd SET {ODD_DEFAULTS[default]}")
+    try:
+        yield server.url.replace("postgres@", "odd:x@")
+    finally:
+        async with connected(server.url) as connection:
+            await connection.execute("DROP OWNED BY odd CASCADE; DROP ROLE odd")
+
+
+async def write_from_all_sides(stores: Sequence[limpet.Store]) -> None:
+    """Stores write the same keys at once, by every way that the engine has. Nothing is lost, and nothing fails."""
+
+    async def write(store: limpet.Store, name: str) -> None:
+        for number in range(15):
+            await asyncio.gather(store.put(f"own/{name}", number), store.put("shared", number), store.add("count", 1))
+        await store.record("job").set({name: 1})
+        await store.touch("shared", None)
+        async with store.lock("door", ttl=60, wait=60) as lock:
+            await store.put("fenced", name, fence=lock)
+        assert await store.get(f"own/{name}") == 14
+        assert f"own/{name}" in [key async for key in _keys(store)]
+
+    await asyncio.gather(*(write(store, str(index)) for index, store in enumerate(stores)))
+    assert await stores[0].get("count") == 15 * len(stores)
+    assert len(await stores[0].record("job").fields() or {}) == len(stores)
+    await stores[0].trim()
+
+
+async def _keys(store: limpet.Store) -> AsyncIterator[str]:
+    async for entry in store.scan():
+        yield entry.key
+
+
+@pytest.mark.parametrize("pooler", ["no", "yes"])
+@pytest.mark.parametrize("default", ODD_DEFAULTS)
+async def test_a_default_of_the_role_changes_nothing(guarded: Postgres, default: str, pooler: str) -> None:
     """What the engine needs it asks for; what a role is set to is for others."""
-    async with connected(guarded.url) as connection:
-        await connection.execute("CREATE ROLE strict SUPERUSER LOGIN PASSWORD 'x'")
-        await connection.execute(f"ALTER ROLE strict SET default_transaction_isolation = '{level}'")
-        url = url_of(new_schema(), guarded.url.replace("postgres@", "strict:x@"))
+    async with odd_role(guarded, default) as role, contextlib.AsyncExitStack() as stack:
+        url = url_of(new_schema(), role, pooler=pooler)
+        stores = [await stack.enter_async_context(limpet.open(url, sweep=False)) for _ in range(5)]
+
+        await write_from_all_sides(stores)
+
+
+@pytest.mark.parametrize("pooler", ["no", "yes"])
+@pytest.mark.parametrize("default", ["repeatable read", "serializable"])
+async def test_a_commit_that_waits_for_another_is_not_refused(guarded: Postgres, default: str, pooler: str) -> None:
+    """By such a default, a statement that waited for a row is refused when the row has changed."""
+    schema = new_schema()
+    async with odd_role(guarded, default) as role, connected(guarded.url) as other, connected(guarded.url) as third:
+        engine = await open_postgres(url_of(schema, role, pooler=pooler))
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                stores = [await stack.enter_async_context(limpet.open(url, sweep=False)) for _ in range(6)]
+            await engine.commit("default", batch(put("key", 1)))
+            await other.execute("BEGIN")
+            await other.execute(f"UPDATE {schema}.limpet_namespaces SET revision = revision + 1")
+            waiting = asyncio.ensure_future(engine.commit("default", batch(put("key", 2))))
+            await blocked_by(third, other.get_server_pid())
+            await other.execute("COMMIT")
 
-                async def write(store: limpet.Store, name: str) -> None:
-                    for number in range(15):
-                        await store.put(f"own/{name}", number)
-                        await store.add("count", 1)
-
-                await asyncio.gather(*(write(store, str(index)) for index, store in enumerate(stores)))
-                assert await stores[0].get("count") == 90
+            assert isinstance(await waiting, Commit)
         finally:
-            await connection.execute("DROP OWNED BY strict CASCADE; DROP ROLE strict")
+            await engine.close()
 
 
-async def test_a_read_only_default_of_the_role_is_told(guarded: Postgres) -> None:
-    async with limpet.open(url_of("durable", guarded.url), sweep=False):
-        pass
-    async with connected(guarded.url) as connection:
-        await connection.execute("CREATE ROLE reader SUPERUSER LOGIN PASSWORD 'x'")
-        await connection.execute("ALTER ROLE reader SET default_transaction_read_only = on")
-        try:
-            url = url_of("durable", guarded.url.replace("postgres@", "reader:x@"))
-            async with limpet.open(url, sweep=False) as store:
-                with pytest.raises(LimpetError, match="read-only"):
-                    await store.put("key", 1)
-        finally:
-            await connection.execute("DROP ROLE reader")
+@pytest.mark.parametrize("default", ODD_DEFAULTS)
+async def test_a_default_that_comes_later_changes_nothing(guarded: Postgres, default: str) -> None:
+    """Behind a pooler, the next statement may be on a connection that was made after the role was changed."""
+    async with odd_role(guarded, default) as role, contextlib.AsyncExitStack() as stack:
+        url = url_of(new_schema(), role, pooler="yes")
+        async with connected(guarded.url) as connection:
+            await connection.execute("ALTER ROLE odd RESET ALL")
+            stores = [await stack.enter_async_context(limpet.open(url, sweep=False)) for _ in range(5)]
+            await asyncio.gather(*(store.put("key", 1) for store in stores))
+            await connection.execute(f"ALTER ROLE odd SET {ODD_DEFAULTS[default]}")
+            await connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE usename = 'odd'")
+
+        await write_from_all_sides(stores)
+
+
+@pytest.mark.parametrize("default", ODD_DEFAULTS)
+async def test_a_default_of_a_pool_changes_nothing(guarded: Postgres, default: str) -> None:
+    async with odd_role(guarded, default) as role:
+        schema = new_schema()
+        async with connected(guarded.url) as connection:
+            await connection.execute(f"CREATE SCHEMA {schema}")
+        async with asyncpg.create_pool(role, min_size=1, server_settings={"search_path": schema}) as pool:
+            await state.state_set(pool, "key", {"n": 0})
+
+            await asyncio.gather(*(state.state_set(pool, f"key/{number % 3}", number) for number in range(60)))
+
+            assert await state.state_get(pool, "key") == {"n": 0}
 
 
 # Replicas -------------------------------------------------------------------------

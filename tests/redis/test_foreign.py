@@ -1,15 +1,15 @@
-"""Another program writes over a record. That is this record's trouble, and nobody else's."""
+"""Another program wrote over a record, or has data of its own where a record would be."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 
 import limpet
-from limpet.errors import Corrupt
+from limpet.errors import Corrupt, TypeMismatch
 from tests.engines import unique
 from tests.redis.support import command, server
 
@@ -73,10 +73,87 @@ async def test_it_can_be_put_anew_and_deleted(store: limpet.Store) -> None:
     await assert_whole(store)
 
 
-async def test_a_record_that_is_made_takes_over_no_foreign_fields(store: limpet.Store) -> None:
-    await command(store, "HSET", f"{{{store.name}}}:fresh", "foreign", "1")
+# Data of another program, at a key that has no entry ------------------------------------------------------------
 
-    entry = await store.record("fresh").set(own=1)
+FIRST_WRITES: dict[str, Callable[[limpet.Store, str], Awaitable[Any]]] = {
+    "put": lambda store, key: store.put(key, 1),
+    "put of bytes": lambda store, key: store.put(key, b"1"),
+    "put that expires": lambda store, key: store.put(key, 1, ttl=60),
+    "create": lambda store, key: store.create(key, 1),
+    "add": lambda store, key: store.add(key),
+    "put of a record": lambda store, key: store.record(key).put({"x": 1}),
+    "set of a field": lambda store, key: store.record(key).set(x=1),
+    "batch": lambda store, key: store.batch().put("sound", 2).put(key, 1).commit(),
+}
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "hash": ("HSET", "state", "running"),
+    "string": ("SET", "text"),
+    "list": ("RPUSH", "item"),
+}
 
-    assert dict(entry.value) == {"own": 1}
-    assert dict(await store.record("fresh").fields() or {}) == {"own": 1}
+
+@pytest.mark.parametrize("tag", ["namespace", "none"])
+@pytest.mark.parametrize("kind", FOREIGN)
+@pytest.mark.parametrize("write", FIRST_WRITES)
+async def test_a_first_write_to_the_key_of_another_program_is_refused(write: str, kind: str, tag: str) -> None:
+    async with limpet.open(f"{server()}?hash_tag={tag}", namespace=unique(), sweep=False) as store:
+        await store.put("sound", 1)
+        place = f"{store.name if tag == 'none' else '{' + store.name + '}'}:tasks:7"
+        verb, *rest = FOREIGN[kind]
+        await command(store, verb, place, *rest)
+        await command(store, "PEXPIRE", place, 600_000)
+        dumped, revision = await command(store, "DUMP", place), (await store.status()).revision
+
+        with pytest.raises(TypeMismatch, match="did not write") as refused:
+            await FIRST_WRITES[write](store, "tasks:7")
+
+        assert repr(place) in str(refused.value)
+        assert kind in str(refused.value)
+        assert "running" not in str(refused.value)
+        assert await command(store, "DUMP", place) == dumped
+        assert await command(store, "PTTL", place) > 0
+        assert (await store.status()).revision == revision
+        assert await store.get("tasks:7") is None
+        await assert_whole(store)
+
+
+async def test_others_of_the_same_call_are_written() -> None:
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await command(store, "HSET", f"{{{store.name}}}:b", "state", "running")
+
+        told = await settled(*(store.put(key, 1) for key in "abc"))
+
+        assert told == ["Entry", "TypeMismatch", "Entry"]
+        await assert_whole(store)
+
+
+async def test_a_plain_value_does_not_become_a_record_over_foreign_data() -> None:
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await store.put("job", 1)
+        await command(store, "HSET", f"{{{store.name}}}:job", "state", "running")
+
+        with pytest.raises(TypeMismatch, match="did not write"):
+            await store.record("job").put({"x": 1})
+
+        assert await store.put("job", 2)
+        assert await store.delete("job")
+        assert await command(store, "HGETALL", f"{{{store.name}}}:job") == [b"state", b"running"]
+
+
+@pytest.mark.parametrize("ended", ["deleted", "expired", "expired as a plain value"])
+async def test_a_key_whose_entry_has_ended_is_written_anew(ended: str) -> None:
+    """The hash of an expired record lies there until it is swept, and is ours."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        if ended == "deleted":
+            await store.record("job").put({"x": 1})
+            await store.delete("job")
+        elif ended == "expired":
+            await store.put("job", limpet.Fields({"x": 1}), ttl=0.001)
+        else:
+            await store.put("job", 1, ttl=0.001)
+        while await store.get("job") is not None:
+            await asyncio.sleep(0.01)
+
+        assert (await store.record("job").set(y=2)).version == 1
+        assert dict(await store.record("job").fields() or {}) == {"y": 2}
+        await assert_whole(store)

@@ -61,7 +61,7 @@ ACTS: dict[str, Any] = {
     "batch": lambda store: store.batch().delete("plain").delete("job").commit(),
     "request": lambda store: store.delete("plain", request_id="mine"),
     "lock": lambda store: store.lock("door", ttl=5).acquire(),
-    "trim": lambda store: store._session.engine.trim(store.name, Window(age_ms=1, age_ms_min=0)),
+    "trim": lambda store: store._session.engine.trim(store.name, Window(changes=0, age_ms_min=0)),
     "index": lambda store: store.index("state"),
 }
 

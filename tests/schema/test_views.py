@@ -228,6 +228,7 @@ def is_theirs(url: str, kind: str, name: str) -> bool:
 @pytest.mark.parametrize("kind", ["table", "view"])
 def test_what_somebody_else_has_in_a_file_is_left_to_them(sqlite_url: str, kind: str) -> None:
     theirs = TAKEN[kind].format(name="plugin_kv_storage")
+    ask(sqlite_url, "PRAGMA journal_mode = WAL")
     ask(sqlite_url, theirs)
     look = "SELECT sql FROM sqlite_master WHERE name = 'plugin_kv_storage'"
 

@@ -24,7 +24,7 @@ import limpet.sync
 from limpet.clock import has_loop
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
-from limpet.errors import Ambiguous, Corrupt, InvalidValue, Unavailable
+from limpet.errors import Ambiguous, Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error
 
@@ -279,7 +279,7 @@ async def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 async def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "folder.db").mkdir()
 
-    with pytest.raises((Unavailable, Corrupt), match=r"folder\.db"):
+    with pytest.raises(InvalidValue, match=r"folder\.db"):
         await limpet.open(f"sqlite:///{tmp_path}/folder.db")
 
 
@@ -363,16 +363,16 @@ def test_a_folder_that_may_not_be_written_is_named(open_folder: Path) -> None:
     with Process("opens_as_nobody", f"sqlite:///{path}") as process:
         name, message = process.hear()
 
-    assert name == "Corrupt"
+    assert name == "PermissionDenied"
     assert str(path) in message
 
 
-async def test_a_writer_that_may_not_write_is_corrupt_and_replaced(url: str, quick: QuickClock, spy: Spy) -> None:
+async def test_a_writer_that_may_not_write_is_denied_and_replaced(url: str, quick: QuickClock, spy: Spy) -> None:
     """Nothing is applied, and the engine goes on when the file can be written again."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
         spy.after["BEGIN IMMEDIATE"] = lambda writer: writer.executescript("PRAGMA query_only = ON")
 
-        with pytest.raises(Corrupt, match=r"state\.db.*readonly"):
+        with pytest.raises(PermissionDenied, match=r"state\.db.*readonly"):
             await store.put("key", 1)
 
         spy.after.clear()
@@ -410,6 +410,110 @@ async def test_a_value_that_was_damaged_by_hand_is_corrupt(url: str, path: Path,
             await store.get("key")
 
     assert "secret" not in str(caught.value)
+
+
+# What an error of SQLite becomes --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("SQLITE_AUTH", PermissionDenied),
+        ("SQLITE_BUSY", Unavailable),
+        ("SQLITE_BUSY_SNAPSHOT", Unavailable),
+        ("SQLITE_CANTOPEN", Unavailable),
+        ("SQLITE_CONSTRAINT_TRIGGER", Unavailable),
+        ("SQLITE_CORRUPT", Corrupt),
+        ("SQLITE_CORRUPT_INDEX", Corrupt),
+        ("SQLITE_ERROR", Unavailable),
+        ("SQLITE_FULL", Unavailable),
+        ("SQLITE_INTERRUPT", Unavailable),
+        ("SQLITE_IOERR_CORRUPTFS", Corrupt),
+        ("SQLITE_IOERR_READ", Unavailable),
+        ("SQLITE_LOCKED", Unavailable),
+        ("SQLITE_NOMEM", Unavailable),
+        ("SQLITE_NOTADB", Corrupt),
+        ("SQLITE_PERM", PermissionDenied),
+        ("SQLITE_PROTOCOL", Unavailable),
+        ("SQLITE_READONLY", PermissionDenied),
+        ("SQLITE_READONLY_DBMOVED", Unavailable),
+        ("SQLITE_READONLY_DIRECTORY", PermissionDenied),
+        ("SQLITE_SCHEMA", Unavailable),
+    ],
+)
+async def test_each_code_has_its_error(engine: SqliteEngine, name: str, expected: type[LimpetError]) -> None:
+    error = sqlite3.OperationalError("as SQLite says it")
+    error.sqlite_errorname = name
+
+    assert type(engine._translated(error)) is expected
+
+
+async def test_the_words_of_a_trigger_are_not_shown(url: str, path: Path, quick: QuickClock) -> None:
+    async with limpet.open(url, clock=quick, sweep=False) as store:
+        with contextlib.closing(sqlite3.connect(path)) as rows, rows:
+            rows.execute(
+                "CREATE TRIGGER no BEFORE INSERT ON limpet_entries WHEN NEW.key = 'boom'"
+                " BEGIN SELECT RAISE(ABORT, 'S3CRET'); END"
+            )
+        with pytest.raises(LimpetError) as caught:
+            await store.put("boom", 1)
+
+    assert "S3CRET" not in str(caught.value)
+    assert "SQLITE_CONSTRAINT" in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["open", "reopen", "read", "write"])
+def test_a_process_without_descriptors_is_told_to_try_later(url: str, verb: str) -> None:
+    """That passes. Nothing is damaged, and the same call succeeds afterwards."""
+    with limpet.sync.open(url, sweep=False) as store:
+        store.put("key", 1)
+
+    with Process("runs_out_of_descriptors", url, verb) as process:
+        assert process.hear() == ["Unavailable", True]
+        assert process.hear() == 1
+
+
+# The file of another program ------------------------------------------------------
+
+
+def _others(path: Path, mode: str) -> None:
+    """Somebody else's database."""
+    with contextlib.closing(sqlite3.connect(path)) as rows, rows:
+        rows.execute(f"PRAGMA journal_mode = {mode}")
+        rows.execute("CREATE TABLE players (name TEXT)")
+        rows.execute("INSERT INTO players VALUES ('alice')")
+
+
+@pytest.mark.parametrize("mode", ["delete", "truncate", "persist"])
+async def test_the_journal_mode_of_a_file_of_others_is_not_changed(url: str, path: Path, mode: str) -> None:
+    """The change is for good, and the other program may not work with it."""
+    _others(path, mode)
+    content = path.read_bytes()
+
+    with pytest.raises(InvalidValue, match=r"state\.db holds tables that are not Limpet's.*\?journal=wal"):
+        await limpet.open(url)
+
+    assert path.read_bytes() == content
+    assert [one.name for one in path.parent.iterdir() if not one.name.endswith("-journal")] == [path.name]
+
+
+async def test_the_journal_mode_of_a_file_of_others_is_changed_where_that_is_allowed(url: str, path: Path) -> None:
+    _others(path, "delete")
+
+    async with limpet.open(f"{url}?journal=wal") as store:
+        await store.put("key", 1)
+    async with limpet.open(url) as store:
+        assert await store.get("key") == 1
+
+    with contextlib.closing(sqlite3.connect(path)) as rows:
+        assert rows.execute("SELECT name FROM players").fetchall() == [("alice",)]
+
+
+async def test_a_file_of_others_that_is_in_wal_mode_is_shared(url: str, path: Path) -> None:
+    _others(path, "wal")
+
+    async with limpet.open(url) as store:
+        await store.put("key", 1)
 
 
 # A full disk ----------------------------------------------------------------------

@@ -7,9 +7,11 @@ that it is told, which is the same for all who are told together.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import threading
@@ -196,7 +198,6 @@ def closes_under_readers(url: str, rounds: str) -> None:
 @worker
 def outgrows(url: str, limit_bytes: str) -> None:
     """Writes until files may not grow any more; then is allowed to again."""
-    import resource
 
     sqlite.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
     # Python ignores SIGXFSZ, so the write fails as on a full disk.
@@ -236,6 +237,61 @@ def opens_as_nobody(url: str) -> None:
             say(["opened", store.get("key")])
     except LimpetError as error:
         say([type(error).__name__, str(error)])
+
+
+@worker
+def runs_out_of_descriptors(url: str, verb: str) -> None:
+    """Does something while no further file can be opened, says what that raised, and does it again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def open_and_read() -> Any:
+        with limpet.sync.open(url, sweep=False) as opened:
+            return opened.get("key")
+
+    def in_thread(work: Callable[[], Any]) -> Any:
+        """Where a thread has no connection yet, it needs another."""
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            return threads.submit(work).result()
+
+    with limpet.sync.open(url, sweep=False, clock=Impatient()) as store:
+        writer = store._twin._session.engine
+        assert isinstance(writer, sqlite.SqliteEngine)
+
+        def write() -> Any:
+            store.put("key", 1)
+            return store.get("key")
+
+        work: Callable[[], Any] = {
+            "open": open_and_read,
+            "reopen": lambda: asyncio.run(_opened(url)),
+            "read": lambda: in_thread(lambda: store.get("key")),
+            "write": write,
+        }[verb]
+        if verb == "write":
+            writer._abandon()
+        loop = asyncio.new_event_loop() if verb == "reopen" else None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+        try:
+            if loop is not None:
+                loop.run_until_complete(_opened(url))
+            else:
+                work()
+            said = ["nothing", False]
+        except LimpetError as error:
+            said = [type(error).__name__, error.retryable]
+        except Exception as error:
+            said = [type(error).__name__, False]
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            if loop is not None:
+                loop.close()
+        say(said)
+        say(work())
+
+
+async def _opened(url: str) -> Any:
+    async with limpet.open(url, sweep=False) as store:
+        return await store.get("key")
 
 
 # Forks --------------------------------------------------------------------------

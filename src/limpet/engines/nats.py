@@ -394,8 +394,16 @@ class NatsEngine:
                 return InvalidValue(f"{shown}: {error} ({error.code})")
             case DriverError() if "authorization" in str(error).lower() or "authentication" in str(error).lower():
                 return PermissionDenied(f"{shown}: {error}")
+            case FileNotFoundError() | IsADirectoryError() | NotADirectoryError() | PermissionError():
+                # No socket says this.
+                return InvalidValue(f"{shown}: its file of credentials cannot be read: {error.strerror}")
             case DriverError() | OSError() | TimeoutError():
                 return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+            case ModuleNotFoundError():
+                return InvalidValue(f"{shown}: its credentials need {error.name}: pip install 'nats-py[nkeys]'")
+            case ValueError():
+                # Not what it says, which may hold a part of a key.
+                return InvalidValue(f"{shown}: the driver cannot use this URL or these credentials")
             case _:
                 return error
 

@@ -169,10 +169,11 @@ class Space:
         """Learn what the stream is, and what time it is there."""
         info = await self.info()
         config = info["config"]
-        if config.get("max_msgs_per_subject") != 1 or not config.get("allow_atomic") or not config.get("allow_msg_ttl"):
+        is_ours = config.get("max_msgs_per_subject") == 1 and config.get("allow_atomic") and config.get("allow_msg_ttl")
+        if not is_ours or {*config.get("subjects", ())} != {*self.subjects.all}:
             raise InvalidValue(
-                f"the stream {self.stream} was not made by Limpet: it must keep one message per subject and allow "
-                "atomic batches and times to live; choose another bucket_prefix or namespace"
+                f"the stream {self.stream} was not made by Limpet, and is left as it is: choose another bucket_prefix "
+                "or namespace; taking over such data is not supported yet"
             )
         self.direct = bool(config.get("allow_direct"))
         self.store_id = hashlib.sha256(f"{self.stream} {info['created']}".encode()).hexdigest()[:16]

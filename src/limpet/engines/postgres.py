@@ -21,8 +21,8 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 import asyncpg
@@ -41,6 +41,7 @@ from limpet.errors import (
     InvalidValue,
     LimpetError,
     PermissionDenied,
+    RequestError,
     Unavailable,
 )
 from limpet.index import CANDIDATES_MAX, Sought
@@ -81,6 +82,8 @@ from limpet.transition import plan, recall
 if TYPE_CHECKING:
     from limpet.schema.migrate import Place
 
+T = TypeVar("T")
+
 SLICE_BYTES_MAX: Final = 4_000_000
 EXAMINED_MAX: Final = 5_000
 CONNECT_S: Final = 10.0
@@ -94,6 +97,7 @@ _TRANSACTION_MS: Final = 30_000
 _SETTINGS: Final = {
     # A database may have another default, by which a commit that waited would be refused.
     "default_transaction_isolation": "read committed",
+    "default_transaction_read_only": "off",
     # Nobody else's functions stand in for those of PostgreSQL; our own tables are named with their schema.
     "search_path": "pg_catalog, pg_temp",
     # Each statement has its index. Planned while a table is small, it would read all of it, also when it has grown.
@@ -219,6 +223,10 @@ _FORGET_OVERTAKEN: Final = (
     "SELECT jsonb_object_agg(name, at_ms) FROM jsonb_each(overtaken) AS one (name, at_ms)"
     " WHERE at_ms::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND overtaken IS NOT NULL"
 )
+_DEFAULTS: Final = (
+    "SELECT pg_is_in_recovery(), current_setting('default_transaction_isolation'),"
+    " current_setting('default_transaction_read_only')"
+)
 _IS_MADE: Final = (
     "SELECT 1 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace"
     " WHERE n.nspname = $1 AND c.relname = 'limpet_store'"
@@ -336,6 +344,9 @@ class PostgresEngine(Remote):
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
+        # Whether sessions are set up by others, and whether they have defaults under which no statement of ours may run.
+        self._is_guest = give_back is not None or not has_sessions
+        self._has_odd_defaults = False
         self._store_id, self._channel = "", ""
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
@@ -388,6 +399,9 @@ class PostgresEngine(Remote):
         count, size_bytes = status.log_changes, status.log_bytes
         if not window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=status.now_ms)[0]:
             return 0
+        return await self._finished(self._trim(namespace, window))
+
+    async def _trim(self, namespace: str, window: Window) -> int:
         try:
             async with self._transaction() as connection:
                 taken = await connection.fetchrow(self._sql(_TAKE), namespace, self._seen_ms.get(namespace, 0))
@@ -424,6 +438,22 @@ class PostgresEngine(Remote):
     # Committing ---------------------------------------------------------------
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+        try:
+            return await self._commit_together(namespace, group, since)
+        except RequestError:
+            if len(group) == 1:
+                raise
+        # The database refuses one of them, by a constraint or a trigger that is not ours, and nothing was done. The
+        # others are not to suffer for it.
+        outcomes: list[Outcome] = []
+        for ticket in group:
+            try:
+                outcomes += await self._commit_together(namespace, [ticket], since)
+            except Exception as error:
+                outcomes.append(error)
+        return outcomes
+
+    async def _commit_together(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         puts = _plain_puts(group)
         if puts is not None or _is_ordinary(group):
             return await self._commit_ordinary(namespace, group, puts, since)
@@ -437,9 +467,10 @@ class PostgresEngine(Remote):
         place = (namespace, self._channel, name)
         outcomes: Sequence[Commit | Refusal] | None = None
         try:
-            async with self._connection() as connection:
-                # The first that is written of a namespace takes the longer way, and so does the first from here.
-                if puts is not None and namespace in self._latest:
+            async with self._statement() as connection:
+                # The first that is written of a namespace takes the longer way, and so does the first from here. In a
+                # transaction nothing could follow when the server has something against it.
+                if puts is not None and namespace in self._latest and not self._has_odd_defaults:
                     outcomes = await self._put_all(connection, place, group, puts)
                 if outcomes is None:
                     seen_ms = self._seen_ms.get(namespace, 0)
@@ -595,6 +626,10 @@ class PostgresEngine(Remote):
 
     async def _define(self, *statements: str) -> None:
         """Change the schema of the database."""
+        await self._finished(self._define_once(*statements))
+        self._indexed_until = 0.0
+
+    async def _define_once(self, *statements: str) -> None:
         try:
             async with self._transaction() as connection:
                 if connection.get_server_version().major >= 17:
@@ -604,7 +639,6 @@ class PostgresEngine(Remote):
                     await connection.execute(statement, timeout=DEFINE_S)
         except Exception as error:
             raise self._translated(error) from error
-        self._indexed_until = 0.0
 
     async def indexes(self, namespace: str) -> list[str]:
         """See `Indexing.indexes`."""
@@ -648,20 +682,24 @@ class PostgresEngine(Remote):
             if migrate is not None and is_behind(revision):
                 await asyncio.to_thread(migrate)
                 revision = await self._identify()
-        except asyncpg.PostgresError as error:
+        except Exception as error:
             raise self._translated(error) from error
         require(revision, self._shown)
 
     async def _identify(self) -> str | None:
         """Read the revision of the tables; and if it is ours, who this store is."""
-        async with self._transaction() as connection:
+        async with self._connection() as connection:
             self._read = _READ if connection.get_server_version().major >= 17 else _READ_EACH
-            in_recovery = await connection.fetchval("SELECT pg_is_in_recovery()")
-            if in_recovery:
-                raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+            in_recovery, isolation, read_only = await connection.fetchrow(_DEFAULTS)
+        if in_recovery:
+            raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+        self._has_odd_defaults = (isolation, read_only) != ("read committed", "off")
+        async with self._transaction() as connection:
             found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.limpet_store")
             if found is None:
                 await self._make_tables(connection)
+            elif await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.{VERSION_TABLE}") is None:
+                return None
             revision: str | None = await connection.fetchval(self._sql(_REVISION))
             # Of another revision, nobody knows what its tables look like.
             if revision != REVISION:
@@ -714,6 +752,9 @@ class PostgresEngine(Remote):
         return _is_lost(error)
 
     def _meaning(self, error: Exception) -> Exception:
+        if self._is_guest and isinstance(error, asyncpg.SerializationError | asyncpg.ReadOnlySQLTransactionError):
+            # The defaults of the role have changed since. The next attempt, and there is one, asks for what it needs.
+            self._has_odd_defaults = True
         return _translated(error, self._shown)
 
     async def _fetch(self, statement: str, *parameters: object) -> Sequence[Any]:
@@ -721,19 +762,42 @@ class PostgresEngine(Remote):
         return await self._run(self._sql(statement), *parameters)
 
     async def _run(self, sql: str, *parameters: object) -> Sequence[Any]:
+        return await self._finished(self._run_once(sql, *parameters))
+
+    async def _run_once(self, sql: str, *parameters: object) -> Sequence[Any]:
         try:
-            async with self._connection() as connection:
+            async with self._statement() as connection:
                 rows: Sequence[Any] = await connection.fetch(sql, *parameters)
         except Exception as error:
             raise self._translated(error) from error
         return rows
 
+    async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
+        """Finish what was begun, also when the caller is cancelled.
+
+        A statement that is broken off costs its connection, and the driver then loses an error of its own, of which
+        the event loop complains.
+        """
+        task = asyncio.get_running_loop().create_task(work)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(_retrieve)
+            raise
+
+    def _statement(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """A connection for one statement: by itself, or where the session's defaults are odd, in a transaction."""
+        return self._transaction() if self._has_odd_defaults else self._connection()
+
     @contextlib.asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Any]:
-        # Not as somebody's pool may have it: what others commit meanwhile must be seen.
+        # Not as the role, the pooler or a caller's pool may have it: what others commit meanwhile must be seen.
         async with self._connection() as connection, connection.transaction(isolation="read_committed"):
-            if self._give_back is not None or not self._has_sessions:
-                await connection.execute(f"SET LOCAL idle_in_transaction_session_timeout = {_STOPPED_MS}")
+            if self._is_guest:
+                mode = "SET TRANSACTION READ WRITE; " if self._has_odd_defaults else ""
+                await connection.execute(f"{mode}SET LOCAL idle_in_transaction_session_timeout = {_STOPPED_MS}")
             yield connection
 
     def _listen_to(self, namespace: str) -> None:
@@ -755,6 +819,12 @@ class PostgresEngine(Remote):
 
     def _heard(self, _connection: object, _pid: int, _channel: str, namespace: str) -> None:
         self._bell.ring(namespace)
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Take note of an error that nobody waits for."""
+    if not task.cancelled():
+        task.exception()
 
 
 # Ordinary groups ----------------------------------------------------------------
@@ -1167,17 +1237,33 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, OSError | TimeoutError | asyncpg.InterfaceError | asyncpg.InternalClientError)
 
 
-_FAMILIES: Final[dict[str, Callable[[str], Exception]]] = {
+# By the state, or by its class. What is not here will pass, or an operator can mend it: a table that is away, a full
+# disk, a server that stops. Only damaged data, and what stands in the place of our tables, is Corrupt.
+_STATES: Final[dict[str, Callable[[str], LimpetError]]] = {
     "42501": PermissionDenied,
-    "42602": InvalidValue,
-    "42939": InvalidValue,
     "28": PermissionDenied,
     "3D": InvalidValue,
-    "42": Corrupt,
-    "3F": Corrupt,
-    "XX": Corrupt,
+    "42602": InvalidValue,
+    "42939": InvalidValue,
+    # Rules of the database itself, by constraints and triggers that are not ours. A unique key may be a race.
+    "23": InvalidValue,
+    "23505": Unavailable,
+    "44": InvalidValue,
+    "P0": InvalidValue,
+    # The database has another encoding, which lacks a letter.
+    "22021": InvalidValue,
+    "22P05": InvalidValue,
     "22": Corrupt,
+    "XX001": Corrupt,
+    "XX002": Corrupt,
+    "42701": Corrupt,
+    "42710": Corrupt,
+    "42723": Corrupt,
+    "42P06": Corrupt,
+    "42P07": Corrupt,
 }
+# Classes whose words name things of the database, of the server or of the connection, and never a value.
+_WORDED: Final = frozenset({"08", "0A", "25", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"})
 
 
 def _translated(error: Exception, shown: str) -> Exception:
@@ -1186,11 +1272,35 @@ def _translated(error: Exception, shown: str) -> Exception:
         return error
     if isinstance(error, asyncpg.PostgresError):
         state = error.sqlstate or ""
-        made = _FAMILIES.get(state) or _FAMILIES.get(state[:2]) or Unavailable
-        return made(f"{shown}: {error}")
+        made = _STATES.get(state) or _STATES.get(state[:2]) or Unavailable
+        return made(f"{shown}: {_without_values(error)}")
+    # An error of TLS may be a ValueError too.
+    if isinstance(error, OSError):
+        return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
     if isinstance(error, ValueError | OverflowError):
         # Not what it says: it may have taken a part of a password for a port.
         return InvalidValue(f"{shown}: the driver cannot use this URL, look at its host, port and options")
-    if isinstance(error, OSError | asyncpg.InterfaceError | asyncpg.InternalClientError):
+    if isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError):
         return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
     return error
+
+
+def _without_values(error: asyncpg.PostgresError) -> str:
+    """What the server said, without anything that may hold a value; and leave only that in the driver's error.
+
+    Its details show whole rows. Its first words may be those of a trigger, which says what it likes. The driver's
+    error stays the cause of ours, and whoever logs that prints it.
+    """
+    state = error.sqlstate or ""
+    # The source files of procedural languages: what runs there chose the words.
+    is_raised = (error.server_source_filename or "").startswith("pl")
+    if state[:2] in _WORDED and not is_raised:
+        words = str(error.message)
+    else:
+        words = f"the server refuses it, SQLSTATE {state} ({type(error).__name__})"
+        if error.constraint_name and not is_raised:
+            words += f", by the constraint {error.constraint_name}"
+    error.args = (words,)
+    error.message = words
+    error.detail = error.hint = error.context = error.internal_query = None
+    return words

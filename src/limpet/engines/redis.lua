@@ -90,14 +90,15 @@ end
 -- The short way of plain puts: JSON values, never to expire, without meta or guard ---------------------------
 --
 -- Nothing is built for them that they do not need, and they are written by one command. Nothing is done where one
--- of them meets an entry that expires, or a record, or where there are indexes: then all go the long way.
+-- of them meets an entry that expires, a record, or a Redis key that is not ours, or where there are indexes: then all
+-- go the long way.
 
 local plain_keys, plain_values
 
 local function put_plainly(found, group)
     local keys, values, held = plain_keys, plain_values, {}
     local first, now = tally.revision, tally.at_ms
-    local answer, entries, fresh = {}, {}, {}
+    local answer, entries, fresh, places = {}, {}, {}, {}
     local fresh_bytes, changed_bytes, told_bytes = 0, 0, 0
     for i = 1, #keys do
         local key, value = keys[i], values[i]
@@ -113,12 +114,16 @@ local function put_plainly(found, group)
         else
             fresh[#fresh + 1] = 0
             fresh[#fresh + 1] = key
+            places[#places + 1] = prefix .. key
             fresh_bytes = fresh_bytes + #key + size
         end
         local entry = struct.pack(HEAD, version, first + i, created, created_ms, now, 0, size, 0, JSON) .. value
         held[key], entries[2 * i - 1], entries[2 * i] = entry, key, entry
         answer[3 * i - 2], answer[3 * i - 1], answer[3 * i] = version, created, created_ms
         told_bytes = told_bytes + #key + size
+    end
+    if #places > 0 and call('EXISTS', unpack(places)) > 0 then
+        return nil
     end
     tally.revision = first + #keys
     tally.keys, tally.bytes = tally.keys + #fresh / 2, tally.bytes + fresh_bytes + changed_bytes
@@ -637,6 +642,14 @@ local function decide(w, now, revision, cause, changes)
         if not entry then
             return nil, refusal
         end
+        -- A Redis key is ours as long as there is an entry of a record. Another program's must not be lost, and a
+        -- value beside it would hide it from its owner.
+        if not (stored and stored.kind == 'r') and (entry.kind == 'r' or family == 'data' and not stored) then
+            local found = call('TYPE', prefix .. key).ok
+            if found ~= 'none' then
+                return nil, {'foreign', prefix .. key, found, key}
+            end
+        end
         step.after = entry
         change(revision, op == 'patch' and 'patch' or 'put', nil, entry.size, cause)
         step.change = changes[#changes]
@@ -732,7 +745,9 @@ local function commit(batch, now)
     for i = 1, #writes do
         local step, after = decide(writes[i], now, revision, cause, changes)
         if not step then
-            after[6] = i
+            if after[1] == 'refused' then
+                after[6] = i
+            end
             return after
         end
         steps[i], revision = step, after

@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,9 @@ from limpet.errors import (
     Corrupt,
     InvalidNamespace,
     InvalidValue,
+    LimpetError,
     PermissionDenied,
+    TypeMismatch,
     Unavailable,
 )
 from limpet.index import CANDIDATES_MAX, Sought
@@ -107,7 +110,10 @@ async def open(address: Address, clock: Clock) -> Engine:
     wait = address.options.get("wait", "0")
     if not wait.isdigit():
         raise InvalidValue(f"{address}: wait is a number of replicas")
-    parts = urlsplit(address.url.partition("?")[0])
+    try:
+        parts = urlsplit(address.url.partition("?")[0])
+    except ValueError as error:
+        raise InvalidValue(_unusable(address)) from error
 
     async def connect(place: tuple[str, int] | None = None) -> RedisEngine:
         login, at, _ = parts.netloc.rpartition("@")
@@ -115,7 +121,7 @@ async def open(address: Address, clock: Clock) -> Engine:
         try:
             pool = _pool(urlunsplit(parts._replace(netloc=netloc)))
         except ValueError as error:
-            raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host, port and path") from error
+            raise InvalidValue(_unusable(address)) from error
         engine = RedisEngine(pool, str(address), braces=braces, replicas=int(wait))
         try:
             await engine.prepare(evicts=evicts)
@@ -140,6 +146,10 @@ async def open(address: Address, clock: Clock) -> Engine:
         await cluster.close()
         raise
     return cluster
+
+
+def _unusable(address: Address) -> str:
+    return f"{address}: the driver cannot use this URL, look at its host, port and path"
 
 
 def _pool(url: str) -> Any:
@@ -540,7 +550,15 @@ class RedisEngine(Remote):
                 return Refusal("guard", guard.key, _found(guard.key, found[2]), at_ms, guard=guard)
             case b"failed":
                 problem = found[1].decode()
-                return _from_server(f"{self._shown}: {problem}", problem)
+                return _from_server(self._shown, problem)
+            case b"foreign":
+                place, kind, key = (word.decode() for word in found[1:])
+                return TypeMismatch(
+                    key,
+                    expected="that key to be free: move it away, or use another namespace; taking over such data is "
+                    "not supported yet",
+                    found=f"a Redis key that Limpet did not write ({kind} {place!r})",
+                )
             case b"look":
                 return _looked(batch, found[1] - 1, found[2], at_ms)
             case _:
@@ -691,25 +709,31 @@ class RedisEngine(Remote):
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
                 return Unavailable(f"{shown}: {error}")
             case exceptions.ResponseError():
-                return _from_server(f"{shown}: {error}", str(error))
+                return _from_server(shown, str(error))
             case exceptions.RedisError() | OSError() | TimeoutError():
                 return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
             case _:
                 return error
 
 
-_PASSING: Final = frozenset(
-    ["LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS", "OOM", "MISCONF"]
+_FORBIDDEN: Final = re.compile(r"\b(NOPERM|NOAUTH|WRONGPASS)\b|ACL failure|The user executing the script can't")
+_PASSING: Final = re.compile(
+    r"\b(LOADING|BUSY|CLUSTERDOWN|MASTERDOWN|TRYAGAIN|NOREPLICAS|OOM|MISCONF|READONLY|NOSCRIPT|MOVED|ASK|UNKILLABLE)\b"
 )
-_FORBIDDEN: Final = frozenset({"NOPERM", "NOAUTH", "WRONGPASS"})
+# Another type in the place of one of our keys, or something in one that the script cannot read.
+_FOREIGN: Final = re.compile(r"\bWRONGTYPE\b|user_script|Error running script")
 
 
-def _from_server(text: str, problem: str) -> Exception:
-    """What the server says, by its first word; a script that may not do something is told so in other words."""
-    word = problem.partition(" ")[0]
-    if word in _FORBIDDEN or "ACL failure" in problem or "The user executing the script can't" in problem:
+def _from_server(shown: str, problem: str) -> LimpetError:
+    """What the server says, by the words in it that stay the same. A script hands on what its commands are told.
+
+    What is not known here is Unavailable, as is a command that an operator took away.
+    """
+    # The server repeats the arguments of a command that it does not know, and they may be values.
+    text = f"{shown}: {problem.partition(', with args')[0]}"
+    if _FORBIDDEN.search(problem):
         return PermissionDenied(text)
-    return Unavailable(text) if word in _PASSING else Corrupt(text)
+    return Corrupt(text) if _FOREIGN.search(problem) and not _PASSING.search(problem) else Unavailable(text)
 
 
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:

@@ -74,7 +74,7 @@ class Gathering(ABC):
         self._bell = Bell()
         self._commits: dict[str, Queue[Ticket]] = {}
         self._reads: dict[tuple[str, Family], Queue[Question]] = {}
-        self._work: set[asyncio.Future[None]] = set()
+        self._work: set[asyncio.Future[Any]] = set()
         self._latest: dict[str, int] = {}
 
     # What an engine must know -------------------------------------------------

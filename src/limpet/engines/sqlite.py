@@ -86,6 +86,10 @@ BUSY_TIMEOUT_MS: Final = 5_000
 CACHED_MAX: Final = 12_288
 CACHED_BYTES_MAX: Final = 2_048
 
+_FOREIGN: Final = (
+    "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'limpet_*' AND name NOT GLOB 'sqlite_*'"
+)
+_OPTIONS: Final = ("synchronous", "migrate", "journal")
 _COLUMNS: Final = "key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
 _READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
 _READ_SEVERAL: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key IN"
@@ -158,17 +162,18 @@ def _read_several(count: int) -> str:
 
 async def open(address: Address, clock: Clock) -> SqliteEngine:
     """Open ``sqlite:///relative.db`` or ``sqlite:////absolute/path.db``, making the file when there is none."""
-    address.allow("synchronous", "migrate")
+    address.allow(*_OPTIONS)
     synchronous = address.take("synchronous", "full", ("full", "extra", "normal"))
     migrates = address.take("migrate", "no", ("no", "auto")) == "auto"
-    return SqliteEngine(_file(address), synchronous, clock, migrates=migrates)
+    switches = address.take("journal", "keep", ("keep", "wal")) == "wal"
+    return SqliteEngine(_file(address), synchronous, clock, migrates=migrates, switches=switches)
 
 
 def place(address: Address) -> Place:
     """Where the tables of a URL are, for whoever migrates them."""
     from limpet.schema.migrate import SqlitePlace
 
-    address.allow("synchronous", "migrate")
+    address.allow(*_OPTIONS)
     return SqlitePlace(_file(address))
 
 
@@ -185,12 +190,15 @@ def _file(address: Address) -> str:
 class SqliteEngine:
     """A handle on one database file."""
 
-    def __init__(self, path: str, synchronous: str, clock: Clock, *, migrates: bool = False) -> None:
+    def __init__(
+        self, path: str, synchronous: str, clock: Clock, *, migrates: bool = False, switches: bool = False
+    ) -> None:
         durability: Durability = "process" if synchronous == "normal" else "disk"
         self.traits = Traits(engine="sqlite", durability=durability, log="every", clock="host", inline=True)
         self._path = os.path.abspath(path)
         self._synchronous = synchronous
         self._clock = clock
+        self._may_switch = switches
         self._closed = False
         self._latest_ms = 0
         self._budget = Budget(others=self._is_writing)
@@ -733,10 +741,12 @@ class SqliteEngine:
             # touched: closing any descriptor of it drops the locks that this process has on it.
             if not os.path.exists(self._path):
                 _make_empty(self._path)
-            elif not os.access(self._path, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
+            elif os.path.isdir(self._path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            elif not _is_writable(self._path):
                 # SQLite would open it all the same, and refuse the first write only.
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        except (FileNotFoundError, NotADirectoryError) as error:
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
             # Waiting makes no folder.
             raise InvalidValue(f"cannot open {self._path}: {error.strerror}") from error
         except PermissionError as error:
@@ -807,18 +817,36 @@ class SqliteEngine:
             check_same_thread=False,
             factory=_Connection,
         )
-        connection.text_factory = bytes
-        if not _use_wal(connection):
-            raise Corrupt(f"{self._path} cannot use WAL; a network file system is no place for it")
-        connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-        connection.execute("PRAGMA wal_autocheckpoint = 4000")
-        connection.execute("PRAGMA cache_size = -65536")
-        connection.execute("PRAGMA mmap_size = 268435456")
-        if reads:
-            connection.execute("PRAGMA query_only = ON")
-        # The first read opens the WAL index, which the board is mapped from.
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        try:
+            connection.text_factory = bytes
+            self._check_switch(connection)
+            if not _use_wal(connection):
+                raise Corrupt(f"{self._path} cannot use WAL; a network file system is no place for it")
+            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
+            connection.execute("PRAGMA wal_autocheckpoint = 4000")
+            connection.execute("PRAGMA cache_size = -65536")
+            connection.execute("PRAGMA mmap_size = 268435456")
+            if reads:
+                connection.execute("PRAGMA query_only = ON")
+            # The first read opens the WAL index, which the board is mapped from.
+            connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        except BaseException:
+            connection.close()
+            raise
         return connection
+
+    def _check_switch(self, connection: _Connection) -> None:
+        """Refuse to change the journal mode of a file that others use: the change is for good, and theirs to make."""
+        if self._may_switch:
+            return
+        (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
+        if mode != b"wal" and connection.execute(_FOREIGN).fetchone() is not None:
+            raise InvalidValue(
+                f"{self._path} holds tables that are not Limpet's, and its journal mode is {mode.decode()}: Limpet "
+                "needs WAL, and the file would stay so. Give Limpet a file of its own, or allow the change with "
+                "?journal=wal"
+            )
+        self._may_switch = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -856,13 +884,29 @@ class SqliteEngine:
             return error
         if self._closed:
             return Closed()
-        if _code(error).startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_READONLY", "SQLITE_CANTOPEN")):
+        name = _code(error)
+        if name.startswith(_DAMAGED):
             return Corrupt(f"cannot use {self._path}: {error}")
-        return Unavailable(f"{self._path} cannot serve now: {error}")
+        if name.startswith(_DENIED) and name != "SQLITE_READONLY_DBMOVED":
+            return PermissionDenied(f"cannot use {self._path}: {error}")
+        if name.startswith("SQLITE_CANTOPEN") and not _is_writable(os.path.dirname(self._path)):
+            return PermissionDenied(f"cannot use {self._path}: its folder may not be written, and the WAL lies there")
+        # A trigger that is not ours says what it likes.
+        words = name if name.startswith("SQLITE_CONSTRAINT") else error
+        return Unavailable(f"{self._path} cannot serve now: {words}")
+
+
+# What is not here will pass, or an operator can mend it: a full disk, no descriptor left, a file that was moved.
+_DAMAGED: Final = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_CORRUPTFS")
+_DENIED: Final = ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
 
 
 def _code(error: sqlite3.Error) -> str:
     return getattr(error, "sqlite_errorname", None) or ""
+
+
+def _is_writable(path: str) -> bool:
+    return os.access(path, os.W_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 class _Connection(sqlite3.Connection):

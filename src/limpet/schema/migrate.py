@@ -292,17 +292,22 @@ def _translating(place: Place) -> Iterator[None]:
         raise _as_ours(cause, str(place)) from error
 
 
+_PASSING: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_NOMEM")
+
+
 def _as_ours(error: BaseException, shown: str) -> BaseException:
     state = getattr(error, "sqlstate", None) or ""
     name = getattr(error, "sqlite_errorname", None) or ""
+    # The first words only: what PostgreSQL says in detail shows rows.
+    words = str(error).partition("\nDETAIL:")[0].partition("\nHINT:")[0]
     if state == "42501" or state.startswith("28") or name.startswith(("SQLITE_READONLY", "SQLITE_PERM")):
-        return PermissionDenied(f"{shown}: {error}")
+        return PermissionDenied(f"{shown}: {words}")
     if state.startswith("3D"):
-        return InvalidValue(f"{shown}: {error}")
-    if name.startswith(("SQLITE_BUSY", "SQLITE_FULL", "SQLITE_IOERR")) or state[:2] in ("08", "40", "53", "55", "57"):
-        return Unavailable(f"{shown} cannot be migrated now: {error}")
+        return InvalidValue(f"{shown}: {words}")
+    if name.startswith(_PASSING) or state[:2] in ("08", "40", "53", "55", "57", "58"):
+        return Unavailable(f"{shown} cannot be migrated now: {words}")
     if isinstance(error, OSError):
         return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
     if state or name:
-        return Corrupt(f"{shown} cannot be migrated: {error}")
+        return Corrupt(f"{shown} cannot be migrated: {words}")
     return error
