@@ -27,7 +27,7 @@ from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namesp
 from limpet.lock import Lock, LockInfo, lock_info
 from limpet.model import ABSENT, ANY, KEEP, Change, Commit, Entry, Event, Feed, Filter, Mark, Status, Traits, Window
 from limpet.record import Record
-from limpet.retry import pause_s
+from limpet.retry import jitter_s
 from limpet.sealing import Keyring, Resealed, Seals
 from limpet.session import Session
 from limpet.transition import read_receipt
@@ -276,10 +276,12 @@ class Store:
             Contention: Others kept writing in between.
         """
         found = await self.entry(key)
+        clock = self._session.clock
         for attempt in range(1, UPDATE_ATTEMPTS + 1):
             value = change(None if found is None else found.value)
             if inspect.isawaitable(value):
                 value = await value
+            started_at = clock.monotonic()
             try:
                 if value is not ABSENT:
                     return await self.put(key, value, ttl=ttl, expect=found, fence=fence, meta=meta)
@@ -289,9 +291,7 @@ class Store:
             except Conflict as conflict:
                 found = conflict.current
             # At first it is enough to let others finish; only a crowd has to be spread over time.
-            await self._session.clock.sleep(
-                0 if attempt < UPDATE_CROWD else pause_s(attempt, first=0.001, longest=0.05)
-            )
+            await clock.sleep(0 if attempt < UPDATE_CROWD else jitter_s(clock.monotonic() - started_at))
         raise Contention(key, attempts=UPDATE_ATTEMPTS)
 
     async def add(
