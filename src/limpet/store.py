@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -43,6 +42,7 @@ from limpet.model import (
     Window,
 )
 from limpet.record import Record
+from limpet.retry import jitter_s
 from limpet.sealing import Keyring, Resealed, Seals
 from limpet.session import Session
 from limpet.transition import read_receipt
@@ -54,7 +54,6 @@ SCAN_PAGE: Final = 500
 UPDATE_ATTEMPTS: Final = 64
 UPDATE_TURN_S: Final = 2.0
 UPDATE_TURN_S_MAX: Final = 60.0
-UPDATE_PAUSE_S_MAX: Final = 0.05
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -324,8 +323,7 @@ class Store:
                 except Conflict as conflict:
                     found = conflict.current
                 # Another process writes this key as well. About a round trip, so that they do not go on in step.
-                pause_s = min(UPDATE_PAUSE_S_MAX, clock.monotonic() - asked)
-                await clock.sleep(pause_s * random.random())
+                await clock.sleep(jitter_s(clock.monotonic() - asked))
             raise Contention(key, attempts=UPDATE_ATTEMPTS)
         finally:
             turn.leave()

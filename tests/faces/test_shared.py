@@ -375,6 +375,90 @@ async def test_a_watch_ends_when_the_store_closes(store: StateStore) -> None:
     assert [change async for change in watch] == []
 
 
+async def test_a_watch_begins_when_it_is_called(store: StateStore) -> None:
+    """Nobody has iterated yet, and nothing was awaited in between."""
+    watch = store.watch("config.*")
+    await store.put("config.a", b"1")
+    await store.put("other", b"2")
+    await store.delete("config.a")
+
+    assert await heard(watch, 2) == [("PUT", "config.a", b"1"), ("DELETE", "config.a", b"")]
+    await watch.aclose()
+    assert [change async for change in watch] == []
+
+
+async def test_a_watch_is_called_before_what_is_done_at_once(store: StateStore) -> None:
+    watch, beside = store.watch("config.*"), store.watch("config.*")
+
+    await asyncio.gather(*(store.put(f"config.{number}", b"1") for number in range(5)))
+
+    expected = {("PUT", f"config.{number}", b"1") for number in range(5)}
+    assert set(await heard(watch, 5)) == set(await heard(beside, 5)) == expected
+
+
+async def test_another_agent_is_heard_after_the_next_call(agent: OpenAgent) -> None:
+    one, two = await agent(), await agent()
+    watch = one.watch("config.*")
+    assert await one.keys() == []
+    await two.put("config.a", b"1")
+
+    assert await heard(watch, 1) == [("PUT", "config.a", b"1")]
+
+
+async def test_what_is_worked_off_is_delivered_to_a_watch_that_was_called_before(store: StateStore) -> None:
+    await store.put("tasks.a", b"1")
+    watch = store.watch("results.*")
+
+    async def work(task: bytes) -> bytes:
+        return task
+
+    await work_off(store, "a", work)
+
+    assert await heard(watch, 1) == [("PUT", "results.a", b"1")]
+
+
+async def test_a_watch_that_nobody_keeps_is_not_followed(store: StateStore) -> None:
+    """A watch is called and dropped: the store does not go on reading the log for it."""
+    hub = store.store._session.hub(store.store.name)
+    watch = store.watch("*")
+    await store.put("a", b"1")
+    assert hub._watchers == 1
+
+    del watch
+    await asyncio.sleep(0)
+
+    assert hub._watchers == 0
+    store.watch("*")
+    await store.close()
+
+
+async def test_a_watch_that_cannot_begin_says_why_and_harms_no_other_call(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(_: str) -> Any:
+        raise errors.PermissionDenied("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.store._session.engine, "status", refuse)
+        watch = store.watch("*")
+        await store.put("a", b"1")
+
+    for _ in range(2):
+        with pytest.raises(errors.PermissionDenied):
+            await anext(watch)
+    with pytest.raises(errors.PermissionDenied):
+        await watch.__aenter__()
+
+
+async def test_a_watch_that_has_not_begun_ends_when_the_store_closes(store: StateStore) -> None:
+    watch = store.watch("*")
+
+    await store.close()
+
+    async with asyncio.timeout(PATIENCE_S):
+        assert [change async for change in watch] == []
+
+
 # Locks ------------------------------------------------------------------------
 
 

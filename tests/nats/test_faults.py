@@ -155,7 +155,8 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         tell, kept = link.tell, list[tuple[Any, ...]]()
 
         def tell_or_keep(subject: str, *rest: bytes) -> None:
-            if subject.startswith("$KV."):
+            # All but the alarms, which have no headers.
+            if len(rest) > 1 and rest[1]:
                 kept.append((subject, *rest))
             else:
                 tell(subject, *rest)
@@ -164,7 +165,8 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         draft = store.batch().put("short", 1, ttl=0.01)
         putting = asyncio.ensure_future((draft.put("shorter", 2, ttl=0.005) if several else draft).commit())
         async with asyncio.timeout(20):
-            while len(kept) < 1 + several:  # noqa: ASYNC110 - nobody tells when it is sent
+            # In a batch there are a mark and a receipt as well.
+            while len(kept) < (4 if several else 1):  # noqa: ASYNC110 - nobody tells when it is sent
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert await other.sweep() == 0

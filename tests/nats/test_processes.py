@@ -10,9 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 import limpet
-from limpet.errors import Contention
+from limpet.engines.nats_wire import Message, Place
+from limpet.retry import JITTER_S_MAX, jitter_s
 from tests.engines import unique
-from tests.nats.support import engine_of, server
+from tests.nats.support import server, space_of
 from tests.processes import ROOT
 
 PROCESSES = 4
@@ -45,27 +46,70 @@ async def test_processes_that_write_the_same_keys_lose_nothing() -> None:
 
 def _worker(namespace: str, index: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tests.nats.workers", server(), namespace, str(COUNT), f"w{index}"]
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    return _started(words)
 
 
-async def test_a_key_that_others_keep_writing_ends_in_contention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hangs: after so many attempts the caller is told which key it was."""
-    monkeypatch.setattr("limpet.engines.nats_writer.ATTEMPTS", 3)
+ATTEMPTS_MAX = 50
+
+
+async def test_processes_on_one_key_all_get_through() -> None:
+    """None of them is left waiting for the others: each needs a few attempts for a write, and finishes."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        with ExitStack() as stack:
+            words = [sys.executable, "-m", "tests.nats.workers", server(), store.name, str(COUNT), "hot"]
+            workers = [stack.enter_context(_started(words)) for _ in range(PROCESSES)]
+            attempts = []
+            for worker in workers:
+                assert worker.stdin is not None
+                assert worker.stdout is not None
+                assert await asyncio.to_thread(worker.stdout.readline) == "ready\n"
+            for worker in workers:
+                assert worker.stdin is not None
+                worker.stdin.write("go\n")
+                worker.stdin.flush()
+            for worker in workers:
+                assert worker.stdout is not None
+                attempts.append(int(await asyncio.to_thread(worker.stdout.readline)))
+
+        assert await store.get("count") == PROCESSES * COUNT
+        assert max(attempts) <= COUNT * ATTEMPTS_MAX
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_write_goes_on_however_often_others_are_first(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `update` gives up: it would run a function of its caller once more each time."""
     async with (
         limpet.open(server(), namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
     ):
         await store.put("hot", 0)
-        space = engine_of(store)._spaces[store.name].space
-        look = space.last
+        space = space_of(store)
+        look, looks = space.last, 0
 
-        async def look_too_early(place: tuple[limpet.model.Family, str]) -> object:
+        async def look_too_early(place: Place) -> Message | None:
+            nonlocal looks
             found = await look(place)
-            await other.add("hot")
+            if place == ("data", "hot"):
+                looks += 1
+                if looks <= 100:
+                    await other.add("hot")
             return found
 
         monkeypatch.setattr(space, "last", look_too_early)
         space.known.clear()
 
-        with pytest.raises(Contention, match="'hot' changed under 3 attempts"):
-            await engine_of(store).commit(store.name, store.batch().put("hot", 1)._batch())
+        draft = store.batch().add("hot", 1000)
+        await (draft.put("beside", 1) if several else draft).commit()
+
+        assert await other.get("hot") == 1100
+        assert looks == 101
+
+
+async def test_a_pause_does_not_grow() -> None:
+    """A process that lost would otherwise wait longer each time, and the one that won write on."""
+    assert max(jitter_s(3600) for _ in range(100)) <= JITTER_S_MAX
+    assert max(jitter_s(0.002) for _ in range(100)) <= 0.002
+
+
+def _started(words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -226,14 +226,14 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
 
 
 @pytest.mark.parametrize("several", [False, True])
-async def test_a_lost_answer_is_not_taken_for_contention(
+async def test_a_lost_answer_of_the_last_attempt_is_unknown(
     proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever has no attempt left to look may not say that nothing happened: it would be asked for as a new request."""
     store, other = stores
     await store.add("hot", 1)
     draft = store.batch().add("hot", 1000)
-    monkeypatch.setattr("limpet.engines.nats_writer.ATTEMPTS", 1)
+    monkeypatch.setattr("limpet.engines.nats_writer.LOST_MAX", 1)
     proxy.fault("lose")
 
     await (draft.put("beside", 1) if several else draft).commit()

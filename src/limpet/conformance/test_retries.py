@@ -993,3 +993,25 @@ async def test_update_gives_up(store: limpet.Store, open_store: OpenStore, face:
     assert caught.value.attempts == len(calls) > 1
     assert (caught.value.retryable, caught.value.outcome) == (True, "unavailable")
     assert await store.get("n") == len(calls)
+
+
+async def test_writes_of_many_on_one_key_all_get_through(open_store: OpenStore) -> None:
+    """Every other write goes on until it succeeds, however many write the same key."""
+    stores = [await open_store() for _ in range(4)]
+    await stores[0].record("job").put({"n": 0})
+
+    async def write(store: limpet.Store, name: str) -> None:
+        for _ in range(5):
+            await store.add("count")
+            await store.record("job").set({name: True})
+            await store.batch().add("from", -1).add("to", 1).commit()
+
+    async with asyncio.TaskGroup() as tasks:
+        for number, store in enumerate(stores):
+            for task in range(4):
+                tasks.create_task(write(store, f"{number}/{task}"))
+
+    assert (await stores[0].get("count"), await stores[0].get("from"), await stores[0].get("to")) == (80, -80, 80)
+    fields = await stores[0].record("job").fields()
+    assert fields is not None
+    assert len(fields) == 17

@@ -408,8 +408,11 @@ class NatsEngine:
                 return error
 
 
-# No leader, no quorum, not enough room, a stream that is being made or was removed meanwhile.
-_PASSING: Final = frozenset({10002, 10005, 10008, 10009, 10014, 10023, 10028, 10047, 10059, 10074, 10077, 10118})
+# No leader, no quorum, not enough room, a stream that is being made or was removed meanwhile, a batch that the server
+# gave up.
+_PASSING: Final = frozenset(
+    {10002, 10005, 10008, 10009, 10014, 10023, 10028, 10047, 10059, 10074, 10077, 10118, 10176, 10210, 10211}
+)
 
 
 class _Held:

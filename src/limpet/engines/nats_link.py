@@ -26,6 +26,7 @@ CONNECT_S: Final = 5
 REQUEST_S: Final = 5.0
 TICK_S: Final = 0.25
 PING_S: Final = 5
+CLOSE_S: Final = 2.0
 
 Handler = Callable[[bytes, bytes, bytes, bytes], None]
 """Takes a message: its subject, where to answer, its headers, its body."""
@@ -192,6 +193,10 @@ class Link:
 
     def _tick(self) -> None:
         """Tell those who have waited too long. All wait equally long, so the oldest come first."""
+        if self._client.is_closed:
+            # The driver gave the line up, and says so only when it has got rid of what was not sent yet.
+            self.break_off()
+            return
         now = self._loop.time()
         late: list[bytes] = []
         for token, (answer, until, _) in self._waiting.items():
@@ -242,10 +247,14 @@ async def _discard(client: Any) -> None:
     """Close a connection, whatever state it is in. The driver would leave a socket open whose handshake failed."""
     transport = client._transport
     with contextlib.suppress(Exception):
-        await client.close()
+        async with asyncio.timeout(CLOSE_S):
+            await client.close()
     if transport:
         with contextlib.suppress(Exception):
             transport.close()
+        with contextlib.suppress(Exception):
+            # What a server that stands still does not read would keep the socket open.
+            transport._io_writer.transport.abort()
 
 
 class _Parser(Parser):

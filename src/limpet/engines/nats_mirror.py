@@ -24,6 +24,7 @@ from limpet.engines.nats_link import Link
 from limpet.engines.nats_space import Space
 from limpet.engines.nats_wire import Message, Place, parse, written
 from limpet.engines.order import KeyOrder
+from limpet.errors import Unavailable
 from limpet.keys import Span
 from limpet.model import BEGINNING, FAMILIES, Expire, Family, Status, Window, fingerprint, live
 
@@ -31,7 +32,10 @@ __all__ = ["Alarms", "Mirror"]
 
 IDLE_S: Final = 60.0
 LOOK_S: Final = 0.05
+# After so long without a message delivery is started again; each time without one, after twice as long.
 STALL_S: Final = 2.0
+# After so long without a message whoever waits is told. However long it takes while messages come.
+PROGRESS_S: Final = 10.0
 # Ends are kept at least twice as long after they were trimmed, so none is missed by resuming.
 APART_S_MAX: Final = 300.0
 END_MS: Final = 600_000
@@ -59,6 +63,7 @@ class Follower:
         self._store_id = ""
         self._moved = asyncio.Event()
         self._moved_at = 0.0
+        self._stall_s = STALL_S
         self._used_at = 0.0
         self._together_at = 0.0
         self._resting: asyncio.TimerHandle | None = None
@@ -83,11 +88,18 @@ class Follower:
             self._together_at = loop.time()
             return
         last = int((await self._space.info())["state"]["last_seq"])
-        self._moved_at = loop.time()
+        stood, stood_since = (self.position, seq), loop.time()
         while seq is not None and seq <= last:
             await self._reach(seq)
             if self.position >= last:
                 break
+            if stood != (self.position, seq):
+                stood, stood_since = (self.position, seq), loop.time()
+            elif loop.time() - stood_since > PROGRESS_S:
+                raise Unavailable(
+                    f"stream {self._space.stream}: the server has delivered no message for {PROGRESS_S:g} s, "
+                    f"at message {self.position} of {last}; try again, or look at what keeps the server busy"
+                )
             seq = await self._following()
         self._together_at = loop.time()
 
@@ -105,9 +117,14 @@ class Follower:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S):
                 await self._moved.wait()
-        if loop.time() - self._moved_at > STALL_S or self._on is None or self._on.is_lost:
+        if self._starting.locked():
+            # Somebody else starts it, which takes as long as it takes.
+            return
+        is_stalled = loop.time() - self._moved_at > self._stall_s
+        if is_stalled:
+            self._stall_s *= 2
+        if is_stalled or self._on is None or self._on.is_lost:
             self.rest()
-            self._moved_at = loop.time()
             await self._start()
 
     async def _start(self) -> None:
@@ -123,6 +140,8 @@ class Follower:
             if is_other or (self._last_on not in (None, link) and not await self._is_as_left()):
                 self.clear()
                 self._store_id = self._space.store_id
+                # What is known from now on is resumed like any other, or a load that is interrupted would never end.
+                self._together_at = asyncio.get_running_loop().time()
             self._last_on = link
             delivered, self._number = link.listen(self._heard)
             self._on, self._name, self._delivered = link, os.urandom(8).hex(), 0
@@ -150,6 +169,7 @@ class Follower:
                 self.rest()
                 raise
             loop = asyncio.get_running_loop()
+            self._moved_at = loop.time()
             if self._resting is None:
                 self._resting = loop.call_later(IDLE_S, self._rest_if_idle)
 
@@ -188,7 +208,7 @@ class Follower:
         self._delivered = delivered
         self.take(subject.decode(), seq, headers)
         self.position, self._last_told = seq, _told_in(headers)
-        self._moved_at = link._loop.time()
+        self._moved_at, self._stall_s = link._loop.time(), STALL_S
         self._moved.set()
 
     def rest(self) -> None:

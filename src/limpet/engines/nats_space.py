@@ -19,25 +19,28 @@ import msgspec
 
 from limpet.engines.nats_link import Link, LinkLost, Refused, Silent, Unheard
 from limpet.engines.nats_wire import Message, Place, Subjects, parse, time_in
-from limpet.errors import Contention, InvalidValue
+from limpet.errors import Ambiguous, InvalidValue, Unavailable
 from limpet.model import Entry, Family, live
 from limpet.transition import Receipt, read_receipt, remember
 
 __all__ = [
     "BASE",
+    "Abandoned",
+    "HalfStored",
     "Lost",
     "Server",
     "Space",
     "TooLate",
     "entry_at",
     "held_in",
+    "is_mark",
     "number_in",
     "number_of",
     "seq_of",
     "seqs_of",
 ]
 
-READS_MAX: Final = 200
+READ_S: Final = 30.0
 CLOCK_S: Final = 30.0
 KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
@@ -45,8 +48,9 @@ KNOWN_BYTES_MAX: Final = 2_048
 # What a plan takes for the revision before it. What lies above is not known before the server has answered.
 BASE: Final = 1 << 60
 
-_TOO_LATE: Final = frozenset({10071, 10164, 10176})
-_TOO_MANY: Final = frozenset({10210, 10211})
+_TOO_LATE: Final = frozenset({10071, 10164})
+# The server could not gather a batch, or had too many under way.
+_ABANDONED: Final = frozenset({10176, 10210, 10211})
 _NO_STREAM: Final = 10059
 _NO_MESSAGE: Final = 10037
 _STREAM_EXISTS: Final = 10058
@@ -106,8 +110,21 @@ class TooLate(Exception):
     """A key is not as it was when the commit was planned."""
 
 
+class Abandoned(Refused):
+    """The server gave up an atomic batch before it stored anything of it."""
+
+
 class Lost(Exception):
     """Something was sent, and no answer came."""
+
+
+class HalfStored(Exception):
+    """A part of a batch is stored, and the rest cannot be stored."""
+
+    def __init__(self, request_id: str, problem: str) -> None:
+        super().__init__(
+            f"NATS has stored a part of the batch of request {request_id!r} and cannot store the rest: {problem}"
+        )
 
 
 class Space:
@@ -307,23 +324,31 @@ class Space:
         """The live entries of these keys, all of one moment."""
         if len(keys) == 1:
             message = await self.last((family, keys[0]))
+            if family == "receipt" and is_mark(message):
+                raise Ambiguous(f"a part of the batch of request {keys[0]!r} is stored", request_id=keys[0])
             held = held_in(message)
             return [held if held is None or held.expires_ms is None else live(held, self.now_ms())]
         places = [(family, key) for key in dict.fromkeys(keys)]
         found = await self._at_one_moment(places)
+        if family == "receipt" and (half := [place[1] for place in places if is_mark(found[place])]):
+            raise Ambiguous(f"a part of the batch of request {half[0]!r} is stored", request_id=half[0])
         now_ms = self.now_ms()
         entries = {place[1]: live(held_in(message), now_ms) for place, message in found.items()}
         return [entries[key] for key in keys]
 
     async def _at_one_moment(self, places: list[Place]) -> dict[Place, Message | None]:
         """What all these keys held at one moment: what they hold when a second look finds nothing changed."""
+        until = time.monotonic() + READ_S
         before = await self.lasts(places)
-        for _ in range(READS_MAX):
+        while time.monotonic() < until:
             found = await self.lasts(places)
             if seqs_of(found) == seqs_of(before):
                 return found
             before = found
-        raise Contention(places[0][1], attempts=READS_MAX)
+        raise Unavailable(
+            f"{places[0][1]!r} and {len(places) - 1} other keys were never unchanged for as long as a look takes, "
+            f"for {READ_S:g} s; read fewer keys at once"
+        )
 
     async def revision(self) -> int:
         """The revision of the latest change."""
@@ -389,12 +414,14 @@ def entry_at(entry: Entry, revision: int, created: int) -> Entry:
 
 
 def _receipt_in(message: Message) -> Message:
-    """A receipt, whose numbers were counted from its own before that was known."""
+    """A receipt, whose numbers were counted before they were known."""
     entry = message.entry
     if entry.stored is None:
         return message
     receipt: Receipt = read_receipt(entry)
-    base, commit = message.seq - BASE, receipt.commit
+    commit = receipt.commit
+    # The receipt is the last message of its batch, and the last change the one before it.
+    base = message.seq - 1 - commit.revision
     entries = tuple(
         one if one is None or one.revision < BASE else entry_at(one, base + one.revision, one.created_revision + base)
         for one in commit.entries
@@ -404,6 +431,11 @@ def _receipt_in(message: Message) -> Message:
     assert entry.expires_ms is not None
     kept = remember(entry.key, receipt.digest, commit, entry.expires_ms - commit.at_ms)
     return msgspec.structs.replace(message, entry=kept)
+
+
+def is_mark(receipt: Message | None) -> bool:
+    """Whether this stands in the place of a receipt because its batch is stored in part."""
+    return receipt is not None and receipt.held is not None and receipt.held.stored is None
 
 
 def held_in(message: Message | None) -> Entry | None:
@@ -437,8 +469,10 @@ def number_in(headers: bytes, body: bytes) -> int:
     if answer.error is None:
         return answer.seq
     code = answer.error.err_code
-    if code in _TOO_LATE or code in _TOO_MANY:
+    if code in _TOO_LATE:
         raise TooLate
+    if code in _ABANDONED:
+        raise Abandoned(code, answer.error.description)
     raise Refused(code, answer.error.description)
 
 

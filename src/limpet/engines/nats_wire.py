@@ -167,11 +167,11 @@ _unpack = msgspec.msgpack.Decoder(dict[str, bytes]).decode
 _json = msgspec.json.Encoder().encode
 
 
-def headers_of(message: Message, kind: str, expected: int, after: int = 0, more: bytes = b"") -> bytes:
+def headers_of(message: Message, kind: str, expected: int | None, after: int = 0, more: bytes = b"") -> bytes:
     """The headers of a message that is to be the next of its key.
 
-    ``expected`` is the number of the key's last message, ``after`` how many of its batch follow. What has the number of
-    the message itself, which only the server knows, is written as 0.
+    ``expected`` is the number of the key's last message, None to write whatever is there; ``after`` is how many changes
+    of its batch follow. What has the number of the message itself, which only the server knows, is written as 0.
     """
     entry, seq = message.entry, message.seq
     created = 0 if entry.created_revision == seq else entry.created_revision
@@ -179,8 +179,9 @@ def headers_of(message: Message, kind: str, expected: int, after: int = 0, more:
     cause = _NOBODY if message.cause is None else encode_name(message.cause)
     if message.has_receipt:
         cause = _WITH_RECEIPT + cause
+    guard = "" if expected is None else f"Nats-Expected-Last-Subject-Sequence: {expected}\r\n"
     text = (
-        f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\n"
+        f"NATS/1.0\r\n{guard}"
         f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
         f"{entry.expires_ms or 0} {value_seq} {after} {message.at_ms} {message.size_bytes} {cause} {message.lost} "
         f"{message.past}\r\n"

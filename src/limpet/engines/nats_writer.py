@@ -7,6 +7,10 @@ Whoever comes too late plans again on what is there now.
 
 A write whose answer was lost is looked for in the key itself, which carries the requests that changed
 it of late, and in its receipt. It may be asked for again for a minute and a half. Both are kept longer.
+
+A server without room may store the first messages of an atomic batch and not the others. So a batch starts
+with a mark in the place of its receipt and ends with the receipt. Where the mark is still there, a part of
+the batch is stored: it is not acknowledged, and a repeated request stores the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -23,28 +27,34 @@ from typing import Final
 import msgspec
 
 from limpet.engine import OVERTAKEN_MS, may_be_late, overtaken
-from limpet.engines.nats_link import Link, LinkLost, Silent
+from limpet.engines.nats_link import Link, LinkLost, Refused, Silent
 from limpet.engines.nats_space import (
     BASE,
+    Abandoned,
+    HalfStored,
     Lost,
     Server,
     Space,
     TooLate,
     entry_at,
     held_in,
+    is_mark,
     number_in,
     number_of,
     seq_of,
     seqs_of,
 )
 from limpet.engines.nats_wire import Message, Place, body_of, headers_of, is_full, recalled, remembered, under
-from limpet.errors import Ambiguous, Contention, ValueTooLarge
-from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal
+from limpet.errors import Ambiguous, ValueTooLarge
+from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write
+from limpet.retry import jitter_s
 from limpet.transition import Plan, keep, plan
 
 __all__ = ["Writer"]
 
-ATTEMPTS: Final = 64
+# How often a request is sent that nobody answers, and one that the server has no room to look at.
+LOST_MAX: Final = 3
+ABANDONED_MAX: Final = 64
 MADE_RECEIPT_MS: Final = 120_000
 # How long a request may be asked for again. What it left is kept longer, as clocks differ a little.
 ASKED_MS: Final = 90_000
@@ -55,10 +65,20 @@ GROUP_MIN: Final = 16
 GROUP_MAX: Final = 900
 UNSETTLED_MAX: Final = 16_384
 SMALL_BYTES: Final = 100_000
+# How long the mark of a batch that was stored in part stays.
+MARK_S: Final = 86_400
 
 
 class Forgotten(Exception):
     """What became of a request cannot be told any more."""
+
+
+class Unsure(Exception):
+    """The server refused an atomic batch, of which it may have stored a part."""
+
+    def __init__(self, refusal: Refused) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 _Sent = tuple[str, Callable[[bytes], bytes], bytes, "asyncio.Future[int]"]
@@ -139,11 +159,12 @@ class Writer:
     async def _commit_one(self, batch: Batch, place: Place) -> Commit | Refusal:
         """Commit a batch that is one write of one key, as one message."""
         cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
-        since = batch.retry_since
-        must_tell = since is not None
-        known = since is None and place in self._space.known
+        attempts = _Attempts(batch.retry_since)
+        must_tell = batch.retry_since is not None
+        known = batch.retry_since is None and place in self._space.known
         message = self._space.known[place] if known else None
-        for attempt in range(ATTEMPTS):
+        now_ms = 0
+        while True:
             try:
                 if must_tell:
                     await self._overtake(cause)
@@ -152,10 +173,11 @@ class Writer:
                     message = await self._space.last(place)
                 if may_be_late(batch):
                     await self._expect_first(cause)
-                if since is not None:
-                    answer = await self._answered(batch, cause, message, since)
+                if attempts.since is not None:
+                    answer = await self._answered(batch, cause, place, message, attempts.since)
                     if answer is not None:
                         break
+                    attempts.raise_refusal()
                 now_ms = self._time_of(message)
                 outcome = plan(batch, _always(held_in(message)), now_ms=now_ms, revision=BASE, cause=cause)
                 if isinstance(outcome, Refusal) or not outcome.changes:
@@ -165,34 +187,52 @@ class Writer:
                         continue
                     answer = outcome if isinstance(outcome, Refusal) else await self._unchanged(outcome.commit)
                     break
+                attempts.start_clock()
                 answer = await self._send_one(batch, place, message, outcome, cause, now_ms)
                 self._server.changed(self._space.namespace)
                 break
-            except TooLate:
-                await _pause(attempt)
-            except Lost:
-                # It stays so: what a look did not find may be taken after it.
-                if since is None:
-                    since = seq_of(message)
-                    self._doubt(cause, now_ms)
             except Exception as error:
-                if since is None:
-                    raise
-                raise self._unknown(cause, since, error) from error
+                await self._prepare_retry(error, attempts, cause, seq_of(message), now_ms)
             known = False
-        else:
-            raise self._contention(place, cause, since)
         self._unsettled.pop(cause, None)
         return answer
 
-    def _contention(self, place: Place, cause: str, since: int | None) -> Contention | Ambiguous:
-        problem = Contention(place[1], attempts=ATTEMPTS)
-        return problem if since is None else self._unknown(cause, since, problem)
+    async def _prepare_retry(self, error: Exception, attempts: _Attempts, cause: str, since: int, now_ms: int) -> None:
+        """Get ready for another attempt after an error, or raise what the caller of a commit is to know."""
+        match error:
+            case TooLate():
+                # Others have written, so there is always somebody who gets on. This may take any number of attempts.
+                await attempts.pause()
+                return
+            case Abandoned():
+                attempts.abandoned += 1
+                if attempts.abandoned < ABANDONED_MAX:
+                    await attempts.pause()
+                    return
+            case Lost() | Unsure():
+                if attempts.since is None:
+                    attempts.since = since
+                    attempts.refusal = error.refusal if isinstance(error, Unsure) else None
+                    self._doubt(cause, now_ms)
+                else:
+                    # It stays unknown: what a look did not find may be stored after it.
+                    attempts.refusal = None
+                attempts.lost += 1
+                if attempts.lost < LOST_MAX:
+                    return
+            case _:
+                pass
+        if attempts.since is None:
+            self._unsettled.pop(cause, None)
+            raise error
+        raise self._unknown(cause, attempts.since, error) from error
 
-    def _unknown(self, cause: str, since: int, problem: object) -> Ambiguous:
+    def _unknown(self, cause: str, since: int, problem: Exception) -> Ambiguous:
         self._doubt(cause, None)
-        text = f"cannot tell whether NATS took the commit: {type(problem).__name__}"
-        return Ambiguous(text, request_id=cause, since=since)
+        if isinstance(problem, HalfStored):
+            return Ambiguous(str(problem), request_id=cause, since=since)
+        found = str(problem) if isinstance(problem, Refused | Unsure) else type(problem).__name__
+        return Ambiguous(f"cannot tell whether NATS took the commit: {found}", request_id=cause, since=since)
 
     def _doubt(self, cause: str, asked_ms: int | None) -> None:
         """Remember that a request may have been taken, and since when, if it was made here."""
@@ -201,15 +241,21 @@ class Writer:
                 del self._unsettled[next(iter(self._unsettled))]
             self._unsettled[cause] = asked_ms
 
-    async def _answered(self, batch: Batch, cause: str, message: Message | None, since: int) -> Commit | Refusal | None:
+    async def _answered(
+        self, batch: Batch, cause: str, place: Place, message: Message | None, since: int
+    ) -> Commit | Refusal | None:
         """What a request was answered earlier, when its answer may have been lost; None when it was not applied."""
         mine = None if message is None else recalled(message, cause)
         if mine is None:
             # After the key. If the request is taken in between, the key is not as it was found, and what is sent
             # on account of this look comes too late. The other way round, the key might have been written by others
             # since, who do not carry it on.
-            receipt = await self._space.last(("receipt", cause))
-            earlier = _replayed(msgspec.structs.replace(batch, request_id=cause), receipt, since)
+            receipt: Place = ("receipt", cause)
+            found = {receipt: await self._space.last(receipt), place: message}
+            named = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
+            if is_mark(found[receipt]):
+                return await self._complete(named, receipt, found, self._time_of(*found.values()))
+            earlier = _replayed(named, found[receipt], since)
             if earlier is None:
                 await self._expect_remembered(cause, since, 0 if message is None else message.lost)
             return earlier
@@ -319,7 +365,7 @@ class Writer:
         self._check_size(place[1], body, draft, link)
         alarm = None if draft.entry.expires_ms is None else self._alarm(place, before, draft)
         # Before the entry, on the same line: an entry without its alarm would stay for ever.
-        ringing = None if alarm is None else link.ask(alarm)
+        ringing = None if alarm is None else _set_alarm(link, alarm)
         if self._server.syncs:
             number = await self._grouped(subject, _headers(draft, kind, expected, 0), body)
         else:
@@ -407,7 +453,13 @@ class Writer:
         for number, (one, its_headers, its_body) in enumerate(others, 1):
             link.tell(one, its_body, its_headers(b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)))
         last = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\nNats-Batch-Commit: 1\r\n" % (name, len(messages))
-        return await number_of(link.ask(subject, body, headers(last))) - len(others)
+        try:
+            return await number_of(link.ask(subject, body, headers(last))) - len(others)
+        except Abandoned:
+            # The server refuses it before it stores anything.
+            raise
+        except Refused as no:
+            raise Unsure(no) from no
 
     async def _commit_all(self, batch: Batch) -> Commit | Refusal:
         """Commit a batch as messages that are taken together, with a receipt among them."""
@@ -416,9 +468,11 @@ class Writer:
         asked = msgspec.structs.replace(batch, request_id=request_id, receipt_ms=receipt_ms)
         receipt: Place = ("receipt", request_id)
         places = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
-        since = batch.retry_since
-        must_tell = since is not None
-        for attempt in range(ATTEMPTS):
+        attempts = _Attempts(batch.retry_since)
+        must_tell = batch.retry_since is not None
+        found: dict[Place, Message | None] = {}
+        now_ms = 0
+        while True:
             try:
                 if must_tell:
                     await self._overtake(request_id)
@@ -427,11 +481,19 @@ class Writer:
                 if may_be_late(batch):
                     await self._expect_first(request_id)
                 now_ms = self._time_of(*found.values())
-                if since is not None:
-                    answer = _replayed(asked, found[receipt], since)
-                    if answer is not None:
+                if is_mark(found[receipt]):
+                    if attempts.since is None:
+                        attempts.since = seq_of(found[receipt]) - 1
+                    answer = await self._complete(asked, receipt, found, now_ms)
+                    self._server.changed(self._space.namespace)
+                    break
+                attempts.raise_refusal()
+                if attempts.since is not None:
+                    earlier = _replayed(asked, found[receipt], attempts.since)
+                    if earlier is not None:
+                        answer = earlier
                         break
-                    await self._expect_remembered(request_id, since)
+                    await self._expect_remembered(request_id, attempts.since)
                 outcome = plan(asked, _finder(found), now_ms=now_ms, revision=BASE)
                 if isinstance(outcome, Refusal) or outcome.commit.replayed:
                     answer = outcome if isinstance(outcome, Refusal) else outcome.commit
@@ -443,24 +505,62 @@ class Writer:
                     answer = commit = await self._unchanged(commit)
                     if batch.receipt_ms is None:
                         break
+                attempts.start_clock()
                 answer = await self._send_all(asked, receipt, found, commit, outcome.changes, now_ms)
                 if outcome.changes:
                     self._server.changed(self._space.namespace)
                 break
-            except TooLate:
-                await _pause(attempt)
-            except Lost:
-                if since is None:
-                    since = max(seq for _, seq in seqs_of(found))
-                    self._doubt(request_id, now_ms)
             except Exception as error:
-                if since is None:
-                    raise
-                raise self._unknown(request_id, since, error) from error
-        else:
-            raise self._contention(places[-1], request_id, since)
+                since = max((seq for _, seq in seqs_of(found)), default=0)
+                await self._prepare_retry(error, attempts, request_id, since, now_ms)
         self._unsettled.pop(request_id, None)
         return answer
+
+    async def _complete(
+        self, batch: Batch, receipt: Place, found: dict[Place, Message | None], now_ms: int
+    ) -> Commit | Refusal:
+        """Store the rest of a batch of which the server stored a part.
+
+        Its guards held when the server took it, so they are not checked again. A key that has not been written since
+        the mark was set is written now, and one that this batch has written stays as it is. Where others have written
+        since, nobody can tell what was stored.
+        """
+        mark = found[receipt]
+        assert mark is not None
+        if mark.entry.meta_json != _digest_of(batch):
+            return Refusal("stale_request", receipt[1], None, now_ms)
+        stored: dict[Place, Message] = {}
+        rest: list[Write] = []
+        for write in batch.writes:
+            place = (write.family, write.key)
+            message = found[place]
+            if message is None or message.seq < mark.seq:
+                rest.append(write)
+            elif message.cause != batch.request_id:
+                raise HalfStored(receipt[1], f"{write.key!r} has been written since; read the keys and decide anew")
+            elif isinstance(write, Delete) and write.take:
+                raise HalfStored(receipt[1], f"what {write.key!r} held is gone; read the keys and decide anew")
+            else:
+                stored[place] = message
+        asked = msgspec.structs.replace(batch, guards=(), writes=tuple(rest), receipt_ms=None)
+        outcome = plan(asked, _finder(found), now_ms=now_ms, revision=BASE)
+        if isinstance(outcome, Refusal):
+            raise HalfStored(receipt[1], f"{outcome.key!r} has changed since; read the keys and decide anew")
+        planned = outcome.commit
+        entries, ended = iter(planned.entries), iter(planned.ended)
+        earlier = {place: _commit_of(message) for place, message in stored.items()}
+        pairs = [
+            (earlier[place].entries[0], earlier[place].ended[0]) if place in earlier else (next(entries), next(ended))
+            for place in ((write.family, write.key) for write in batch.writes)
+        ]
+        last = max((message.seq for message in stored.values()), default=mark.seq)
+        commit = Commit(last, tuple(one for one, _ in pairs), tuple(two for _, two in pairs), now_ms)
+        known = {receipt: mark} | {(write.family, write.key): found[write.family, write.key] for write in rest}
+        try:
+            return await self._send_all(batch, receipt, known, commit, outcome.changes, now_ms)
+        except (Refused, Unsure) as no:
+            problem = f"{no}; make room on the server, then repeat the call with this request id"
+            raise HalfStored(receipt[1], problem) from no
 
     async def _send_all(
         self,
@@ -471,12 +571,10 @@ class Writer:
         changes: Sequence[Change],
         now_ms: int,
     ) -> Commit:
-        """Send what a commit changes, after what it leaves untouched and its receipt."""
+        """Send what a commit changes, after what it leaves untouched and before its receipt."""
         # A log of the last change of each key has no room for an end that was followed by a beginning.
         last = {(change.family, change.key): change for change in changes}
         untouched = [place for place in found if place != receipt and place not in last]
-        offsets = {change.revision: number for number, change in enumerate(last.values(), 1 + len(untouched))}
-        count = 1 + len(untouched) + len(last)
         link = await self._server.link()
         cause = batch.request_id or ""
         drafts = {
@@ -485,24 +583,30 @@ class Writer:
         alarms = {}
         for place, draft in drafts.items():
             if (alarm := self._alarm(place, found[place], draft)) is not None:
-                alarms[alarm] = link.ask(alarm)
+                alarms[alarm] = _set_alarm(link, alarm)
 
-        relative = _commit_at(commit, lambda planned: BASE + offsets.get(planned, 0), BASE + count - 1)
-        messages = [
-            self._receipt_message(link, batch, receipt, found[receipt], relative if changes else commit, now_ms)
-        ]
+        has_mark = is_mark(found[receipt])
+        messages: list[tuple[str, Callable[[bytes], bytes], bytes]] = []
+        if drafts and not has_mark:
+            messages.append(self._mark_message(batch, receipt, found[receipt], now_ms))
         for number, place in enumerate(untouched):
             messages.append(
                 (self._subjects.carrier(number), _guard(self._subjects.of(place), seq_of(found[place])), b"")
             )
+        offsets = {draft.seq: number for number, draft in enumerate(drafts.values(), len(messages))}
+        end = len(messages) + len(drafts) - 1
         for place, draft in drafts.items():
             kind, body = _body(draft)
             self._check_size(place[1], body, draft, link)
-            after = count - 1 - offsets[draft.seq]
+            after = end - offsets[draft.seq]
             messages.append((self._subjects.of(place), _headers(draft, kind, seq_of(found[place]), after), body))
+        relative = _commit_at(commit, offsets, BASE, end) if changes else commit
+        # The server refuses a guard on what the same batch has written.
+        expected = seq_of(found[receipt]) if has_mark or not drafts else None
+        messages.append(self._receipt_message(link, batch, receipt, expected, relative, now_ms))
 
         async with self._batches:
-            if count == 1:
+            if len(messages) == 1:
                 subject, headers, body = messages[0]
                 first = await number_of(link.ask(subject, body, headers(b"")))
             else:
@@ -510,13 +614,19 @@ class Writer:
         if alarms:
             await asyncio.gather(*(self._ring(alarm, ringing) for alarm, ringing in alarms.items()))
         for place, draft in drafts.items():
-            self._space.keep(place, _numbered(draft, first + offsets[draft.seq], first + count - 1))
-        if not changes:
-            return commit
-        return _commit_at(commit, lambda planned: first + offsets.get(planned, 0), first + count - 1)
+            self._space.keep(place, _numbered(draft, first + offsets[draft.seq], first + end))
+        return _commit_at(commit, offsets, first, end) if changes else commit
+
+    def _mark_message(
+        self, batch: Batch, place: Place, before: Message | None, now_ms: int
+    ) -> tuple[str, Callable[[bytes], bytes], bytes]:
+        """What stands in the place of a receipt while a batch is stored in part."""
+        entry = Entry(place[1], None, 1, BASE, BASE, now_ms, now_ms, now_ms + MARK_S * 1000, _digest_of(batch))
+        headers = _headers(Message(BASE, "put", entry, BASE, BASE, now_ms, None), "-", seq_of(before), 0)
+        return self._subjects.of(place), lambda more: headers(b"Nats-TTL: %ds\r\n%b" % (MARK_S, more)), b""
 
     def _receipt_message(
-        self, link: Link, batch: Batch, place: Place, before: Message | None, commit: Commit, now_ms: int
+        self, link: Link, batch: Batch, place: Place, expected: int | None, commit: Commit, now_ms: int
     ) -> tuple[str, Callable[[bytes], bytes], bytes]:
         receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
         entry = keep(batch, commit, receipt_ms)
@@ -527,11 +637,53 @@ class Writer:
         self._check_size(place[1], body, draft, link)
         # Rounded up, and a little longer: what the server drops by its own time may not be asked for by ours.
         ttl = b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + 5)
-        headers = _headers(draft, kind, seq_of(before), 0)
+        headers = _headers(draft, kind, expected, 0)
         return self._subjects.of(place), lambda more: headers(ttl + more), body
 
 
 # Parts ------------------------------------------------------------------------
+
+
+class _Attempts:
+    """What is known of the attempts at one commit.
+
+    Attributes:
+        since: A number below the one that the commit may have got; None while it cannot have been applied.
+        refusal: What the server said to the only attempt that may have been applied.
+    """
+
+    def __init__(self, since: int | None) -> None:
+        self.since = since
+        self.refusal: Refused | None = None
+        self.lost = 0
+        self.abandoned = 0
+        self._started_at = time.monotonic()
+
+    def start_clock(self) -> None:
+        """Note when a request is sent."""
+        self._started_at = time.monotonic()
+
+    async def pause(self) -> None:
+        """Let others finish."""
+        await asyncio.sleep(jitter_s(time.monotonic() - self._started_at))
+
+    def raise_refusal(self) -> None:
+        """Raise what the server said to an attempt, when a look after it found that nothing was stored."""
+        if self.refusal is not None:
+            self.since = None
+            raise self.refusal
+
+
+def _set_alarm(link: Link, alarm: str) -> asyncio.Future[tuple[bytes, bytes]]:
+    """Send an alarm. Where its entry is refused, nobody waits for the answer."""
+    answer = link.ask(alarm)
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return answer
+
+
+def _digest_of(batch: Batch) -> bytes:
+    """What tells a request from another under the same id, in the form of a meta."""
+    return b'"%b"' % batch.digest.hex().encode()
 
 
 def _is_lone(batch: Batch) -> bool:
@@ -590,13 +742,18 @@ def _numbered(draft: Message, seq: int, commit: int) -> Message:
     )
 
 
-def _commit_at(commit: Commit, number: Callable[[int], int], last: int) -> Commit:
-    """A commit whose revisions are known."""
-    entries = tuple(
-        None if entry is None else entry_at(entry, number(entry.revision), number(entry.revision))
-        for entry in commit.entries
-    )
-    return msgspec.structs.replace(commit, revision=last, entries=entries)
+def _commit_at(commit: Commit, offsets: dict[int, int], first: int, end: int) -> Commit:
+    """A commit with its revisions, of which the first message has that number, and the last change the ``end``-th."""
+
+    def place(entry: Entry) -> Entry:
+        if entry.revision < BASE:
+            # It was stored by an earlier attempt.
+            return entry
+        number = first + offsets[entry.revision]
+        return entry_at(entry, number, number)
+
+    entries = tuple(None if entry is None else place(entry) for entry in commit.entries)
+    return msgspec.structs.replace(commit, revision=first + end, entries=entries)
 
 
 def _finder(found: dict[Place, Message | None]) -> Callable[[Family, str], Entry | None]:
@@ -612,7 +769,7 @@ def _body(draft: Message) -> tuple[str, bytes]:
     return ("-", b"") if draft.held is None or stored is None else body_of(stored)
 
 
-def _headers(draft: Message, kind: str, expected: int, after: int) -> Callable[[bytes], bytes]:
+def _headers(draft: Message, kind: str, expected: int | None, after: int) -> Callable[[bytes], bytes]:
     return lambda more: headers_of(draft, kind, expected, after, more)
 
 
@@ -632,9 +789,3 @@ def _settle(answer: asyncio.Future[int], outcome: int | Exception) -> None:
         answer.set_exception(outcome)
     else:
         answer.set_result(outcome)
-
-
-async def _pause(attempt: int) -> None:
-    """Let others finish; a crowd is spread over time."""
-    longest_s = min(0.05, 0.0005 * 2**attempt)
-    await asyncio.sleep(random.uniform(0, longest_s))

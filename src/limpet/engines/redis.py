@@ -41,7 +41,6 @@ from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import (
     Compacted,
-    Contention,
     Corrupt,
     InvalidNamespace,
     InvalidValue,
@@ -89,7 +88,6 @@ from limpet.transition import recall, remember
 CONNECT_S: Final = 10.0
 LISTEN_MS: Final = 5_000
 SLICE_BYTES_MAX: Final = 4_000_000
-LOOKS_MAX: Final = 10
 
 _KEEP_MS: Final = -1
 _NEVER_MS: Final = -2
@@ -432,7 +430,7 @@ class RedisEngine(Remote):
             return await self._put(namespace, puts, batches, since)
         outcomes: list[Outcome | None] = [None] * len(group)
         waiting = list(range(len(group)))
-        for _ in range(LOOKS_MAX):
+        while waiting:
             found: Sequence[Outcome | Batch]
             try:
                 found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
@@ -450,14 +448,9 @@ class RedisEngine(Remote):
                     outcomes[number] = outcome
                     continue
                 again.append(number)
+            # Only a batch with a guard is looked into again: others changed its key between the look and the commit.
             waiting = again
-            if not waiting:
-                break
-        return [
-            # Only a batch with a guard can be left: others change its key between the look and the commit.
-            Contention(ticket.batch.guards[0].key, attempts=LOOKS_MAX) if outcome is None else outcome
-            for ticket, outcome in zip(group, outcomes, strict=True)
-        ]
+        return [outcome for outcome in outcomes if outcome is not None]
 
     async def _put(self, namespace: str, puts: list[Put], batches: list[Batch], since: int) -> Sequence[Outcome]:
         """Put plain values, the short way if the server finds that it can."""

@@ -11,7 +11,6 @@ Families, keys, versions, times, sizes and request ids stay as they are, and so 
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ import msgspec
 from limpet.clock import Clock, has_loop
 from limpet.codec import Stored, size_bytes
 from limpet.engine import Engine, Indexing, Restoring, new_request_id
-from limpet.errors import Ambiguous, Contention, Corrupt, InvalidValue
+from limpet.errors import Ambiguous, Corrupt, InvalidValue
 from limpet.index import Sought
 from limpet.keys import Span, check_key
 from limpet.model import (
@@ -51,6 +50,7 @@ from limpet.model import (
     Window,
     Write,
 )
+from limpet.retry import jitter_s
 from limpet.sealing import (
     DIGEST_BYTES,
     PLAIN,
@@ -67,7 +67,6 @@ from limpet.turns import Turns
 
 __all__ = ["SealedEngine"]
 
-ATTEMPTS: Final = 64
 CROWD: Final = 4
 PAGE: Final = 500
 RESEAL_WRITES: Final = 64
@@ -292,9 +291,10 @@ class SealedEngine:
 
     async def _reseal_one(self, namespace: str, family: Family, entry: Entry) -> bool:
         found: Entry | None = entry
-        for attempt in range(1, ATTEMPTS + 1):
+        while True:
             if found is None or not _is_older(found, self._keyring.current):
                 return False
+            started_at = time.monotonic()
             try:
                 outcome = await self._engine.commit(namespace, self._resealing(namespace, family, [found]))
             except Ambiguous:
@@ -303,8 +303,7 @@ class SealedEngine:
             if isinstance(outcome, Commit):
                 return True
             found = outcome.found
-            await _pause(attempt)
-        raise Contention(entry.key, attempts=ATTEMPTS)
+            await _pause(jitter_s(time.monotonic() - started_at))
 
     def _resealing(self, namespace: str, family: Family, entries: list[Entry]) -> Batch:
         ring = self._keyring.ring()
@@ -323,7 +322,7 @@ class SealedEngine:
 
     async def _commit_unseen(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """Commit a batch that looks at no value: the other engine decides."""
-        for _ in range(ATTEMPTS):
+        while True:
             ring = self._keyring.ring()
             writes, values = [], []
             for write in batch.writes:
@@ -341,7 +340,6 @@ class SealedEngine:
             earlier = await self._earlier(ring, namespace, batch)
             if earlier is not None:
                 return earlier
-        raise Contention(batch.request_id or "", attempts=ATTEMPTS)
 
     async def _commit_planned(self, namespace: str, batch: Batch, places: list[_Place]) -> Commit | Refusal:
         """Commit a batch that looks at values: it is planned here, on what is read."""
@@ -357,8 +355,11 @@ class SealedEngine:
         found = await self._look(namespace, batch, places)
         # Who may write, and what of a request is remembered, is decided by the other engine.
         asked = _replace(batch, request_id=None, receipt_ms=None, digest=b"", retry_since=None)
-        for attempt in range(1, ATTEMPTS + 1):
+        attempt = 0
+        while True:
+            attempt += 1
             ring = self._keyring.ring()
+            started_at = time.monotonic()
             planned = plan(asked, lambda family, key: found.get((family, key)), now_ms=0, revision=0)
             if isinstance(planned, Refusal):
                 refused = _replace(planned, at_ms=self._clock.now_ms())
@@ -378,8 +379,7 @@ class SealedEngine:
             else:
                 is_known = batch.retry_since is None
                 return self._answer(ring, namespace, sent, outcome, is_known=is_known)
-            await _pause(attempt)
-        raise Contention(places[0][1], attempts=ATTEMPTS)
+            await _pause(0.0 if attempt < CROWD else jitter_s(time.monotonic() - started_at))
 
     async def _look(self, namespace: str, batch: Batch, places: list[_Place]) -> dict[_Place, Entry | None]:
         """What a batch looks at: what it writes by looking, and what it is guarded by."""
@@ -664,9 +664,8 @@ def _is_older(entry: Entry, current: str) -> bool:
     return not _key_ids(entry) <= {current}
 
 
-async def _pause(attempt: int) -> None:
-    """Let others finish; a crowd is spread over time."""
-    pause_s = 0.0 if attempt < CROWD else random.uniform(0, min(0.05, 0.0005 * 2.0**attempt))
+async def _pause(pause_s: float) -> None:
+    """Let others finish."""
     if has_loop():
         await asyncio.sleep(pause_s)
     else:

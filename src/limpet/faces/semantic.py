@@ -23,7 +23,7 @@ from limpet.batch import Fence, Fencing, request_digest
 from limpet.clock import Clock
 from limpet.codec import Stored, encode_field
 from limpet.engine import new_request_id
-from limpet.errors import Conflict, Contention, Corrupt, LimpetError, NotFound
+from limpet.errors import Conflict, Corrupt, LimpetError, NotFound
 from limpet.faces.audit import Audit, Trail
 from limpet.faces.deadletters import DeadLetter, DeadLetters
 from limpet.faces.policy import Escalated, Outage, OutageAlert, RetryPolicy, retrying
@@ -48,7 +48,7 @@ from limpet.faces.semantic_model import (
     shaped,
 )
 from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
-from limpet.retry import pause_s
+from limpet.retry import jitter_s
 from limpet.store import Store
 from limpet.transition import read_receipt
 
@@ -75,7 +75,6 @@ __all__ = [
 
 log = logging.getLogger("limpet.semantic")
 
-ATTEMPTS: Final = 64
 CROWD: Final = 8
 PAGE_MAX: Final = 1000
 
@@ -411,7 +410,10 @@ class SemanticStore:
     ) -> Commit:
         trail, request = self._trail, _request(asked, writer)
         keys = [one.key for one in asked]
-        for attempt in range(1, ATTEMPTS + 1):
+        attempt = 0
+        while True:
+            attempt += 1
+            started_at = self._clock.monotonic()
             found: list[Entry | None] = [None] * len(asked)
             heads: list[Entry | None] = [None] * len(asked)
             if trail is not None:
@@ -456,8 +458,7 @@ class SemanticStore:
                 if conflict.reason == "stale_request":
                     raise await self._stale(asked, request_id) from None
                 self._check_found(asked, conflict, request_id)
-            await self._clock.sleep(0 if attempt < CROWD else pause_s(attempt, first=0.001, longest=0.05))
-        raise Contention(keys[0], attempts=ATTEMPTS)
+            await self._clock.sleep(0 if attempt < CROWD else jitter_s(self._clock.monotonic() - started_at))
 
     def _draft(
         self, draft: Any, one: _Asked, entry: Entry | None, writer: str, request_id: str, *, is_audited: bool

@@ -11,6 +11,7 @@ and `StateStore.store` is the store itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import importlib
@@ -97,6 +98,8 @@ class StateStore:
         self._opening = opening
         self._opened: Store | None = None
         self._ttl = ttl
+        # Watches that have been called for and have not begun yet.
+        self._beginning: set[asyncio.Task[Any]] = set()
 
     @staticmethod
     def open(
@@ -135,6 +138,8 @@ class StateStore:
 
     async def close(self) -> None:
         """End the watches and let go of it. Safe to call twice."""
+        for task in self._beginning:
+            task.cancel()
         if self._opened is not None:
             await self._opened.close()
 
@@ -146,13 +151,20 @@ class StateStore:
 
     # Keys and values ----------------------------------------------------------
 
+    async def _watched(self) -> Store:
+        """The store below, once every watch that was called for has begun: what is done next is delivered to it."""
+        store = self.store
+        if self._beginning:
+            await asyncio.wait(self._beginning)
+        return store
+
     async def get(self, key: str) -> bytes:
         """The value under a key. Raises `ErrNotFound` when there is none, or its time is over."""
         return (await self.get_key_value(key)).value
 
     async def get_key_value(self, key: str) -> KeyValue:
         """The value with its revision and times. Raises `ErrNotFound`."""
-        entry = await self.store.entry(_checked(key))
+        entry = await (await self._watched()).entry(_checked(key))
         if entry is None:
             raise ErrNotFound(key)
         return _key_value(entry)
@@ -173,30 +185,38 @@ class StateStore:
         """
         # False is not 0 here, but a mistake.
         lasting = self._ttl if ttl in (0, timedelta(0)) and ttl is not False else ttl
-        await self.store.put(_checked(key), _bytes(value), ttl=lasting, fence=fence)
+        store = await self._watched()
+        await store.put(_checked(key), _bytes(value), ttl=lasting, fence=fence)
 
     async def delete(self, key: str, *, fence: Fencing | Fence | None = None) -> bool:
         """End a key. False when there was none."""
-        return await self.store.delete(_checked(key), fence=fence)
+        store = await self._watched()
+        return await store.delete(_checked(key), fence=fence)
 
     async def keys(self, pattern: str = "*") -> list[str]:
         """The keys that match a pattern, in order: ``*`` all, ``prefix.*`` those that start so, or one exact key."""
+        store = await self._watched()
         if not _checked(pattern).endswith("*"):
-            return [pattern] if await self.store.entry(pattern) is not None else []
+            return [pattern] if await store.entry(pattern) is not None else []
         prefix = pattern[:-1]
-        page = await self.store.keys(prefix, limit=PAGE_MAX)
+        page = await store.keys(prefix, limit=PAGE_MAX)
         keys = page.keys
         while page.truncated:
-            page = await self.store.keys(prefix, limit=PAGE_MAX, after=page.cursor)
+            page = await store.keys(prefix, limit=PAGE_MAX, after=page.cursor)
             keys += page.keys
         return keys
 
     def watch(self, pattern: str = "*") -> Watch:
         """The changes of the keys that match a pattern, as they happen: an async iterator of `KeyValue`.
 
-        It begins when it is entered with ``async with`` or first asked, and ends when the store closes.
+        It begins now: what this agent does next is delivered, and what others do from the moment that the next call
+        of this agent is answered, or that the watch is entered with ``async with``. It ends when the store closes.
         """
-        return Watch(self.store.watch(_checked(pattern), overflow="drop"))
+        events = self.store.watch(_checked(pattern), overflow="drop")
+        beginning = asyncio.get_running_loop().create_task(events.__aenter__(), name="limpet-watch")
+        self._beginning.add(beginning)
+        beginning.add_done_callback(self._beginning.discard)
+        return Watch(events, beginning)
 
     # Locks --------------------------------------------------------------------
 
@@ -264,8 +284,12 @@ async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
 class Watch:
     """Changes as they happen. One who is slower than the changes gets the last 64, and is told how many not."""
 
-    def __init__(self, events: _Watch) -> None:
+    def __init__(self, events: _Watch, beginning: asyncio.Task[_Watch]) -> None:
         self._events = events
+        self._beginning = beginning
+        self._loop = beginning.get_loop()
+        # Whoever iterates is told why it could not begin. If nobody does, it is no one's business.
+        beginning.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
     def dropped(self) -> int:
@@ -274,11 +298,25 @@ class Watch:
 
     async def aclose(self) -> None:
         """End this watch, also for whoever waits in it."""
+        self._beginning.cancel()
+        await asyncio.wait([self._beginning])
         await self._events.aclose()
 
+    def __del__(self) -> None:
+        # A watch that nobody iterates any more is not followed any longer.
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            self._loop.call_soon_threadsafe(_abandon, self._events, self._beginning)
+
     async def __aenter__(self) -> Self:
-        await self._events.__aenter__()
+        await self._begin()
         return self
+
+    async def _begin(self) -> None:
+        """Wait until it has begun. Raises why it could not."""
+        if not self._beginning.done():
+            await asyncio.wait([self._beginning])
+        if not self._beginning.cancelled():
+            self._beginning.result()
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
@@ -287,11 +325,21 @@ class Watch:
         return self
 
     async def __anext__(self) -> KeyValue:
+        await self._begin()
+        if self._beginning.cancelled():
+            # The store was closed, or this watch.
+            raise StopAsyncIteration
         async for event in self._events:
             # A time to live that was changed is neither a put nor a delete.
             if event.op != "touch":
                 return _change(event)
         raise StopAsyncIteration
+
+
+def _abandon(events: _Watch, beginning: asyncio.Task[_Watch]) -> None:
+    """End a watch without its owner."""
+    beginning.cancel()
+    events._finish()
 
 
 class Lock:
@@ -429,7 +477,7 @@ async def work_off(
     key = f"tasks.{task}"
     async with store.store.lock(_checked(f"task.{task}"), ttl=ttl) as lock:
         result = _bytes(await work(await store.get(key)))
-        done = store.store.batch().fence(lock).put(f"results.{task}", result, ttl=keep)
+        done = (await store._watched()).batch().fence(lock).put(f"results.{task}", result, ttl=keep)
         await done.delete(key).commit()
     return result
 
