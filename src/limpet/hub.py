@@ -9,6 +9,7 @@ writer, never makes a queue grow and never misses a change without being told.
 from __future__ import annotations
 
 import asyncio
+import re
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -157,7 +158,9 @@ class Watch:
         if initial and after is not None:
             raise InvalidValue("a watch starts from a position or with what there is (initial=True), not both")
         if overflow not in ("resume", "drop"):
-            raise InvalidValue(f"overflow is 'resume' or 'drop', not {overflow!r}")
+            raise InvalidValue("overflow is 'resume' or 'drop'")
+        if after is not None and (isinstance(after, bool) or not isinstance(after, str | int)):
+            raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
         self.dropped = 0
         self._hub = hub
         self._span = span
@@ -293,13 +296,14 @@ def position_prefix(status: Status, namespace: str) -> str:
     return f"{status.store_id}:{namespace}:{status.epoch}:"
 
 
+_NUMBER: Final = re.compile(r"[0-9]{1,19}\Z")
+
+
 def _revision_of(after: str | int, status: Status, prefix: str) -> int:
     """The revision of a position. A foreign one is told apart, never followed into silence."""
-    if isinstance(after, bool) or not isinstance(after, str | int):
-        raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
     if isinstance(after, str):
         number = after.removeprefix(prefix)
-        if number == after or not number.isdecimal():
+        if number == after or not _NUMBER.match(number):
             raise Compacted("the position belongs to another store, namespace or epoch")
         after = int(number)
     if after < status.floor:
