@@ -149,7 +149,7 @@ def wake(sleeper: asyncio.Future[None]) -> None:
 def check_wait(seconds: object, what: str) -> float:
     """For how many seconds to wait: zero or more, without end included. Raises `InvalidValue`."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
-        raise InvalidValue(f"{what} waits for zero or more seconds, as an int or a float")
+        raise InvalidValue(f"{what} is zero or more seconds, as an int or a float")
     try:
         return float(seconds)
     except OverflowError:

@@ -232,6 +232,12 @@ class Address(msgspec.Struct, frozen=True):
     @classmethod
     def parse(cls, url: str) -> Address:
         """Take a URL apart."""
+        if not isinstance(url, str):
+            raise InvalidValue(
+                f"an engine is named by a URL such as 'sqlite:///state.db', not by a {type(url).__name__}"
+            )
+        if "\0" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
+            raise InvalidValue("an engine URL holds no U+0000 and no lone surrogate")
         scheme, colon, rest = url.partition(":")
         if not colon or not scheme:
             raise InvalidValue(
@@ -326,7 +332,11 @@ async def _open(address: Address, clock: Clock) -> Engine:
             raise InvalidValue(
                 f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
             ) from missing
-        return await opener(address, clock)
+        try:
+            return await opener(address, clock)
+        except (ValueError, OverflowError):
+            # Not what it says: it may quote a part of a password.
+            raise InvalidValue(f"{address}: this URL cannot be read, look at its host, port and path") from None
     # Only a scheme that is not built in pays for looking at what is installed.
     import difflib
     from importlib.metadata import entry_points

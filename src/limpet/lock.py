@@ -95,7 +95,7 @@ class Lock:
         self._session = session
         self._namespace = namespace
         self._ttl_ms = ttl_to_ms(ttl)
-        self._wait_s = check_wait(wait, "a lock")
+        self._wait_s = check_wait(wait, "how long to wait for a lock")
         self._holder = f"{socket.gethostname()}:{os.getpid()}"
         if holder is not None and holder != "":
             self._holder = check_text(holder, "the holder of a lock")

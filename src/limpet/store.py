@@ -552,8 +552,6 @@ async def open_session(
     """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
     if type(max_value_bytes) is not int or not 1 <= max_value_bytes <= NUMBER_MAX:
         raise InvalidValue("max_value_bytes is an integer from 1 to 2^63-1")
-    if url is not None and not isinstance(url, str):
-        raise InvalidValue(f"an engine is named by a URL such as 'sqlite:///state.db', not by a {type(url).__name__}")
     if clock is not None and not all(callable(getattr(clock, verb, None)) for verb in ("now_ms", "monotonic", "sleep")):
         raise InvalidValue(f"a clock is a limpet.Clock, not something of type {type(clock).__name__}")
     if encryption is not None and not isinstance(encryption, Keyring):
@@ -561,7 +559,7 @@ async def open_session(
     if window is not None:
         check_window(window)
     clock = clock or SystemClock()
-    place = url or os.environ.get("LIMPET_URL") or "sqlite:///limpet.db"
+    place = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
     engine = await open_engine(place, clock, encryption=encryption)
     return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
 

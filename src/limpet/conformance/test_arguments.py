@@ -7,149 +7,21 @@ refused by an error of ours or by a TypeError, whatever the engine, and a refuse
 from __future__ import annotations
 
 import asyncio
-import enum
 import inspect
-import itertools
-import math
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from datetime import timedelta
-from decimal import Decimal
 from typing import Any, Final
 
 import pytest
 
 import limpet
+from limpet.conformance.oddities import calls, shown
 from limpet.conformance.support import session_of
 from limpet.errors import LimpetError
 from limpet.model import Add, Batch, Commit, Guard, HeldBy, Put, Touch
 
 PATIENCE_S: Final = 20.0
 
-
-class Colour(str, enum.Enum):  # noqa: UP042 - one that is shown otherwise than it is spelt
-    RED = "red"
-
-
-class Number(int):
-    pass
-
-
-class Odd:
-    """Something that is nothing that a verb knows."""
-
-
-ODD: Final[list[object]] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**53,
-    2**63 - 1,
-    2**63,
-    2**70,
-    10**30,
-    -(2**70),
-    1.5,
-    -0.5,
-    1e308,
-    math.nan,
-    math.inf,
-    -math.inf,
-    Decimal("1.5"),
-    1j,
-    Number(3),
-    "",
-    "x",
-    "\0",
-    "\ud800",
-    "a\ud800*",
-    "*",
-    "9" * 5000,
-    "x" * 2_000,
-    "\U0010ffff",
-    b"",
-    b"x",
-    bytearray(b"x"),
-    memoryview(b"x"),
-    [],
-    ["x"],
-    [1],
-    [[]],
-    (),
-    ("a", "b"),
-    {},
-    {1: 2},
-    {"\ud800": 1},
-    {"a": b""},
-    {"": 1},
-    {"a": Odd()},
-    set(),
-    {1},
-    Odd(),
-    Odd,
-    dict,
-    len,
-    Colour.RED,
-    timedelta(seconds=-1),
-    timedelta.max,
-    limpet.ABSENT,
-    limpet.PRESENT,
-    limpet.KEEP,
-    limpet.ANY,
-    limpet.Version(1),
-    limpet.Version(10**30),
-    limpet.Version(-1),
-    limpet.Version(True),
-    limpet.Version(1.5),  # type: ignore[arg-type]
-    limpet.Version("1"),  # type: ignore[arg-type]
-    limpet.Revision(10**30),
-    limpet.Revision(None),  # type: ignore[arg-type]
-    limpet.Fence("lock", 1),
-    limpet.Fence("lock", None),  # type: ignore[arg-type]
-    limpet.Fence("lock", "1"),  # type: ignore[arg-type]
-    limpet.Fence("lock", True),
-    limpet.Fence("lock", 2**70),
-    limpet.Fence("lock", -1),
-    limpet.Fence("", 1),
-    limpet.Fence(None, 1),  # type: ignore[arg-type]
-    limpet.Fence("\ud800", 1),
-    limpet.Fence("lock", 1, 5),  # type: ignore[arg-type]
-    limpet.Entry("k", b"1", None, None, 1, 1, 1),  # type: ignore[arg-type]
-    limpet.Entry("k", b"1", 1, 10**30, 1, 1, 1),
-    limpet.field("a") == 1,
-    limpet.field("a") > 1,
-    limpet.field("a").in_([]),
-    limpet.model.Filter(()),
-    limpet.model.Filter((1,)),  # type: ignore[arg-type]
-    limpet.model.Filter((limpet.model.Test("a", "lt"),)),
-    limpet.model.Filter((limpet.model.Test("a", "eq", (None,)),)),  # type: ignore[arg-type]
-    limpet.model.Filter((limpet.model.Test(None, "eq", (b"1",)),)),  # type: ignore[arg-type]
-    limpet.model.Filter((limpet.model.Test("a", "odd", (b"1",)),)),  # type: ignore[arg-type]
-    limpet.model.Equals(None),  # type: ignore[arg-type]
-    limpet.model.Equals({"a": 1}),  # type: ignore[dict-item]
-    limpet.equals(1),
-    Put("k", b"1"),
-    Put("k", b""),
-    Put("k", 5),  # type: ignore[arg-type]
-    Put(5, b"1"),  # type: ignore[arg-type]
-    Put("k", b"1", "x"),  # type: ignore[arg-type]
-    Put("k", b"1", 10**30),
-    Put("k", b"1", 0),
-    Put("k", b"1", None, "x"),  # type: ignore[arg-type]
-    Put("k", b"1", family="odd"),  # type: ignore[arg-type]
-    Put("k", {"a": 5}),  # type: ignore[dict-item]
-    Touch("k", True),
-    Guard("k", None),  # type: ignore[arg-type]
-    Guard(5, limpet.ABSENT),  # type: ignore[arg-type]
-    Guard("k", limpet.Version(10**30)),
-    Guard("k", HeldBy(None), "lock"),  # type: ignore[arg-type]
-    [Guard("k", HeldBy("x"), "lock")],  # type: ignore[arg-type]
-    [Guard("k", limpet.ABSENT, "odd")],  # type: ignore[arg-type]
-    [Guard("k", limpet.KEEP)],  # type: ignore[arg-type]
-]
 
 GOOD: Final[dict[str, object]] = {
     "key": "k",
@@ -196,8 +68,7 @@ class Case:
                 await (owner.release() if self.kind == "Lock" else owner.resign())
 
     def __str__(self) -> str:
-        odd = repr(self.odd)
-        return f"{self.kind}.{self.verb}({self.parameter}={odd if len(odd) < 60 else odd[:57] + '...'})"
+        return f"{self.kind}.{self.verb}({self.parameter}={shown(self.odd)})"
 
 
 async def _finished(made: Any) -> None:
@@ -226,26 +97,8 @@ def cases() -> Iterator[Case]:
         for verb, method in inspect.getmembers(kind, inspect.isfunction):
             if verb.startswith("_") or verb in NO_VERBS - ({"fence"} if kind is limpet.Draft else set()):
                 continue
-            signature = inspect.signature(method)
-            parameters = [one for one in signature.parameters.values() if one.name != "self"]
-            signature = signature.replace(parameters=parameters)
-            needed = {one.name: GOOD[one.name] for one in parameters if one.default is one.empty and one.kind < 2}
-            needed |= {
-                one.name: GOOD[one.name]
-                for one in parameters
-                if one.default is one.empty and one.kind is one.KEYWORD_ONLY
-            }
-            for one, odd in itertools.product(parameters, ODD):
-                if one.kind is one.VAR_KEYWORD:
-                    continue
-                arguments = signature.bind_partial()
-                arguments.arguments.update(needed)
-                arguments.arguments[one.name] = (odd,) if one.kind is one.VAR_POSITIONAL else odd
-                # In the order of the parameters: what is passed by its place is passed in order.
-                arguments.arguments = {
-                    each.name: arguments.arguments[each.name] for each in parameters if each.name in arguments.arguments
-                }
-                yield Case(kind.__name__, verb, one.name, odd, arguments)
+            for parameter, odd, arguments in calls(method, GOOD):
+                yield Case(kind.__name__, verb, parameter, odd, arguments)
 
 
 def share(store: limpet.Store, face: str) -> Iterator[Case]:
