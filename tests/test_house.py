@@ -37,7 +37,7 @@ LAYERS: list[set[str]] = [
     {"keys", "clock", "codes"},
     {"codec", "turns"},
     {"model"},
-    {"transition", "index", "sealing"},
+    {"transition", "index", "sealing", "checks"},
     {"engine", "schema", "retry", "grants", "acl", "nats_acl"},
     {"batch", "hub"},
     {"sweep"},

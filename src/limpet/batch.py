@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 import msgspec
 
 from limpet import codec
+from limpet.checks import check_condition, check_filter, check_guard, check_number, check_step, check_write
 from limpet.clock import ttl_to_ms
 from limpet.errors import (
     Conflict,
@@ -167,12 +168,17 @@ class Draft:
 
     def fence(self, lock: Fencing | Fence) -> Self:
         """Let the batch happen only while this lock is held under its token."""
-        fence = lock if isinstance(lock, Fence) else lock.fence
+        fence = lock if isinstance(lock, Fence) else getattr(lock, "fence", None)
+        if not isinstance(fence, Fence):
+            raise InvalidValue(
+                f"a batch is fenced by a lock or by limpet.Fence(name, token), not by something of type "
+                f"{type(lock).__name__}"
+            )
         if fence.namespace is not None and fence.namespace != self._namespace:
             raise InvalidValue(
                 f"lock {fence.name!r} is of namespace {fence.namespace!r} and cannot fence {self._namespace!r}"
             )
-        self._guards.append(Guard(check_key(fence.name), HeldBy(fence.token), "lock"))
+        self._guards.append(Guard(check_key(fence.name), HeldBy(check_number(fence.token, "a fencing token")), "lock"))
         return self
 
     # Writes -------------------------------------------------------------------
@@ -196,11 +202,7 @@ class Draft:
         meta: Meta | Literal[Mark.KEEP] = KEEP,
     ) -> Self:
         """Add to a counter. A missing key counts as zero."""
-        if type(by) is not int:
-            raise InvalidValue(f"a counter moves by an integer, not by something of type {type(by).__name__}")
-        if not codec.INT_MIN <= by <= codec.INT_MAX:
-            raise InvalidValue("a counter moves by an integer from -2^63 to 2^63-1")
-        return self._write(Add(check_key(key), by, _ttl_ms(ttl), _meta_json(key, meta)))
+        return self._write(Add(check_key(key), check_step(by), _ttl_ms(ttl), _meta_json(key, meta)))
 
     def set(
         self,
@@ -215,7 +217,11 @@ class Draft:
         **more: object,
     ) -> Self:
         """Write and clear single fields of a record."""
-        given = {**(fields or {}), **more}
+        given = {**as_fields(fields), **more}
+        if isinstance(unset, str | bytes):
+            raise InvalidValue("unset is a list of names, such as ['state'], not one name")
+        if type(if_exists) is not bool:
+            raise InvalidValue(f"if_exists is True or False, not something of type {type(if_exists).__name__}")
         cleared = {check_key(name) for name in unset}
         written: dict[str, bytes] = {}
         for name, value in given.items():
@@ -244,9 +250,10 @@ class Draft:
         """Write a field, and others with it, if it holds what is expected; ABSENT means no such field."""
         condition = FieldEquals(check_key(name), ABSENT if expected is ABSENT else codec.encode_field(expected, name))
         self._guards.append(Guard(check_key(key), condition))
-        if set and name in set:
+        others = as_fields(set)
+        if name in others:
             raise InvalidValue(f"field {name!r} is both swapped and set")
-        return self.set(key, {name: new, **(set or {})}, if_exists=True, ttl=ttl)
+        return self.set(key, {name: new, **others}, if_exists=True, ttl=ttl)
 
     def touch(self, key: str, ttl: TTL) -> Self:
         """Change only when the key expires. A missing key stays missing."""
@@ -270,10 +277,14 @@ class Draft:
             request: What was asked, in the feature's own words. A retry is known by that, and not by the writes,
                 which may depend on what was found. The same request must make as many writes each time.
         """
-        self._guards += guards
+        if request is not None and type(request) is not bytes:
+            raise InvalidValue(f"a request is bytes, not something of type {type(request).__name__}")
+        checked = [check_guard(guard) for guard in guards]
+        sizes_bytes = [check_write(write) for write in writes]
+        self._guards += checked
         self._request = self._request if request is None else request
-        for write in writes:
-            self._write(write, codec.size_bytes(write.stored) if isinstance(write, Put) else 0)
+        for write, size_bytes in zip(writes, sizes_bytes, strict=True):
+            self._write(write, size_bytes)
         return self
 
     # Committing ---------------------------------------------------------------
@@ -373,18 +384,25 @@ def _put(
     return Put(check_key(key), stored, ttl_ms, meta_json), size_bytes
 
 
+def as_fields(fields: Mapping[str, object] | None) -> Mapping[str, object]:
+    """Fields to write, none where nothing is given."""
+    if fields is None:
+        return {}
+    if not isinstance(fields, Mapping):
+        raise InvalidValue(f"the fields of a record are a mapping, not something of type {type(fields).__name__}")
+    return fields
+
+
 def _condition(expectation: Expectation) -> Condition:
     match expectation:
         case Entry():
-            return Revision(expectation.revision)
+            return Revision(check_number(expectation.revision, "the revision of an entry"))
         case None:
             return ABSENT
         case Filter():
-            return expectation.as_condition()
-        case Equals():
-            return expectation
-        case Version(number) | Revision(number) if type(number) is int:
-            return expectation
+            return check_filter(expectation).as_condition()
+        case Equals() | Version() | Revision():
+            return check_condition("", expectation)
         case Mark.ABSENT | Mark.PRESENT:
             return expectation
         case _:

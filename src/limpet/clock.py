@@ -16,9 +16,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Final, Protocol
 
-from limpet.errors import InvalidTTL
+from limpet.errors import InvalidTTL, InvalidValue
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "has_loop", "ttl_to_ms", "wake"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "check_wait", "has_loop", "ttl_to_ms", "wake"]
 
 TTL_S_MAX: Final = 100 * 366 * 86_400
 
@@ -155,6 +155,16 @@ def wake(sleeper: asyncio.Future[None]) -> None:
     """End a wait that may be over already."""
     if not sleeper.done():
         sleeper.set_result(None)
+
+
+def check_wait(seconds: object, what: str) -> float:
+    """For how many seconds to wait: zero or more, without end included. Raises `InvalidValue`."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
+        raise InvalidValue(f"{what} is zero or more seconds, as an int or a float")
+    try:
+        return float(seconds)
+    except OverflowError:
+        return math.inf
 
 
 def ttl_to_ms(ttl: float | timedelta) -> int:

@@ -17,16 +17,31 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, Protocol, get_args, runtime_checkable
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.errors import InvalidValue, Unavailable
+from limpet.errors import InvalidValue, LimpetError, Unavailable
 from limpet.index import Sought
 from limpet.keys import Span
-from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
+from limpet.model import (
+    Batch,
+    Commit,
+    Entry,
+    Expire,
+    Family,
+    Feed,
+    Filter,
+    Guard,
+    Refusal,
+    Slice,
+    Status,
+    Traits,
+    Window,
+    Write,
+)
 from limpet.sealing import Keyring, Resealed, Seals, find_keyring
 
 __all__ = [
@@ -39,8 +54,11 @@ __all__ = [
     "Indexing",
     "Restoring",
     "Sealing",
+    "Undone",
     "is_made_here",
+    "may_be_of_one",
     "new_request_id",
+    "not_committed",
     "open_engine",
     "seal_engine",
 ]
@@ -101,6 +119,7 @@ class Engine(Protocol):
         - A request seen before answers with its first result and changes nothing.
         - A request that arrives after its own retry was answered does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
+        - Batches that are committed together have an outcome each: one that cannot be committed fails no other.
         """
         ...
 
@@ -236,7 +255,11 @@ class Address(msgspec.Struct, frozen=True):
     def parse(cls, url: str) -> Address:
         """Take a URL apart."""
         if not isinstance(url, str):
-            raise InvalidValue(f"an engine URL is a str, not of type {type(url).__name__}")
+            raise InvalidValue(
+                f"an engine is named by a URL such as 'sqlite:///state.db', not by a {type(url).__name__}"
+            )
+        if "\0" in url or any("\ud800" <= letter <= "\udfff" for letter in url):
+            raise InvalidValue("an engine URL holds no U+0000 and no lone surrogate")
         scheme, colon, rest = url.partition(":")
         if not colon or not scheme:
             raise InvalidValue(
@@ -334,7 +357,11 @@ async def _open(address: Address, clock: Clock) -> Engine:
             raise InvalidValue(
                 f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
             ) from missing
-        return await opener(address, clock)
+        try:
+            return await opener(address, clock)
+        except (ValueError, OverflowError):
+            # Not what it says: it may quote a part of a password.
+            raise InvalidValue(f"{address}: this URL cannot be read, look at its host, port and path") from None
     # Only a scheme that is not built in pays for looking at what is installed.
     import difflib
     from importlib.metadata import entry_points
@@ -482,6 +509,44 @@ def new_request_id() -> str:
     """A new request id, unique over processes."""
     return f"{_request_ids.prefix}-{next(_request_ids.numbers):x}"
 
+
+class Undone(Exception):
+    """Nothing of a group of batches was applied, and one of them may be the reason: each is committed by itself.
+
+    Attributes:
+        meaning: What a batch that is committed by itself fails with.
+    """
+
+    def __init__(self, meaning: Exception) -> None:
+        super().__init__(type(meaning).__name__)
+        self.meaning = meaning
+
+
+def may_be_of_one(error: Exception) -> bool:
+    """Whether the error of a group of which nothing was applied may be the fault of one batch in it.
+
+    An error of ours concerns all of them: the place cannot be reached, is closed, or refuses the caller.
+    """
+    return not isinstance(error, LimpetError)
+
+
+def not_committed(batch: Batch, error: Exception) -> LimpetError:
+    """What the caller of a batch is told that was tried by itself and could not be committed.
+
+    No draft makes a batch that an engine cannot encode, so that this is a batch made by hand or a mistake of ours. An
+    error of ours in any case, so that whoever commits in the background handles it like others.
+    """
+    meaning = error.meaning if isinstance(error, Undone) else error
+    if isinstance(meaning, LimpetError):
+        return meaning
+    named = [one.key for one in (*batch.writes, *batch.guards) if isinstance(one, _NAMING)]
+    about = f"the batch on {named[0]!r}" if named else "the batch"
+    made = InvalidValue(f"{about} cannot be committed and nothing changed: {type(meaning).__name__}")
+    made.__cause__ = meaning
+    return made
+
+
+_NAMING: Final = (*get_args(Write), Guard)
 
 OVERTAKEN_MS: Final = 3_600_000
 """How long it is known which requests were overtaken by their own retry."""

@@ -175,7 +175,9 @@ class Watch:
         if initial and after is not None:
             raise InvalidValue("a watch starts from a position or with what there is (initial=True), not both")
         if overflow not in ("resume", "drop"):
-            raise InvalidValue(f"overflow is 'resume' or 'drop', not {overflow!r}")
+            raise InvalidValue("overflow is 'resume' or 'drop'")
+        if after is not None and (isinstance(after, bool) or not isinstance(after, str | int)):
+            raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
         self.dropped = 0
         self._hub = hub
         self._span = span
@@ -326,8 +328,6 @@ def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int
     """The revision to go on after, and the fingerprint that a position has of it."""
     if after is None:
         return status.revision, None
-    if isinstance(after, bool) or not isinstance(after, str | int):
-        raise InvalidValue(f"watch after a position or a revision, not something of type {type(after).__name__}")
     known = None
     if isinstance(after, str):
         known = after.removeprefix(prefix)

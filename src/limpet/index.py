@@ -44,7 +44,8 @@ class Sought(msgspec.Struct, frozen=True):
 
 def check_field(name: str) -> str:
     """The name of a field that can have an index."""
-    if not _PLAIN.match(check_key(name)):
+    name = check_key(name)
+    if not _PLAIN.match(name):
         raise InvalidKey(name, "the name of an indexed field holds no quotation mark, backslash or control character")
     return name
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from limpet.errors import InvalidKey, InvalidNamespace
+from limpet.errors import InvalidKey, InvalidNamespace, InvalidValue
 
 KEY_BYTES_MAX: Final = 1024
 META_BYTES_MAX: Final = 8_192
@@ -40,7 +40,7 @@ def check_namespace(name: object) -> str:
     """Return the namespace, or raise `InvalidNamespace`."""
     if not isinstance(name, str) or not _NAMESPACE.match(name):
         raise InvalidNamespace(name)
-    return name
+    return str.__str__(name)
 
 
 def check_key(key: object) -> str:
@@ -64,11 +64,20 @@ def check_key(key: object) -> str:
     return str.__str__(key)
 
 
+def check_text(text: object, what: str) -> str:
+    """Return a name that is shown and never looked for, or raise `InvalidValue`. It may be as long as a key."""
+    try:
+        return check_key(text)
+    except InvalidKey:
+        raise InvalidValue(f"{what} is a str of 1 to {KEY_BYTES_MAX:,} bytes of UTF-8 without U+0000") from None
+
+
 def prefix_span(prefix: str) -> Span:
     """The span of all keys that start with the prefix. The empty prefix is every key."""
-    if prefix == "":
+    # First the type: there are things that compare as equal to everything.
+    if type(prefix) is str and not prefix:
         return Span("", None)
-    check_key(prefix)
+    prefix = check_key(prefix)
     # Nothing sorts after U+10FFFF, so a run of them at the end cannot be raised.
     head = prefix.rstrip(_LAST_CODE_POINT)
     if not head:
@@ -81,11 +90,13 @@ def prefix_span(prefix: str) -> Span:
 
 def pattern_span(pattern: str) -> Span:
     """The span of a watch pattern: ``*``, ``something*``, or one exact key."""
-    if check_key(pattern).endswith("*"):
+    pattern = check_key(pattern)
+    if pattern.endswith("*"):
         return prefix_span(pattern[:-1])
     return key_span(pattern)
 
 
 def key_span(key: str) -> Span:
     """The span of one key. No key contains U+0000, so nothing else lies in between."""
-    return Span(check_key(key), key + "\0")
+    key = check_key(key)
+    return Span(key, key + "\0")

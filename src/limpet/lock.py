@@ -27,7 +27,8 @@ import msgspec
 
 from limpet import codec
 from limpet.batch import Fence
-from limpet.clock import ttl_to_ms
+from limpet.checks import check_number
+from limpet.clock import check_wait, ttl_to_ms
 from limpet.errors import (
     Ambiguous,
     BrokenError,
@@ -40,7 +41,7 @@ from limpet.errors import (
     LockNotHeld,
     TransientError,
 )
-from limpet.keys import check_key
+from limpet.keys import check_key, check_text
 from limpet.model import ABSENT, Batch, Commit, Delete, Entry, Guard, HeldBy, Put, Refusal, Touch, Write
 
 if TYPE_CHECKING:
@@ -99,18 +100,16 @@ class Lock:
         cancel: bool = True,
         token: int | None = None,
     ) -> None:
-        if not wait >= 0:
-            raise InvalidValue("a lock waits for zero or more seconds")
-        if token is not None and type(token) is not int:
-            raise InvalidValue(f"a lock's token is an integer, not something of type {type(token).__name__}")
         self.name = check_key(name)
-        self.token = token
+        self.token = None if token is None else check_number(token, "a lock's token")
         self.lost = False
         self._session = session
         self._namespace = namespace
         self._ttl_ms = ttl_to_ms(ttl)
-        self._wait_s = wait
-        self._holder = holder or f"{socket.gethostname()}:{os.getpid()}"
+        self._wait_s = check_wait(wait, "how long to wait for a lock")
+        self._holder = f"{socket.gethostname()}:{os.getpid()}"
+        if holder is not None and holder != "":
+            self._holder = check_text(holder, "the holder of a lock")
         self._cancel = cancel
         self._is_taken_up = token is not None
         # Whether this handle has the lock to give back, as far as it knows. The token stays when that is over.

@@ -623,6 +623,8 @@ class Filter(msgspec.Struct, frozen=True, gc=False):
     tests: tuple[Test, ...]
 
     def __and__(self, other: Filter) -> Filter:
+        if not isinstance(other, Filter):
+            return NotImplemented
         return Filter(self.tests + other.tests)
 
     def matches(self, stored: Stored) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta
+from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, as_fields
 from limpet.codec import Fields
 from limpet.errors import TypeMismatch
 from limpet.keys import check_key
@@ -54,7 +54,7 @@ class Record:
     ) -> Entry:
         """Replace the whole record."""
         return await self._store.put(
-            self.key, Fields(fields), ttl=ttl, expect=expect, fence=fence, request_id=request_id, meta=meta
+            self.key, Fields(as_fields(fields)), ttl=ttl, expect=expect, fence=fence, request_id=request_id, meta=meta
         )
 
     async def set(
@@ -70,7 +70,7 @@ class Record:
     ) -> Entry:
         """Write and clear single fields. The record is made when there is none, unless ``if_exists``."""
         draft = self._draft(fence, request_id).set(
-            self.key, {**(fields or {}), **more}, unset=unset, if_exists=if_exists
+            self.key, {**as_fields(fields), **more}, unset=unset, if_exists=if_exists
         )
         commit = await draft.commit()
         entry = commit.entries[0]

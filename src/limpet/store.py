@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_put
+from limpet.checks import NUMBER_MAX, check_filter, check_window
 from limpet.clock import Clock, SystemClock
 from limpet.codec import decode
 from limpet.election import Election
@@ -119,8 +120,8 @@ class Store:
         """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidValue("a scan is limited to one entry or more")
-        if where is not None and not isinstance(where, Filter):
-            raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
+        if where is not None:
+            check_filter(where)
         span: Span | None = _span_after(prefix_span(prefix), after)
         left = limit
         found = None if where is None or span is None else await self._found_by_index(span, where)
@@ -197,6 +198,12 @@ class Store:
             after: Go on here: the cursor of an earlier call.
             limit: Look at this many entries at most; None for all.
         """
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise InvalidValue("encrypting anew is limited to one entry or more")
+        if after is not None and not isinstance(after, str):
+            raise InvalidValue(
+                f"a cursor is what an earlier call returned, not something of type {type(after).__name__}"
+            )
         engine, cursor = self._sealing, after
         looked_at = resealed = 0
         while limit is None or looked_at < limit:
@@ -296,6 +303,8 @@ class Store:
         Raises:
             Contention: Other processes kept writing in between.
         """
+        if not callable(change):
+            raise TypeError(f"update takes a function of the value, not something of type {type(change).__name__}")
         clock = self._session.clock
         turn = self._session.turns.turn(("update", self.name, check_key(key)))
         found: Entry | None = None
@@ -582,10 +591,16 @@ async def open_session(
     encryption: Keyring | None = None,
 ) -> Session:
     """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
-    if type(max_value_bytes) is not int or max_value_bytes < 1:
-        raise InvalidValue("max_value_bytes is a positive integer")
+    if type(max_value_bytes) is not int or not 1 <= max_value_bytes <= NUMBER_MAX:
+        raise InvalidValue("max_value_bytes is an integer from 1 to 2^63-1")
+    if clock is not None and not all(callable(getattr(clock, verb, None)) for verb in ("now_ms", "monotonic", "sleep")):
+        raise InvalidValue(f"a clock is a limpet.Clock, not something of type {type(clock).__name__}")
+    if encryption is not None and not isinstance(encryption, Keyring):
+        raise InvalidValue(f"encryption is a limpet.Keyring, not something of type {type(encryption).__name__}")
+    if window is not None:
+        check_window(window)
     clock = clock or SystemClock()
-    place = url or os.environ.get("LIMPET_URL") or "sqlite:///limpet.db"
+    place = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
     engine = await open_engine(place, clock, encryption=encryption)
     return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
 

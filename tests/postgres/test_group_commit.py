@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from limpet import codec
 from limpet.engines import postgres, remote
 from limpet.engines.indexing import quoted
 from limpet.engines.postgres import PostgresEngine
+from limpet.errors import LimpetError
 from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
 from tests.postgres.support import Holder, Spy, batch, connected, put, stored
 
@@ -65,6 +68,27 @@ async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engi
         ("put", "a", 3, 4),
         ("put", "b", 4, 4),
     ]
+
+
+@pytest.mark.parametrize("others", ["puts", "adds"])
+async def test_a_constraint_of_the_database_refuses_one_member_alone(
+    engine: PostgresEngine, schema: str, others: str
+) -> None:
+    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    await engine.commit("default", batch(put("first", 1)))
+    async with connected() as connection:
+        await connection.execute(
+            f"ALTER TABLE {quoted(schema)}.limpet_entries ADD CONSTRAINT no_odd CHECK (key <> 'odd')"
+        )
+    keys = [*(f"key/{number}" for number in range(10)), "odd", *(f"key/{number}" for number in range(10, 20))]
+    asked = [batch(put(key, 1)) if others == "puts" else batch(Add(key, 1)) for key in keys]
+
+    found = await asyncio.gather(*(engine.commit("default", one) for one in asked), return_exceptions=True)
+
+    outcomes = dict(zip(keys, found, strict=True))
+    assert isinstance(outcomes.pop("odd"), LimpetError)
+    assert all(isinstance(outcome, Commit) for outcome in outcomes.values())
+    assert (await engine.status("default")).keys == 21
 
 
 async def test_adds_of_one_turn_share_a_transaction(engine: PostgresEngine, spy: Spy) -> None:

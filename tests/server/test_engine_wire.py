@@ -271,6 +271,9 @@ NOT_ALLOWED: dict[str, Batch] = {
     "a lock that never ends": Batch((), (Put("k", b'{"holder":"me"}', family="lock"),), "r"),
     "a lock that nobody holds": Batch((), (Put("k", b"{}", 1000, family="lock"),), "r"),
     "a lock that counts": Batch((), (Add("k", 1, family="lock"),), "r"),
+    "a version below zero": Batch((Guard("k", Version(-1)),), (PUT,), "r"),
+    "a version beyond 64 bits": Batch((Guard("k", Version(2**64 - 1)),), (PUT,), "r"),
+    "a token beyond 64 bits": Batch((Guard("k", HeldBy(2**64 - 1), "lock"),), (PUT,), "r"),
     "no request id": Batch((), (PUT,)),
     "a request id that is no key": Batch((), (PUT,), ""),
     "a digest of any length": Batch((), (PUT,), "r", bytes(65)),
@@ -292,7 +295,7 @@ def test_a_batch_that_no_draft_makes_is_refused(name: str) -> None:
 
 
 def test_a_batch_that_a_draft_makes_is_taken() -> None:
-    batch = Batch((Guard("k", Version(-1)), Guard("l", HeldBy(3), "lock")), (PUT, Touch("l", 9, "lock")), "r")
+    batch = Batch((Guard("k", Version(0)), Guard("l", HeldBy(3), "lock")), (PUT, Touch("l", 9, "lock")), "r")
 
     assert nouns.checked_batch(batch, value_bytes_max=1_000_000, any_lock=False) == batch
 

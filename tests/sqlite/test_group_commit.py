@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import sqlite3
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import limpet
 from limpet import codec
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
+from limpet.errors import LimpetError
 from limpet.model import (
     ABSENT,
     PRESENT,
@@ -161,6 +164,23 @@ async def test_a_refused_member_leaves_the_others_untouched(engine: SqliteEngine
     assert refused.found == first.entries[0]
     assert (first.revision, last.revision) == (2, 3)
     assert await stored(engine, KEYS) == {"a": b"11", "b": b"1"}
+
+
+async def test_a_trigger_of_the_file_refuses_one_member_alone(engine: SqliteEngine) -> None:
+    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    with contextlib.closing(sqlite3.connect(engine._path)) as other, other:
+        other.execute(
+            "CREATE TRIGGER no_odd BEFORE INSERT ON limpet_entries WHEN NEW.key = 'odd' "
+            "BEGIN SELECT RAISE(ABORT, 'no odd ones'); END"
+        )
+    keys = [*(f"key/{number}" for number in range(10)), "odd", *(f"key/{number}" for number in range(10, 20))]
+
+    commits = (engine.commit("default", batch(put(key, 1))) for key in keys)
+    outcomes = dict(zip(keys, await asyncio.gather(*commits, return_exceptions=True), strict=True))
+
+    assert isinstance(outcomes.pop("odd"), LimpetError)
+    assert all(isinstance(outcome, Commit) for outcome in outcomes.values())
+    assert (await engine.status("default")).keys == 20
 
 
 async def test_members_of_several_namespaces_count_apart(engine: SqliteEngine, spy: Spy) -> None:

@@ -282,7 +282,8 @@ class HttpEngine(Gathering):
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         outcomes: list[Outcome] = []
-        for part in self._parts([_named(ticket.batch) for ticket in group]):
+        # All are encoded before any is sent: one that cannot be fails while nothing has been applied.
+        for part in list(self._parts([_named(ticket.batch) for ticket in group])):
             outcomes += await self._commit_part(namespace, part, since)
         return outcomes
 

@@ -367,7 +367,10 @@ class Writer:
         # Before the entry, on the same line: an entry without its alarm would stay for ever.
         ringing = None if alarm is None else _set_alarm(link, alarm)
         if self._server.syncs:
-            number = await self._grouped(subject, _headers(draft, kind, expected, 0), body)
+            headers = _headers(draft, kind, expected, 0)
+            # Once before they join others, whom they would fail with them.
+            headers(b"")
+            number = await self._grouped(subject, headers, body)
         else:
             try:
                 number = number_in(*await link.ask(subject, body, headers_of(draft, kind, expected)))

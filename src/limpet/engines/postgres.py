@@ -31,7 +31,7 @@ import msgspec
 from limpet import codec
 from limpet.clock import Clock, wake
 from limpet.codec import Stored
-from limpet.engine import Address, may_be_late, new_request_id, overtaken
+from limpet.engine import Address, Undone, may_be_late, new_request_id, overtaken
 from limpet.engines.columns import as_stored, as_text
 from limpet.engines.indexing import literal, postgres_expressions, postgres_name, postgres_parts, quoted
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of, marked, weight_bytes
@@ -465,43 +465,47 @@ class PostgresEngine(Remote):
         """Let the server decide and write a group, in one round trip."""
         name = new_request_id()
         place = (namespace, self._channel, name)
-        outcomes: Sequence[Commit | Refusal] | None = None
+        rows: Sequence[Any] | None = None
+        outcomes: Sequence[Commit | Refusal]
         try:
             async with self._statement() as connection:
                 # The first that is written of a namespace takes the longer way, and so does the first from here. In a
                 # transaction nothing could follow when the server has something against it.
                 if puts is not None and namespace in self._latest and not self._has_odd_defaults:
-                    outcomes = await self._put_all(connection, place, group, puts)
-                if outcomes is None:
+                    rows = await self._put_all(connection, place, group, puts)
+                if puts is not None and rows is not None:
+                    outcomes = _put_outcomes(group, puts, rows)
+                else:
                     seen_ms = self._seen_ms.get(namespace, 0)
                     rows = await connection.fetch(self._sql(_COMMIT), *place, *_asked_columns(group), seen_ms)
                     outcomes = _outcomes(group, rows)
         except Exception as error:
-            if _is_lost(error):
-                # The statement was sent, and what became of it is not known.
+            if rows is not None or _is_lost(error):
+                # The statement was sent, and what became of it is not known, or cannot be understood.
                 names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
                 return [self._unknown(request_id, since, error) for request_id in names]
             if isinstance(error, asyncpg.RaiseError):
                 # One of them comes after its own retry, and nothing was done. There each is decided by itself.
                 return await self._commit_planned(namespace, group, since)
-            raise self._translated(error) from error
+            raise self._undone(error) from error
         self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
     async def _put_all(
         self, connection: Any, place: tuple[str, str, str], group: list[Ticket], puts: list[Put]
-    ) -> Sequence[Commit] | None:
-        """The same for a group of plain puts; None when the server has something against it."""
+    ) -> Sequence[Any] | None:
+        """The same for a group of plain puts: rows; None when the server has something against it."""
         sql, parameters = (
             (_PUT, _put_columns(group, puts)) if len(puts) > 1 else (_PUT_ONE, _put_row(group[0], puts[0]))
         )
         try:
-            rows = await connection.fetch(self._sql(sql), *place, *parameters, self._seen_ms.get(place[0], 0))
+            seen_ms = self._seen_ms.get(place[0], 0)
+            rows: Sequence[Any] = await connection.fetch(self._sql(sql), *place, *parameters, seen_ms)
         except asyncpg.PostgresError as error:
             if error.sqlstate == _NOT_FOR_PUT:
                 return None
             raise
-        return _put_outcomes(group, puts, rows)
+        return rows
 
     async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Decide a group here, while its transaction holds the namespace."""
@@ -533,9 +537,17 @@ class PostgresEngine(Remote):
         except Exception as error:
             if commits and _is_lost(error):
                 return [self._unknown(request_id, since, error) for _, request_id in named]
-            raise self._translated(error) from error
+            raise self._undone(error) from error
         self._changed(namespace, work.revision)
         return outcomes
+
+    def _undone(self, error: Exception) -> Exception:
+        """What a group fails with that the server rolled back, or that was never sent."""
+        if isinstance(error, asyncpg.PostgresError):
+            meaning = self._translated(error)
+            return Undone(meaning) if (error.sqlstate or "")[:2] in _OF_ONE else meaning
+        # What is not the driver's is about the batches, which could not be encoded.
+        return self._translated(error) if isinstance(error, _OF_DRIVER) else error
 
     async def _earlier(self, connection: Any, namespace: str, batch: Batch, work: _Work) -> Commit | None:
         """What a request that is asked for again has done already. If nothing, it shall not happen any more."""
@@ -834,6 +846,9 @@ def _retrieve(task: asyncio.Future[Any]) -> None:
 
 _TESTS: Final = {Version: "version", Revision: "revision", HeldBy: "held"}
 _NOT_FOR_PUT: Final = "LP001"
+_OF_DRIVER: Final = (LimpetError, OSError, asyncpg.InterfaceError, asyncpg.InternalClientError)
+# Something about a single row: it cannot be encoded, or breaks a constraint, a trigger or a policy of the database.
+_OF_ONE: Final = frozenset({"22", "23", "P0", "44"})
 
 
 def _is_ordinary(group: list[Ticket]) -> bool:

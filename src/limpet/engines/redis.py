@@ -36,7 +36,7 @@ from redis.backoff import NoBackoff
 from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
-from limpet.engine import Address, Engine, new_request_id, overtaken
+from limpet.engine import Address, Engine, may_be_of_one, new_request_id, overtaken
 from limpet.engines.redis_line import ANSWER_S, Line, lay
 from limpet.engines.remote import Found, Outcome, Remote, Ticket, group_of
 from limpet.errors import (
@@ -387,6 +387,8 @@ class RedisEngine(Remote):
         It is finished when its caller is cancelled, and when the engine is closed, as others are.
         """
         self._check_open()
+        # First what may fail: from then on there is something to finish.
+        body = _put_body([put])
         words, loop = self._words(namespace, "put"), asyncio.get_running_loop()
         answer, finished = loop.create_future(), loop.create_future()
         name, since = new_request_id(), self._latest.get(namespace, 0)
@@ -409,7 +411,7 @@ class RedisEngine(Remote):
         except BaseException:
             finish()
             raise
-        line.send((*words, self._servers[line], since, name, _put_body([put])), heard)
+        line.send((*words, self._servers[line], since, name, body), heard)
         said = await answer
         if isinstance(said, Exception) and self._is_lost(said):
             raise self._unknown(f"{name}.1", since, said)
@@ -435,6 +437,8 @@ class RedisEngine(Remote):
             try:
                 found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
             except Exception as error:
+                if len(waiting) == len(group) and may_be_of_one(error):
+                    raise
                 # Those of an earlier look are done, and are told so.
                 found = [error] * len(waiting)
             again = []
@@ -459,7 +463,11 @@ class RedisEngine(Remote):
             answer = await self._decide(namespace, "put", name, _put_body(puts))
         except _Lost as error:
             return [self._unknown(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
-        return await self._put_outcomes(namespace, puts, batches, answer)
+        try:
+            return await self._put_outcomes(namespace, puts, batches, answer)
+        except Exception as error:
+            # It was done. An answer that cannot be understood is as good as none.
+            return [self._unknown(f"{name}.{number}", since, error) for number in range(1, len(puts) + 1)]
 
     async def _put_outcomes(
         self, namespace: str, puts: list[Put], batches: list[Batch], answer: Any
@@ -485,7 +493,10 @@ class RedisEngine(Remote):
             return [one for batch in batches for one in await self._commit_batches(namespace, [batch], since)]
         except _Lost as error:
             return [self._unknown(cause, since, error.__cause__) for cause in causes]
-        return await self._outcomes(namespace, batches, answer)
+        try:
+            return await self._outcomes(namespace, batches, answer)
+        except Exception as error:
+            return [self._unknown(cause, since, error) for cause in causes]
 
     async def _decide(self, namespace: str, verb: str, *parameters: Any) -> Any:
         """What the server answers to a group."""

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from limpet import codec
-from limpet.engine import Bell
+from limpet.engine import Bell, may_be_of_one, not_committed
 from limpet.errors import Ambiguous, Closed, LimpetError
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Family, Feed, Guard, Put, Refusal, Write
@@ -85,7 +85,11 @@ class Gathering(ABC):
 
     @abstractmethod
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
-        """Commit batches in their order, and tell what became of each. None of them is as old as ``since``."""
+        """Commit batches in their order, and tell what became of each. None of them is as old as ``since``.
+
+        Whatever is raised means that nothing was applied. An error that is not ours, or `Undone`, may be the fault of
+        one batch: then each is committed by itself. Where something may have been applied, `Ambiguous` is the outcome.
+        """
 
     @abstractmethod
     def _meaning(self, error: Exception) -> Exception:
@@ -114,7 +118,7 @@ class Gathering(ABC):
             try:
                 found = await self._read_all(namespace, family, [key for keys, _ in asked for key in keys])
             except Exception as error:
-                found = [error] * sum(len(keys) for keys, _ in asked)
+                found = await self._read_each(namespace, family, asked, error)
             queue.travelling -= 1
             at = 0
             for keys, answer in asked:
@@ -124,6 +128,20 @@ class Gathering(ABC):
         queue.workers -= 1
         if not queue.workers:
             del self._reads[namespace, family]
+
+    async def _read_each(
+        self, namespace: str, family: Family, asked: list[Question], error: Exception
+    ) -> Sequence[Found]:
+        """What is read when a group could not be: what is wrong with one question fails no other."""
+        if len(asked) == 1 or not may_be_of_one(error):
+            return [error] * sum(len(keys) for keys, _ in asked)
+        found: list[Found] = []
+        for keys, _ in asked:
+            try:
+                found += await self._read_all(namespace, family, [*keys])
+            except Exception as own:
+                found += [own] * len(keys)
+        return found
 
     def _questions(self, waiting: list[Question]) -> int:
         """How many questions go together. The keys of one are never parted: they are read at one moment."""
@@ -166,7 +184,7 @@ class Gathering(ABC):
             try:
                 outcomes = await self._commit_group(namespace, group, since)
             except Exception as error:
-                outcomes = [error] * len(group)
+                outcomes = await self._commit_each(namespace, group, since, error)
             queue.travelling -= 1
             for ticket, outcome in zip(group, outcomes, strict=True):
                 if not ticket.answer.done():
@@ -177,6 +195,22 @@ class Gathering(ABC):
         queue.workers -= 1
         if not queue.workers:
             del self._commits[namespace]
+
+    async def _commit_each(
+        self, namespace: str, group: list[Ticket], since: int, error: Exception
+    ) -> Sequence[Outcome]:
+        """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
+        if not may_be_of_one(error):
+            return [error] * len(group)
+        if len(group) == 1:
+            return [not_committed(group[0].batch, error)]
+        outcomes: list[Outcome] = []
+        for ticket in group:
+            try:
+                outcomes += await self._commit_group(namespace, [ticket], since)
+            except Exception as own:
+                outcomes.append(not_committed(ticket.batch, own))
+        return outcomes
 
     def _changed(self, namespace: str, revision: int) -> None:
         if revision > self._latest.get(namespace, 0):

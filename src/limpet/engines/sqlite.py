@@ -34,7 +34,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.engine import OVERTAKEN_MS, SCAN_CALLS, Address, Bell, Budget, may_be_late, new_request_id, overtaken
+from limpet.engine import (
+    OVERTAKEN_MS,
+    SCAN_CALLS,
+    Address,
+    Bell,
+    Budget,
+    Undone,
+    may_be_late,
+    may_be_of_one,
+    new_request_id,
+    not_committed,
+    overtaken,
+)
 from limpet.engines.columns import as_stored, as_text
 from limpet.engines.indexing import literal, quoted, sqlite_expression, sqlite_name, sqlite_parts
 from limpet.errors import (
@@ -470,9 +482,10 @@ class SqliteEngine:
         if not group:
             return
         try:
-            outcomes = self._commit_group(group)
-        except Exception as error:
-            outcomes = [error] * len(group)
+            try:
+                outcomes = self._commit_group(group)
+            except Exception as error:
+                outcomes = self._commit_each(group, error)
         except BaseException:
             # An interrupt of this thread is not the others' fault: they ask again.
             self._abandon()
@@ -483,6 +496,20 @@ class SqliteEngine:
             for ticket, outcome in zip(group, outcomes, strict=True):
                 ticket.outcome = outcome
             _answer(group)
+
+    def _commit_each(self, group: list[_Ticket], error: Exception) -> Sequence[Commit | Refusal | Exception]:
+        """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
+        if not may_be_of_one(error):
+            return [error] * len(group)
+        if len(group) == 1:
+            return [not_committed(group[0].batch, error)]
+        outcomes: list[Commit | Refusal | Exception] = []
+        for ticket in group:
+            try:
+                outcomes += self._commit_group([ticket])
+            except Exception as own:
+                outcomes.append(not_committed(ticket.batch, own))
+        return outcomes
 
     def _commit_group(self, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
         """Commit a group in one transaction. An error raised from here means that nothing was applied."""
@@ -502,6 +529,8 @@ class SqliteEngine:
                 return outcomes
         except Exception as error:
             self._abandon()
+            if isinstance(error, _OF_ONE):
+                raise Undone(self._translated(error)) from error
             raise self._translated(error) from error
         try:
             writer.execute("COMMIT")
@@ -899,6 +928,10 @@ class SqliteEngine:
 # What is not here will pass, or an operator can mend it: a full disk, no descriptor left, a file that was moved.
 _DAMAGED: Final = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_CORRUPTFS")
 _DENIED: Final = ("SQLITE_READONLY", "SQLITE_PERM", "SQLITE_AUTH")
+
+
+# Something about a single row: it cannot be bound to its statement, or breaks a constraint or a trigger of the file.
+_OF_ONE: Final = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError)
 
 
 def _code(error: sqlite3.Error) -> str:

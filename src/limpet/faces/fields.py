@@ -16,11 +16,13 @@ from typing import Final, Literal, Self
 
 import msgspec
 
-from limpet.batch import Fence, Fencing
+from limpet.batch import Fence, Fencing, as_fields
+from limpet.checks import check_number
+from limpet.clock import TTL_S_MAX, check_wait
 from limpet.codec import Fields
 from limpet.engine import new_request_id
 from limpet.errors import Conflict, InvalidKey, InvalidValue, TransientError
-from limpet.keys import check_key, check_namespace
+from limpet.keys import check_key, check_namespace, check_text
 from limpet.model import ABSENT, Entry, Filter, Mark, Test
 from limpet.store import Store
 from limpet.store import open as open_store
@@ -180,12 +182,16 @@ class StateStore:
 
         With ``fields``, the records have these alone, and nothing is made of the others.
         """
-        space, dot, rest = prefix.partition(".")
+        space, dot, rest = check_key(prefix).partition(".")
+        if filter is not None and not isinstance(filter, ScanFilter):
+            raise InvalidValue(f"a filter is a ScanFilter, not something of type {type(filter).__name__}")
+        if isinstance(fields, str | bytes):
+            raise InvalidValue("fields is a list of names, such as ['state'], not one name")
         if not dot:
             raise InvalidKey(prefix, "a scan names the first segment, which is the namespace: 'gbe.'")
         store = self._store.namespace(check_namespace(space))
         now_ms = (await store.status()).now_ms
-        left = None if filter is None else filter.max_results
+        left = None if filter is None or filter.max_results is None else check_number(filter.max_results, "max_results")
         async for entry in store.scan(self._inner(prefix, rest), where=None if filter is None else filter.where):
             if left == 0:
                 return
@@ -200,7 +206,7 @@ class StateStore:
 
         It is of the whole namespace that the prefix names. Fields of decimal digits are in it as numbers.
         """
-        return await self._store.namespace(check_namespace(prefix.partition(".")[0])).index(field)
+        return await self._store.namespace(check_namespace(check_key(prefix).partition(".")[0])).index(field)
 
     def task(self, task_type: str, task_id: str, *, root: str = "gbe.state.tasks") -> Task:
         """The state of one task: ``gbe.state.tasks.{task_type}.{task_id}``."""
@@ -238,11 +244,11 @@ def _check_bytes(name: str, value: object) -> bytes:
 
 
 def _bytes_only(fields: Mapping[str, bytes]) -> dict[str, bytes]:
-    return {name: _check_bytes(name, value) for name, value in fields.items()}
+    return {name: _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 
 def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Mark]:
-    return {name: ABSENT if value is None else _check_bytes(name, value) for name, value in fields.items()}
+    return {name: ABSENT if value is None else _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 
 # Tasks ------------------------------------------------------------------------
@@ -286,7 +292,7 @@ class Task:
         """Take a pending task, in one step: its token, or None when somebody else has it."""
         now_ms = await self._states.now_ms(self.key)
         token = new_request_id()
-        times = {"updated_at": now_ms, "timeout_at": now_ms + int(1000 * timeout_s)}
+        times = {"updated_at": now_ms, "timeout_at": now_ms + _ms(timeout_s, "timeout_s")}
         fields = _encoded_or_cleared({"worker": worker, "claim": token, **times})
         taken = await self._states.compare_and_swap(self.key, "state", b"pending", b"claimed", set=fields)
         return token if taken else None
@@ -294,7 +300,7 @@ class Task:
     async def step(self, token: str, number: int, *, timeout_s: float) -> bool:
         """Tell that a step is done. False when the task is somebody else's by now."""
         now_ms = await self._states.now_ms(self.key)
-        more: Plain = {"state": "running", "current_step": number, "timeout_at": now_ms + int(1000 * timeout_s)}
+        more: Plain = {"state": "running", "current_step": number, "timeout_at": now_ms + _ms(timeout_s, "timeout_s")}
         return await self._move(token, token, now_ms, more)
 
     async def complete(self, token: str, *, result_ref: str | None = None) -> bool:
@@ -311,6 +317,7 @@ class Task:
 
     async def _move(self, token: str, after: str, now_ms: int, more: Plain) -> bool:
         fields = _encoded_or_cleared({**more, "updated_at": now_ms})
+        token = check_text(token, "the token of a task")
         return await self._states.compare_and_swap(self.key, "claim", token.encode(), after.encode(), set=fields)
 
 
@@ -331,7 +338,7 @@ async def requeue_stuck(
     """
     given_back = 0
     now_ms = await states.now_ms(f"{prefix.rstrip('.')}.x")
-    stuck = ScanFilter("updated_at", "lt", b"%d" % (now_ms - int(1000 * threshold_s)))
+    stuck = ScanFilter("updated_at", "lt", b"%d" % (now_ms - _ms(threshold_s, "threshold_s")))
     async for key, record in states.scan(prefix, stuck, fields=("state", "updated_at")):
         if record.fields.get("state", b"").decode() in TERMINAL:
             continue
@@ -343,9 +350,27 @@ async def requeue_stuck(
     return given_back
 
 
+def _ms(seconds: object, what: str) -> int:
+    """So many seconds in milliseconds; those of a time to live and no more."""
+    found = check_wait(seconds, what)
+    if found > TTL_S_MAX:
+        raise InvalidValue(f"{what} is more than a hundred years")
+    return int(1000 * found)
+
+
 def _encoded(fields: Plain) -> dict[str, bytes]:
-    return {name: str(value).encode() for name, value in fields.items() if value is not None}
+    return {name: _text(name, value) for name, value in fields.items() if value is not None}
 
 
 def _encoded_or_cleared(fields: Plain) -> dict[str, bytes | None]:
-    return {name: None if value is None else str(value).encode() for name, value in fields.items()}
+    return {name: None if value is None else _text(name, value) for name, value in fields.items()}
+
+
+def _text(name: str, value: object) -> bytes:
+    """A field of a task: text, or a number as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InvalidValue(f"field {name!r} of a task is a str or an int, not something of type {type(value).__name__}")
+    try:
+        return str(value).encode()
+    except ValueError:
+        raise InvalidValue(f"field {name!r} of a task holds a lone surrogate, or too large a number") from None

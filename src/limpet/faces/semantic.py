@@ -408,6 +408,8 @@ class SemanticStore:
         held: Envelope | Held | None,
         fence: Fencing | Fence | None,
     ) -> Commit:
+        if held is not None and not isinstance(held, Envelope | Held):
+            raise InvalidField("held", f"it is an envelope, or a key and a token, not of type {type(held).__name__}")
         trail, request = self._trail, _request(asked, writer)
         keys = [one.key for one in asked]
         attempt = 0

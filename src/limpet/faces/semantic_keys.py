@@ -128,6 +128,8 @@ def join(tenant: str, project: str, *path: str) -> tuple[str, dict[str, str]]:
     """
     originals = [tenant, project, *path]
     for name, identifier in zip(_names(len(originals)), originals, strict=True):
+        if not isinstance(identifier, str):
+            raise InvalidKeyField("", name, f"it is a str, not of type {type(identifier).__name__}")
         if identifier == "":
             raise InvalidKeyField(identifier, name, "it is empty")
     parts = [component_of(identifier) for identifier in originals]

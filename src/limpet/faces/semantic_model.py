@@ -262,6 +262,8 @@ def shaped(document: object, kind: type[T], field: str = "") -> T:
     """A document in its shape, or `InvalidField` naming the member that is wrong."""
     try:
         return msgspec.convert(document, kind)
+    except UnicodeEncodeError:
+        raise InvalidField(field or "request", "it holds a lone surrogate, which UTF-8 cannot carry") from None
     except msgspec.ValidationError as error:
         found = _AT.match(str(error))
         problem, path = (str(error), "") if found is None else (found["problem"], found["path"])
@@ -310,7 +312,7 @@ def check_value(value: object) -> dict[str, Any]:
 
 def check_expected_version(version: object) -> int | None:
     """Return the version that is expected: None for any, 0 for no such key."""
-    if version is None or (type(version) is int and version >= 0):
+    if version is None or (type(version) is int and 0 <= version <= INT_MAX):
         return version
     raise InvalidField("expectedVersion", "it is a version, 0 for no such key, or none for whatever is there")
 

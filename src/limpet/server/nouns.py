@@ -14,16 +14,15 @@ import msgspec
 
 from limpet import codec
 from limpet.batch import digest_of
-from limpet.clock import TTL_S_MAX
+from limpet.checks import check_filter, check_guard, check_number, check_write
 from limpet.codec import Stored
 from limpet.engines import http_wire as wire
-from limpet.errors import InvalidKey, InvalidTTL, InvalidValue, LimpetError, ValueTooLarge
+from limpet.errors import InvalidKey, InvalidValue, LimpetError, ValueTooLarge
 from limpet.keys import (
     BATCH_BYTES_MAX,
     BATCH_GUARDS_MAX,
     BATCH_WRITES_MAX,
     KEY_BYTES_MAX,
-    META_BYTES_MAX,
     Span,
     check_key,
 )
@@ -33,30 +32,20 @@ from limpet.model import (
     Equals,
     Expire,
     FieldEquals,
-    Filter,
     Guard,
-    HeldBy,
-    Mark,
     Patch,
     Put,
-    Revision,
     Touch,
-    Version,
-    Window,
     Write,
 )
 from limpet.sweep import SWEEP_MAX
 
-__all__ = ["check_changes", "check_due", "check_read", "check_scan", "check_window", "checked_batch"]
+__all__ = ["check_changes", "check_due", "check_read", "check_scan", "checked_batch"]
 
 KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
-TESTS_MAX: Final = 32
-OPERANDS_MAX: Final = 1_000
 DIGEST_BYTES_MAX: Final = 64
 RECEIPT_MS_MAX: Final = 2 * 86_400_000
-TTL_MS_MAX: Final = 1000 * TTL_S_MAX
-NUMBER_MAX: Final = codec.INT_MAX
 
 
 def check_read(asked: wire.Read) -> None:
@@ -72,12 +61,15 @@ def check_scan(asked: wire.Scan) -> None:
     _check_span(asked.span)
     _check_page(asked.limit)
     if asked.where is not None:
-        _check_filter(asked.where)
+        check_filter(asked.where)
+        for test in asked.where.tests:
+            for operand in test.operands:
+                _check_encoded(test.name, operand)
 
 
 def check_changes(asked: wire.Changes) -> None:
     """The log is read in pages."""
-    _check_number(asked.after, "a revision")
+    check_number(asked.after, "a revision")
     # A page of none asks what the changes after a revision follow.
     if asked.limit != 0:
         _check_page(asked.limit)
@@ -90,12 +82,6 @@ def check_changes(asked: wire.Changes) -> None:
 def check_due(asked: wire.Due) -> None:
     """What has expired is told in pages."""
     _check_page(asked.limit)
-
-
-def check_window(window: Window) -> None:
-    """A window has bounds."""
-    for name in window.__struct_fields__:
-        _check_number(getattr(window, name), name)
 
 
 def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
@@ -118,7 +104,7 @@ def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batc
         raise ValueTooLarge(batch.writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
     for guard in batch.guards:
         _check_guard(guard)
-    _check_number(batch.value_bytes_max, "value_bytes_max")
+    check_number(batch.value_bytes_max, "value_bytes_max")
     return msgspec.structs.replace(
         batch, digest=_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
     )
@@ -150,31 +136,19 @@ def _check_counts(batch: Batch) -> None:
     if batch.receipt_ms is not None and not 0 < batch.receipt_ms <= RECEIPT_MS_MAX:
         raise InvalidValue("a receipt is kept for one millisecond to two days")
     if batch.retry_since is not None:
-        _check_number(batch.retry_since, "a revision")
+        check_number(batch.retry_since, "a revision")
 
 
 def _check_write(write: Write, value_bytes_max: int) -> int:
     """Look at a write. Returns what its values count."""
-    check_key(write.key)
-    size_bytes = 0
-    if isinstance(write, Put):
-        size_bytes = _check_stored(write.key, write.stored, value_bytes_max)
-    elif isinstance(write, Patch):
-        size_bytes = _check_stored(write.key, write.fields, value_bytes_max)
-        for name in write.unset:
-            if check_key(name) in write.fields:
-                raise InvalidValue(f"field {name!r} is both set and unset")
-    elif isinstance(write, Add):
-        if not codec.INT_MIN <= write.by <= codec.INT_MAX:
-            raise InvalidValue("a counter moves by an integer from -2^63 to 2^63-1")
-    elif isinstance(write, Expire):
-        _check_number(write.revision, "a revision")
-    if isinstance(write, Put | Patch | Add):
-        if isinstance(write.meta_json, bytes):
-            _check_meta(write.key, write.meta_json)
-        _check_ttl(write.ttl_ms)
-    elif isinstance(write, Touch):
-        _check_ttl(write.ttl_ms)
+    size_bytes = check_write(write)
+    if isinstance(write, Put | Patch):
+        stored = write.stored if isinstance(write, Put) else write.fields
+        _check_canonical(write.key, stored)
+        if size_bytes > value_bytes_max:
+            raise ValueTooLarge(write.key, size_bytes=size_bytes, limit_bytes=value_bytes_max)
+    if isinstance(write, Put | Patch | Add) and isinstance(write.meta_json, bytes):
+        _check_encoded(write.key, write.meta_json)
     return size_bytes
 
 
@@ -199,46 +173,21 @@ def _names_holder(stored: bytes) -> bool:
 
 
 def _check_guard(guard: Guard) -> None:
-    check_key(guard.key)
+    check_guard(guard)
     if guard.family == "receipt":
         raise InvalidValue("receipts are looked at by the engine alone")
     match guard.condition:
-        case Version(number) | Revision(number) | HeldBy(number):
-            if not codec.INT_MIN <= number <= codec.INT_MAX:
-                raise InvalidValue("a guard compares with an integer from -2^63 to 2^63-1")
         case Equals(stored):
-            _check_stored(guard.key, stored, BATCH_BYTES_MAX)
-        case FieldEquals(name, stored):
-            check_key(name)
-            if not isinstance(stored, Mark):
-                _check_encoded(guard.key, stored)
+            _check_canonical(guard.key, stored)
+        case FieldEquals(_, stored) if isinstance(stored, bytes):
+            _check_encoded(guard.key, stored)
         case _:
             pass
 
 
-def _check_filter(where: Filter) -> None:
-    if not 0 < len(where.tests) <= TESTS_MAX:
-        raise InvalidValue(f"a filter has 1 to {TESTS_MAX} tests")
-    for test in where.tests:
-        count = len(test.operands)
-        wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
-        if not wanted or count > OPERANDS_MAX:
-            raise InvalidValue("a test of a filter has another number of operands than it compares with")
-        for operand in test.operands:
-            _check_encoded(test.name, operand)
-
-
-def _check_stored(key: str, stored: Stored, limit_bytes: int) -> int:
-    if isinstance(stored, bytes):
-        _check_encoded(key, stored)
-    else:
-        for name, field in stored.items():
-            check_key(name)
-            _check_encoded(key, field)
-    size_bytes = codec.size_bytes(stored)
-    if size_bytes > limit_bytes:
-        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes)
-    return size_bytes
+def _check_canonical(key: str, stored: Stored) -> None:
+    for encoded in [stored] if isinstance(stored, bytes) else stored.values():
+        _check_encoded(key, encoded)
 
 
 def _check_encoded(key: str, encoded: bytes) -> None:
@@ -253,19 +202,6 @@ def _check_encoded(key: str, encoded: bytes) -> None:
         raise InvalidValue(f"the value for {key!r} is not canonical JSON")
 
 
-def _check_meta(key: str, meta_json: bytes) -> None:
-    if len(meta_json) > META_BYTES_MAX:
-        raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")
-    if meta_json[:1] != b"{":
-        raise InvalidValue(f"meta for {key!r} is a JSON object")
-    _check_encoded(key, meta_json)
-
-
-def _check_ttl(ttl_ms: int | Mark | None) -> None:
-    if isinstance(ttl_ms, int) and not 0 < ttl_ms <= TTL_MS_MAX:
-        raise InvalidTTL("is not above zero, or more than a hundred years")
-
-
 def _check_span(span: Span) -> None:
     for bound in (span.start, span.stop or ""):
         # Behind a key, and before whatever follows it, there is U+0000.
@@ -277,8 +213,3 @@ def _check_page(limit: int) -> None:
     # However much is asked for: a page may end early, and says so.
     if limit < 1:
         raise InvalidValue("a page holds one or more")
-
-
-def _check_number(number: int, what: str) -> None:
-    if not 0 <= number <= NUMBER_MAX:
-        raise InvalidValue(f"{what} is an integer from 0 to 2^63-1")

@@ -22,6 +22,7 @@ from starlette.requests import Request as Incoming
 from starlette.responses import Response
 from starlette.routing import Route
 
+from limpet.checks import check_window
 from limpet.codes import code_of
 from limpet.engines import http_wire as wire
 from limpet.errors import (
@@ -301,7 +302,7 @@ class _Counter:
 
     async def _trim(self, visit: _Visit, body: bytes) -> Any:
         asked = wire.decode(body, Window)
-        nouns.check_window(asked)
+        check_window(asked)
         return await self._run(visit, self._caring(visit, "trim", self._do_trim), asked)
 
     async def _do_trim(self, store: Store, asked: Primitive) -> dict[str, Any]:

@@ -1,0 +1,233 @@
+"""What guards, writes and filters must be before an engine gets them, whoever made them.
+
+Most are made by `limpet.batch`, which encodes what it is given. Others are made by hand, or come over a wire. All pass
+here: an engine commits the batches of many callers together, and what it cannot encode would fail them all. Names,
+types and ranges are checked, and the first thing that is wrong is raised; a message never holds a value. Whether
+encoded values are canonical is left to whoever cannot trust their origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, get_args
+
+from limpet import codec
+from limpet.clock import TTL_S_MAX
+from limpet.codec import Stored
+from limpet.errors import InvalidKey, InvalidTTL, InvalidValue, ValueTooLarge
+from limpet.keys import META_BYTES_MAX, check_key
+from limpet.model import (
+    ABSENT,
+    FAMILIES,
+    KEEP,
+    Add,
+    Comparison,
+    Condition,
+    Delete,
+    Equals,
+    Expire,
+    FieldEquals,
+    Filter,
+    Guard,
+    HeldBy,
+    Mark,
+    Patch,
+    Put,
+    Revision,
+    Test,
+    Touch,
+    Version,
+    Window,
+)
+
+__all__ = [
+    "check_condition",
+    "check_filter",
+    "check_guard",
+    "check_number",
+    "check_step",
+    "check_window",
+    "check_write",
+]
+
+NUMBER_MAX: Final = codec.INT_MAX
+TTL_MS_MAX: Final = 1000 * TTL_S_MAX
+TESTS_MAX: Final = 32
+OPERANDS_MAX: Final = 1_000
+
+_COMPARISONS: Final = frozenset(get_args(Comparison))
+
+
+def check_number(number: object, what: str) -> int:
+    """A count, a version, a revision or a token: what every engine can hold and compare."""
+    if type(number) is not int:
+        raise InvalidValue(f"{what} is an integer, not something of type {type(number).__name__}")
+    if not 0 <= number <= NUMBER_MAX:
+        raise InvalidValue(f"{what} is an integer from 0 to 2^63-1")
+    return number
+
+
+def check_step(by: object) -> int:
+    """By how much a counter moves."""
+    if type(by) is not int:
+        raise InvalidValue(f"a counter moves by an integer, not by something of type {type(by).__name__}")
+    if not codec.INT_MIN <= by <= codec.INT_MAX:
+        raise InvalidValue("a counter moves by an integer from -2^63 to 2^63-1")
+    return by
+
+
+def check_guard(guard: object) -> Guard:
+    """A guard that an engine can compare."""
+    if not isinstance(guard, Guard):
+        raise InvalidValue(f"a batch is guarded by guards, not by something of type {type(guard).__name__}")
+    _check_name(guard.key)
+    _check_family(guard.family)
+    check_condition(guard.key, guard.condition)
+    return guard
+
+
+def check_condition(key: str, condition: object) -> Condition:
+    """A condition that an engine can compare."""
+    match condition:
+        case Version(number):
+            check_number(number, "a version")
+        case Revision(number):
+            check_number(number, "a revision")
+        case HeldBy(token):
+            check_number(token, "a fencing token")
+        case Equals(stored):
+            _check_stored(key, stored)
+        case FieldEquals(name, stored):
+            _check_name(name)
+            if stored is not ABSENT:
+                _check_encoded(key, stored)
+        case Mark.ABSENT | Mark.PRESENT:
+            pass
+        case _:
+            raise InvalidValue(f"a guard on {key!r} has a condition, not something of type {type(condition).__name__}")
+    return condition
+
+
+def check_write(write: object) -> int:
+    """A write that an engine can encode. Returns what its values count."""
+    if not isinstance(write, Put | Add | Patch | Touch | Delete | Expire):
+        raise InvalidValue(f"a batch is made of writes, not of something of type {type(write).__name__}")
+    key = _check_name(write.key)
+    _check_family(write.family)
+    size_bytes = 0
+    match write:
+        case Put():
+            size_bytes = _check_stored(key, write.stored)
+        case Patch():
+            _check_kind(write.fields, Mapping, f"the fields of {key!r}")
+            _check_kind(write.unset, tuple, f"the fields of {key!r} to clear")
+            size_bytes = _check_stored(key, write.fields)
+            _check_flag(write.if_exists, "if_exists")
+            for name in write.unset:
+                if _check_name(name) in write.fields:
+                    raise InvalidValue(f"field {name!r} is both set and unset")
+        case Add():
+            check_step(write.by)
+        case Delete():
+            _check_flag(write.take, "take")
+        case Expire():
+            check_number(write.revision, "a revision")
+        case Touch():
+            _check_ttl(write.ttl_ms)
+    if isinstance(write, Put | Patch | Add):
+        _check_meta(key, write.meta_json)
+        if write.ttl_ms is not KEEP:
+            _check_ttl(write.ttl_ms)
+    return size_bytes
+
+
+def check_filter(where: object) -> Filter:
+    """A filter that can be held against a value."""
+    if not isinstance(where, Filter):
+        raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
+    _check_kind(where.tests, tuple, "the tests of a filter")
+    if not 0 < len(where.tests) <= TESTS_MAX:
+        raise InvalidValue(f"a filter has 1 to {TESTS_MAX} tests")
+    for test in where.tests:
+        _check_kind(test, Test, "a test of a filter")
+        _check_kind(test.operands, tuple, "the values of a test")
+        if test.comparison not in _COMPARISONS:
+            raise InvalidValue(f"a test of field {test.name!r} compares by one of {', '.join(sorted(_COMPARISONS))}")
+        _check_name(test.name)
+        count = len(test.operands)
+        wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
+        if not wanted or count > OPERANDS_MAX:
+            raise InvalidValue(
+                f"a test of field {test.name!r} compares with {count} values: 'in' and 'not_in' take up to "
+                f"{OPERANDS_MAX:,}, 'exists' none and every other comparison one"
+            )
+        for operand in test.operands:
+            _check_encoded(test.name, operand)
+    return where
+
+
+def check_window(window: object) -> Window:
+    """Bounds of a log that an engine can compare."""
+    if not isinstance(window, Window):
+        raise InvalidValue(f"a window is a limpet.Window, not something of type {type(window).__name__}")
+    for name in window.__struct_fields__:
+        check_number(getattr(window, name), f"{name} of a window")
+    return window
+
+
+def _check_name(name: object) -> str:
+    """A name as it is, not something that has to be converted first: drivers disagree about kinds of str."""
+    checked = check_key(name)
+    if type(name) is not str:
+        raise InvalidKey(name, f"it is of type {type(name).__name__}, a kind of str: make it a plain str")
+    return checked
+
+
+def _check_family(family: object) -> None:
+    if family not in FAMILIES:
+        raise InvalidValue(f"a family is one of {', '.join(FAMILIES)}")
+
+
+def _check_kind(item: object, kind: type, what: str) -> None:
+    if not isinstance(item, kind):
+        raise InvalidValue(f"{what} must be of type {kind.__name__}, not of type {type(item).__name__}")
+
+
+def _check_flag(flag: object, what: str) -> None:
+    if type(flag) is not bool:
+        raise InvalidValue(f"{what} is True or False, not something of type {type(flag).__name__}")
+
+
+def _check_stored(key: str, stored: Stored | object) -> int:
+    if isinstance(stored, Mapping):
+        for name, item in stored.items():
+            _check_name(name)
+            _check_encoded(key, item)
+    else:
+        _check_encoded(key, stored)
+    return codec.size_bytes(stored)  # type: ignore[arg-type]
+
+
+def _check_encoded(key: str, encoded: object) -> None:
+    if type(encoded) is not bytes or not encoded:
+        raise InvalidValue(
+            f"what is stored for {key!r} is encoded bytes, not something of type {type(encoded).__name__}"
+        )
+
+
+def _check_meta(key: str, meta_json: object) -> None:
+    if meta_json is None or meta_json is KEEP:
+        return
+    if type(meta_json) is not bytes or meta_json[:1] != b"{":
+        raise InvalidValue(f"meta for {key!r} is a JSON object")
+    if len(meta_json) > META_BYTES_MAX:
+        raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")
+
+
+def _check_ttl(ttl_ms: object) -> None:
+    if ttl_ms is None:
+        return
+    if type(ttl_ms) is not int:
+        raise InvalidTTL(f"is of type {type(ttl_ms).__name__}")
+    if not 0 < ttl_ms <= TTL_MS_MAX:
+        raise InvalidTTL("is not above zero, or more than a hundred years")
