@@ -8,7 +8,6 @@ anywhere becomes a problem document, in one place, at the door.
 from __future__ import annotations
 
 import logging
-import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
@@ -30,7 +29,7 @@ from limpet.errors import Corrupt, LimpetError, NotFound, PermissionDenied
 from limpet.keys import Span
 from limpet.server import parameters, requests
 from limpet.server.desk import Callers, Desk
-from limpet.server.events import Streams
+from limpet.server.events import STREAMS_MAX, Streams
 from limpet.server.exchange import (
     BYTES_TYPE,
     JSON_TYPE,
@@ -41,6 +40,7 @@ from limpet.server.exchange import (
     caller_of,
     json_response,
 )
+from limpet.server.hosts import host_name, is_known
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import (
@@ -394,6 +394,7 @@ def make_app(
     more_routes: Sequence[BaseRoute] = (),
     body_bytes_max: int = BODY_BYTES_MAX,
     hosts: Sequence[str] = (),
+    streams_max: int = STREAMS_MAX,
 ) -> Starlette:
     """The HTTP face of a server.
 
@@ -405,8 +406,9 @@ def make_app(
         more_routes: Routes of other parts. Errors that they raise become problem documents too.
         body_bytes_max: How large the body of a request may be.
         hosts: The names by which the server is called. A request that names another is refused; any is taken if empty.
+        streams_max: How many watches may be open.
     """
-    streams = Streams()
+    streams = Streams(most=streams_max)
     described = msgspec.json.encode(describe(ENDPOINTS))
 
     async def alive(_: Request) -> Response:
@@ -541,8 +543,9 @@ class Doorway:
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = headers.get("Host", "")
-        if self._hosts and re.sub(r":[0-9]*\Z", "", host).strip("[]").lower() not in self._hosts:
-            raise Problem(421, "misdirected", "this server is not called by that name")
+        if self._hosts and not is_known(name := host_name(host), self._hosts):
+            shown = _shown_host(name)
+            raise Problem(421, "misdirected", f"this server is not called {shown!r}: start it with --host {shown}")
         if scope["method"] not in SAFE and _is_of_another_origin(headers, host):
             raise Problem(403, "cross_origin", "pages of another origin may not ask here")
         _decode_path(scope)
@@ -563,6 +566,11 @@ class Doorway:
             return message
 
         return receive_some
+
+
+def _shown_host(name: str) -> str:
+    """A name from a header as a message may quote it."""
+    return name[:100] if name.isascii() and name.isprintable() and name else "NAME"
 
 
 def _too_large(most: int) -> Problem:
