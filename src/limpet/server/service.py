@@ -168,6 +168,8 @@ class Service:
                 ready=lambda: self.is_ready,
                 metrics=metrics.render,
                 more_routes=primitives.routes(session, callers=callers, desk=desk, ending=ending),
+                # A group of commits is the largest that is sent.
+                body_bytes_max=primitives.LIMITS.request_bytes,
                 hosts=self.settings.hosts,
                 # Watches leave room for others.
                 streams_max=min(STREAMS_MAX, most * 3 // 4),
