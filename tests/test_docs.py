@@ -25,6 +25,7 @@ NOT_RUN_HERE = {
     "./dev test src/limpet/conformance --limpet-engine 'memory:{unique}'": "runs tests, and this is one",
     "limpet serve --url sqlite:///state.db --nats nats://127.0.0.1:4222": "goes on; tests/server/test_serve.py runs it",
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
+    "limpet serve --host limpet.internal --host limpet": "goes on; tests/server/test_attacks.py gives names",
     "pip install 'limpet[server,nats]'": "installs from a package index",
     "pip install .": "installs from a package index",
     f"pytest {SUITE} --limpet-engine 'mine://{{tmp}}'": "needs an engine 'mine'",

@@ -726,6 +726,29 @@ async def test_a_server_answers_to_its_names_alone() -> None:
             problem(await http.get("keys", headers={"Host": host}), 421, "misdirected")
 
 
+async def test_bodies_have_a_bound_together() -> None:
+    """Each may be within its own, and a hundred of them would still fill the memory."""
+    async with face(bodies_bytes_max=1_000) as made, made.client() as http:
+        begun, held = asyncio.Event(), asyncio.Event()
+
+        async def slowly() -> AsyncIterator[bytes]:
+            yield b'"' + b"x" * 700
+            begun.set()
+            await held.wait()
+            yield b'"'
+
+        json_type = {"Content-Type": "application/json"}
+        slow = asyncio.ensure_future(http.put("entries/slow", content=slowly(), headers=json_type))
+        await begun.wait()
+        response = await http.put("entries/fast", json="x" * 700)
+        problem(response, 503, "busy")
+        assert response.headers["Retry-After"] == "1"
+
+        held.set()
+        assert (await slow).status_code == 201
+        assert (await http.put("entries/fast", json="x" * 700)).status_code == 201
+
+
 async def test_a_server_for_reading_refuses_writes() -> None:
     async with face(desk={"read_only": True}) as made, made.client() as http:
         problem(await http.put("entries/k", json=1), 403, "permission_denied")

@@ -201,6 +201,19 @@ def test_what_cannot_be_served_is_told_at_once(url: str, options: tuple[str, ...
     assert "Traceback" not in done.stderr
 
 
+async def test_the_largest_group_of_commits_is_taken(url: str) -> None:
+    """The engine says what one request may hold, and the server in front of it takes that."""
+    with serving(url, *HTTP) as server:
+        async with limpet.open(server.http) as store:
+            large = "x" * 900_000
+            await asyncio.gather(*(store.put(f"large/{number}", large) for number in range(7)))
+            draft = store.batch()
+            for number in range(7):
+                draft.expect(f"large/{number}", limpet.equals(large))
+
+            assert (await draft.put("done", 1).commit()).entries
+
+
 def test_a_port_that_is_taken_is_told(url: str) -> None:
     with serving(url, *HTTP) as server:
         place = server.http.removeprefix("http://")

@@ -74,6 +74,23 @@ def test_audited_namespaces_are_named_by_flags_a_variable_or_a_list_in_the_file(
     assert [*settings_of("--audit", "c", "--audit", "d", LIMPET_SERVE_AUDIT="a b").audit] == ["c", "d"]
 
 
+def test_names_are_given_by_flags_a_variable_or_a_list_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "limpet.toml"
+    file.write_text('host = ["limpet.internal"]\nconnections = 50\n')
+
+    assert [*settings_of().host] == []
+    assert [*settings_of("--config", str(file)).host] == ["limpet.internal"]
+    assert settings_of("--config", str(file)).connections == 50
+    assert [*settings_of("--config", str(file), LIMPET_SERVE_HOST="a b").host] == ["a", "b"]
+    assert [*settings_of("--host", "c", "--host", "d", LIMPET_SERVE_HOST="a b").host] == ["c", "d"]
+
+
+def test_a_server_on_this_machine_is_called_by_names_of_this_machine() -> None:
+    settings = Settings(url="memory:", http=Place("127.0.0.2", 0), host=["Limpet.Internal."])
+
+    assert settings.hosts == ["localhost", "127.0.0.1", "::1", "127.0.0.2", "limpet.internal"]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -60,6 +60,20 @@ def _take_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     help="Whether HTTP asks for a token ('limpet token create').",
 )
 @click.option("--insecure", is_flag=True, help="Serve other machines without asking who they are.")
+@click.option(
+    "--host",
+    multiple=True,
+    metavar="NAME",
+    help="A name in Host that is answered, besides those of this machine. May be repeated.",
+)
+@click.option(
+    "--connections",
+    type=int,
+    default=1000,
+    show_default=True,
+    metavar="COUNT",
+    help="How many HTTP connections may be open at once.",
+)
 @click.option("--read-only", is_flag=True, help="Change nothing.")
 @click.option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate.")
 @click.option("--certificate-key", metavar="FILE", help="And this key.")

@@ -8,7 +8,6 @@ anywhere becomes a problem document, in one place, at the door.
 from __future__ import annotations
 
 import logging
-import re
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
@@ -30,7 +29,7 @@ from limpet.errors import Corrupt, LimpetError, NotFound, PermissionDenied, Type
 from limpet.keys import Span
 from limpet.server import parameters, requests
 from limpet.server.desk import Callers, Desk
-from limpet.server.events import Streams
+from limpet.server.events import STREAMS_MAX, Streams
 from limpet.server.exchange import (
     BYTES_TYPE,
     JSON_TYPE,
@@ -41,6 +40,7 @@ from limpet.server.exchange import (
     caller_of,
     json_response,
 )
+from limpet.server.hosts import host_name, is_known
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import (
@@ -75,6 +75,7 @@ from limpet.server.problems import Problem, problem_response
 __all__ = ["BODY_BYTES_MAX", "make_app", "streams_of"]
 
 BODY_BYTES_MAX: Final = 5_000_000
+BODIES_BYTES_MAX: Final = 64_000_000
 
 SPACE: Final = "/v1/{namespace}"
 # A verb stands before the key, which may be anything.
@@ -419,7 +420,9 @@ def make_app(
     metrics: Callable[[], Awaitable[bytes]] | None = None,
     more_routes: Sequence[BaseRoute] = (),
     body_bytes_max: int = BODY_BYTES_MAX,
+    bodies_bytes_max: int = BODIES_BYTES_MAX,
     hosts: Sequence[str] = (),
+    streams_max: int = STREAMS_MAX,
 ) -> Starlette:
     """The HTTP face of a server.
 
@@ -430,9 +433,11 @@ def make_app(
         metrics: What ``/metrics`` shows, in the text format of Prometheus.
         more_routes: Routes of other parts. Errors that they raise become problem documents too.
         body_bytes_max: How large the body of a request may be.
+        bodies_bytes_max: How large the bodies of all requests under way may be together.
         hosts: The names by which the server is called. A request that names another is refused; any is taken if empty.
+        streams_max: How many watches may be open.
     """
-    streams = Streams()
+    streams = Streams(most=streams_max)
     described = msgspec.json.encode(describe(ENDPOINTS))
 
     async def alive(_: Request) -> Response:
@@ -474,7 +479,9 @@ def make_app(
             *_routes(desk, callers, streams),
             *more_routes,
         ],
-        middleware=[Middleware(Doorway, body_bytes_max=body_bytes_max, hosts=hosts)],
+        middleware=[
+            Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)
+        ],
         exception_handlers={HTTPException: _told_by_starlette},
     )
     app.router.redirect_slashes = False
@@ -532,9 +539,11 @@ HEADERS: Final = {
 class Doorway:
     """Checks what concerns every request, and turns whatever goes wrong into a problem document."""
 
-    def __init__(self, app: ASGIApp, *, body_bytes_max: int, hosts: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, body_bytes_max: int, bodies_bytes_max: int, hosts: Sequence[str]) -> None:
         self._app = app
         self._body_bytes_max = body_bytes_max
+        self._bodies_bytes_max = bodies_bytes_max
+        self._bodies_bytes = 0
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -543,6 +552,7 @@ class Doorway:
             await self._app(scope, receive, send)
             return
         has_begun = False
+        body = _Body(Headers(scope=scope).get("Content-Length", "0"))
 
         async def send_on(message: Message) -> None:
             nonlocal has_begun
@@ -555,7 +565,7 @@ class Doorway:
 
         try:
             self._check(scope)
-            await self._app(scope, self._limited(scope, receive), send_on)
+            await self._app(scope, self._limited(body, receive), send_on)
         except Exception as error:
             if has_begun:
                 raise
@@ -563,32 +573,50 @@ class Doorway:
                 # The path names a key. What was sent, and what is stored, stays out of the log.
                 log.exception("%s %s failed", scope["method"], scope["path"])
             await problem_response(error)(scope, receive, send_on)
+        finally:
+            self._bodies_bytes -= body.taken_bytes
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         host = headers.get("Host", "")
-        if self._hosts and re.sub(r":[0-9]*\Z", "", host).strip("[]").lower() not in self._hosts:
-            raise Problem(421, "misdirected", "this server is not called by that name")
+        if self._hosts and not is_known(name := host_name(host), self._hosts):
+            shown = _shown_host(name)
+            raise Problem(421, "misdirected", f"this server is not called {shown!r}: start it with --host {shown}")
         if scope["method"] not in SAFE and _is_of_another_origin(headers, host):
             raise Problem(403, "cross_origin", "pages of another origin may not ask here")
         _decode_path(scope)
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Receive a body while it is within its limit, and not a part of it beyond."""
-        most, taken = self._body_bytes_max, 0
-        announced = Headers(scope=scope).get("Content-Length", "0")
+    def _limited(self, body: _Body, receive: Receive) -> Receive:
+        """Receive a body while it, and all bodies together, are within their limits, and not a part of it beyond."""
+        most = self._body_bytes_max
 
         async def receive_some() -> Message:
-            nonlocal taken
-            if announced.isdecimal() and int(announced[:20]) > most:
+            if body.announced_bytes > most:
                 raise _too_large(most)
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > most:
+            size_bytes = len(message.get("body", b""))
+            body.taken_bytes += size_bytes
+            self._bodies_bytes += size_bytes
+            if body.taken_bytes > most:
                 raise _too_large(most)
+            if self._bodies_bytes > self._bodies_bytes_max:
+                raise Problem(503, "busy", "too much is being sent at once: try again", headers={"Retry-After": "1"})
             return message
 
         return receive_some
+
+
+class _Body:
+    """How much of a body was announced, and came."""
+
+    def __init__(self, announced: str) -> None:
+        self.announced_bytes = int(announced[:20]) if announced.isdecimal() else 0
+        self.taken_bytes = 0
+
+
+def _shown_host(name: str) -> str:
+    """A name from a header as a message may quote it."""
+    return name[:100] if name.isascii() and name.isprintable() and name else "NAME"
 
 
 def _too_large(most: int) -> Problem:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from limpet.errors import InvalidValue, LimpetError, Unavailable
 from limpet.faces.audit import Audit
@@ -36,6 +37,10 @@ PLUGIN_VALUE_BYTES_MAX: Final = 65_536
 VALUE_BYTES_MAX: Final = 1_000_000
 LOOK_S: Final = 2.0
 CONNECT_S: Final = 5
+UNREAD_S: Final = 30.0
+FILES_MAX: Final = 65_536
+FILES_KEPT: Final = 128
+"""How many open files are kept for the engine, NATS and the log: connections over HTTP get the others."""
 GRACE_S: Final = 1.0
 """How long requests that are under way may take when the server ends."""
 
@@ -136,6 +141,8 @@ class Service:
         import uvicorn
 
         from limpet.server import primitives
+        from limpet.server.connections import Bounds, Connections
+        from limpet.server.events import STREAMS_MAX
         from limpet.server.http import make_app, streams_of
 
         class Server(uvicorn.Server):
@@ -153,16 +160,26 @@ class Service:
                 await tokens.start()
                 parts.push_async_callback(tokens.close)
             ending = asyncio.Event()
+            most = _connections_max(self.settings.connections)
+            connections = Connections(Bounds(connections=most))
             app = make_app(
                 desk,
                 callers=callers,
                 ready=lambda: self.is_ready,
                 metrics=metrics.render,
                 more_routes=primitives.routes(session, callers=callers, desk=desk, ending=ending),
+                # A group of commits is the largest that is sent.
+                body_bytes_max=primitives.LIMITS.request_bytes,
+                hosts=self.settings.hosts,
+                # Watches leave room for others.
+                streams_max=min(STREAMS_MAX, most * 3 // 4),
             )
             with _bound(place) as listening:
                 config = uvicorn.Config(
                     app,
+                    http=cast(Any, connections.make),
+                    ws="none",
+                    timeout_keep_alive=int(connections.bounds.idle_s),
                     log_config=None,
                     access_log=False,
                     lifespan="off",
@@ -180,6 +197,7 @@ class Service:
                 scheme = "https" if self.settings.certificate else "http"
                 found = Place(place.host, listening.getsockname()[1])
                 self.places["http"] = f"{scheme}://{found.shown}"
+                await parts.enter_async_context(_running(connections.look_after(), "limpet-connections"))
                 async with _running(server.serve(sockets=[listening]), "limpet-http", self._failed) as task:
                     while not server.started and not task.done():  # noqa: ASYNC110 - it tells nobody
                         await asyncio.sleep(0.01)
@@ -190,6 +208,7 @@ class Service:
                         ending.set()
                         server.should_exit = True
                         await asyncio.wait([task], timeout=2 * GRACE_S)
+                        connections.sum_up()
 
     # NATS -----------------------------------------------------------------------
 
@@ -263,6 +282,25 @@ async def _found_again() -> None:
     log.info("NATS: connected again")
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FILES_MAX if hard == resource.RLIM_INFINITY else min(hard, FILES_MAX)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Some systems have another limit behind this one, and refuse.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _connections_max(wanted: int) -> int:
+    """How many connections there may be, so that the engine can still open files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = wanted if files == resource.RLIM_INFINITY else max(1, files - FILES_KEPT)
+    if room < wanted:
+        log.warning("HTTP: up to %d connections and not %d, because %d files may be open", room, wanted, files)
+    return min(wanted, room)
+
+
 @contextlib.contextmanager
 def _bound(place: Place) -> Iterator[socket.socket]:
     """A socket at a place; at port 0, wherever there is room."""
@@ -271,6 +309,9 @@ def _bound(place: Place) -> Iterator[socket.socket]:
     # would wait until its head was acknowledged, which takes 40 ms.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A caller that takes nothing of its answer for so long is left by the kernel. Connections inherit it.
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_S))
         try:
             listening.bind((place.host, place.port))
         except OSError as error:
@@ -301,6 +342,7 @@ async def _running(
 
 async def serve(settings: Settings, started: Callable[[Service], None]) -> None:
     """Serve until a signal asks to end, or a part cannot go on, which is raised."""
+    raise_file_limit()
     loop = asyncio.get_running_loop()
     asked = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

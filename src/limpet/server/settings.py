@@ -10,16 +10,20 @@ import ipaddress
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from limpet.errors import InvalidValue
 from limpet.keys import check_namespace
 from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.hosts import ADDRESSES
 from limpet.server.limits import Limit, Limits
 
-__all__ = ["Place", "Settings", "read_file"]
+__all__ = ["CONNECTIONS", "Place", "Settings", "read_file"]
+
+CONNECTIONS: Final = 1_000
+LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -63,6 +67,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     auth: Literal["none", "tokens"] = "none"
     insecure: bool = False
     read_only: bool = False
+    host: Sequence[str] = ()
+    connections: int = CONNECTIONS
     certificate: str | None = None
     certificate_key: str | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -87,9 +93,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidValue(f"{self.prefix!r} is not the beginning of a subject: words without * and >, and dots")
         if self.cleanup_interval <= 0:
             raise InvalidValue("a cleanup interval is above zero seconds")
+        if self.connections < 1:
+            raise InvalidValue(f"--connections is 1 or more, not {self.connections}")
+        for name in self.host:
+            if not name or set(name) & set("/:@ \t\r\n"):
+                raise InvalidValue(f"{name!r} is not a host name: give --host a name without a scheme and a port")
         for namespace in self.audit:
             if check_namespace(namespace) == OWN_NAMESPACE:
                 raise InvalidValue(f"namespace {namespace!r} is the server's own, and has no semantic entries")
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """The names that ``Host`` may have; any if there is none. ``ADDRESSES`` among them stands for every address.
+
+        A web page can rebind its own name to any address, and is of the same origin then: the name it uses gives it
+        away. An address cannot be rebound. Where every caller needs a token, which a page does not have, names are
+        checked on this machine, or when some were given.
+        """
+        assert self.http is not None
+        known = [*LOOPBACK_NAMES, self.http.host.lower(), *(name.lower().rstrip(".") for name in self.host)]
+        if self.http.is_here:
+            return known
+        if self.auth == "tokens" and not self.host:
+            return ()
+        return [*known, ADDRESSES]
 
 
 def _is_subject(prefix: str) -> bool:
@@ -109,6 +136,7 @@ def read_file(path: Path) -> dict[str, Any]:
     for name in members:
         if name not in known:
             raise InvalidValue(f"{path}: unknown setting {name!r}, known: {', '.join(sorted(known))}")
-    if not isinstance(members.get("audit", []), list):
-        raise InvalidValue(f"{path}: audit is a list of namespaces")
+    for name, held in (("audit", "namespaces"), ("host", "names")):
+        if not isinstance(members.get(name, []), list):
+            raise InvalidValue(f"{path}: {name} is a list of {held}")
     return members
