@@ -51,7 +51,7 @@ from limpet.turns import Turn, is_inside
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
 
 SCAN_PAGE: Final = 500
-UPDATE_ATTEMPTS: Final = 64
+UPDATE_ATTEMPTS: Final = 256
 UPDATE_TURN_S: Final = 2.0
 UPDATE_TURN_S_MAX: Final = 60.0
 UPDATE_PAUSE_S_MAX: Final = 0.05
@@ -323,9 +323,10 @@ class Store:
                     return None
                 except Conflict as conflict:
                     found = conflict.current
-                # Another process writes this key as well. About a round trip, so that they do not go on in step.
-                pause_s = min(UPDATE_PAUSE_S_MAX, clock.monotonic() - asked)
-                await clock.sleep(pause_s * random.random())
+                # Another process writes this key as well. About a round trip at first, so that few attempts are in
+                # vain, and less on each further one, so that who has tried for long is ahead of who has just come.
+                round_trip_s = min(UPDATE_PAUSE_S_MAX, clock.monotonic() - asked)
+                await clock.sleep(2 * round_trip_s * random.random() / attempt)
             raise Contention(key, attempts=UPDATE_ATTEMPTS)
         finally:
             turn.leave()
