@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,8 +20,9 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.conformance.support import session_of
+from limpet.conformance.support import count, in_line, session_of
 from limpet.engine import Budget, Engine, open_engine
+from limpet.errors import Closed, LockHeld
 from limpet.model import Batch, Commit, Put
 from tests.sqlite.support import in_place
 
@@ -429,3 +431,121 @@ def test_threads_that_write_are_not_starved_by_threads_that_read(url: str) -> No
             thread.join()
 
     assert not is_starved
+
+
+# Standing in line -----------------------------------------------------------------
+
+
+async def test_a_thousand_waiters_are_all_served(url: str) -> None:
+    """In order, and each of them with three commits: one in vain, one that takes the lock, one that gives it back."""
+    waiters, order = 1000, []
+    async with limpet.open(url) as store:
+        first = await store.lock("job", ttl=600).acquire()
+        engine = count(store)
+
+        async def work(number: int) -> None:
+            async with store.lock("job", ttl=600, wait=600):
+                order.append(number)
+
+        working = [asyncio.create_task(work(number)) for number in range(waiters)]
+        await in_line(store, waiters, "lock", "default", "job")
+        await first.release()
+        await asyncio.gather(*working)
+
+    assert order == list(range(waiters))
+    assert engine.commits <= 4 * waiters + 100
+
+
+async def test_waiters_that_give_up_at_once_are_all_told_who_holds_it(url: str) -> None:
+    async with limpet.open(url) as store:
+        first = await store.lock("job", ttl=600, holder="first").acquire()
+
+        answers = await asyncio.gather(
+            *(store.lock("job", ttl=600, wait=0.05).acquire() for _ in range(200)), return_exceptions=True
+        )
+
+        held = [answer for answer in answers if isinstance(answer, LockHeld)]
+        assert len(held) == 200
+        assert {(each.holder, each.token) for each in held} == {("first", first.token)}
+        assert len(session_of(store).turns) == 0
+
+
+async def test_closing_ends_all_who_wait(url: str) -> None:
+    store = await limpet.open(url)
+    await store.lock("job", ttl=600).acquire()
+    waiting = [asyncio.create_task(store.lock("job", ttl=600, wait=600).acquire()) for _ in range(50)]
+    await in_line(store, 50, "lock", "default", "job")
+    await store.close()
+
+    answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S)
+
+    assert {type(answer) for answer in answers} == {Closed}
+
+
+def test_closing_ends_all_threads_that_wait(blocking: limpet.sync.Store) -> None:
+    blocking.lock("job", ttl=600).acquire()
+
+    def wait(number: int) -> BaseException | None:
+        if number == 0:
+            asyncio.run(in_line(blocking, THREADS - 1, "lock", "default", "job"))
+            blocking.close()
+            return None
+        try:
+            blocking.lock("job", ttl=600, wait=600).acquire()
+        except Closed as closed:
+            return closed
+        return None
+
+    assert {type(answer) for answer in in_threads(wait)[1:]} == {Closed}
+
+
+def test_an_error_of_a_body_that_closed_the_store_is_not_hidden(blocking: limpet.sync.Store) -> None:
+    def work() -> None:
+        with blocking.lock("job", ttl=600):
+            blocking.close()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+
+
+def test_a_child_forked_inside_an_update_goes_on(blocking: limpet.sync.Store) -> None:
+    """It has the turn of its parent, and the threads that stood behind it are not there."""
+    behind: list[threading.Thread] = []
+    children: list[int] = []
+
+    def change(found: int | None) -> int:
+        if not children:
+            for _ in range(2):
+                behind.append(threading.Thread(target=blocking.update, args=("k", lambda found: found + 1)))
+                behind[-1].start()
+            asyncio.run(in_line(blocking, 3, "update", "default", "k"))
+            children.append(os.fork())
+            if children[0] == 0:
+                blocking.update("other", _plus_one)
+                blocking.update("other", _plus_one)
+                os._exit(0 if blocking.get("other") == 2 and len(session_of(blocking).turns) == 0 else 1)
+        return (found or 0) + 1
+
+    blocking.update("k", change)
+    for thread in behind:
+        thread.join()
+    _, status = os.waitpid(children[0], 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert blocking.get("k") == 3
+
+
+def test_threads_and_tasks_that_update_one_key_take_turns(url: str) -> None:
+    """The stores of one opened engine share their turns, whoever uses them."""
+    with limpet.sync.open(url) as blocking:
+        engine = count(blocking)
+        twin = blocking.namespace("default")
+        in_threads(lambda number: [(blocking, twin)[number % 2].update("k", _plus_one) for _ in range(20)])
+
+        assert blocking.get("k") == 20 * THREADS
+        assert engine.refused <= 2 * THREADS
+
+
+def _plus_one(found: int | None) -> int:
+    return (found or 0) + 1

@@ -178,7 +178,7 @@ class Lock:
 
     async def _stand_in_line(self, turn: Turn, give_up: float) -> None:
         """Wait for the turn to ask, or until waiting is over: then the engine is asked once, to say who holds it."""
-        await self._first_of(turn.wait(), give_up - self._session.clock.monotonic())
+        await self._wait_until(give_up, turn.wait())
         if not turn.is_up:
             turn.leave()
 
@@ -284,28 +284,33 @@ class Lock:
 
     async def _await_release(self, revision: int, longest_s: float) -> None:
         """Wait until the log tells of a release, or until the holder's time is over."""
+        until = self._session.clock.monotonic() + min(longest_s, WAIT_TURN_S)
         try:
-            await self._first_of(self._released(revision), min(longest_s, WAIT_TURN_S))
+            await self._wait_until(until, self._released(revision))
         except Closed:
             raise
         except LimpetError:
             # The log cannot be followed just now. Asking again at once would keep the engine busy for nothing.
             await self._session.clock.sleep(min(longest_s, RETRY_S))
 
-    async def _first_of(self, work: Coroutine[Any, Any, None], longest_s: float) -> bool:
-        """Wait for something, but not for longer than this. False when it was not done by then, and was cancelled."""
-        if longest_s == math.inf:
+    async def _wait_until(self, until: float, work: Coroutine[Any, Any, None]) -> bool:
+        """Wait for something, but not for longer. False when it was not done by then, and was cancelled."""
+        if until == math.inf:
             await work
             return True
+        clock = self._session.clock
         doing = asyncio.ensure_future(work)
-        over = asyncio.ensure_future(self._session.clock.sleep(longest_s))
+        over: asyncio.Future[None] | None = None
         try:
-            await asyncio.wait((doing, over), return_when=asyncio.FIRST_COMPLETED)
+            while not doing.done() and (left_s := until - clock.monotonic()) > 0:
+                over = asyncio.ensure_future(clock.sleep(left_s))
+                await asyncio.wait((doing, over), return_when=asyncio.FIRST_COMPLETED)
             is_done = doing.done()
         finally:
-            doing.cancel()
-            over.cancel()
-            await asyncio.gather(doing, over, return_exceptions=True)
+            ending = [doing] if over is None else [doing, over]
+            for each in ending:
+                each.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
         if is_done:
             doing.result()
         return is_done
@@ -348,10 +353,10 @@ class Lock:
         while True:
             assert self._deadline is not None
             await clock.sleep(min(pause_s, max(0.0, self._deadline - clock.monotonic())))
-            left_s = self._deadline - clock.monotonic()
+            is_late = clock.monotonic() >= self._deadline
             try:
                 # A process that was paused tries once more; otherwise an answer that does not come in time is a loss.
-                if not await self._first_of(self.refresh(), left_s if left_s > 0 else math.inf):
+                if not await self._wait_until(math.inf if is_late else self._deadline, self.refresh()):
                     raise LockLost(self.name, token=self.token or 0)
                 pause_s = self._ttl_ms / 3000
             except (TransientError, Ambiguous):

@@ -49,10 +49,10 @@ from limpet.session import Session
 from limpet.transition import read_receipt
 from limpet.turns import Turn, is_inside
 
-__all__ = ["Opening", "Page", "Store", "open"]
+__all__ = ["Opening", "Page", "Store", "open", "take_turn"]
 
 SCAN_PAGE: Final = 500
-UPDATE_ATTEMPTS: Final = 64
+UPDATE_ATTEMPTS: Final = 256
 UPDATE_TURN_S: Final = 2.0
 UPDATE_TURN_S_MAX: Final = 60.0
 
@@ -314,7 +314,7 @@ class Store:
                     # An update inside the function of another one waits for nobody at first: two that wait for each
                     # other's turn would both stand still.
                     if attempt > 1 or not is_inside():
-                        await _take_turn(turn, attempt)
+                        await take_turn(turn, attempt)
                     found = await self.entry(key)
                 with turn.entered():
                     value = change(None if found is None else found.value)
@@ -331,8 +331,9 @@ class Store:
                     return None
                 except Conflict as conflict:
                     found = conflict.current
-                # Another process writes this key as well. About a round trip, so that they do not go on in step.
-                await clock.sleep(jitter_s(clock.monotonic() - asked))
+                # Another process writes this key as well. About a round trip at first, so that few attempts are in
+                # vain, and less on each further one, so that who has tried for long is ahead of who has just come.
+                await clock.sleep(2 * jitter_s(clock.monotonic() - asked) / attempt)
             raise Contention(key, attempts=UPDATE_ATTEMPTS)
         finally:
             turn.leave()
@@ -561,7 +562,7 @@ class Store:
         return f"Store({self.name!r} on {self.traits.engine})"
 
 
-async def _take_turn(turn: Turn, attempt: int) -> None:
+async def take_turn(turn: Turn, attempt: int) -> None:
     """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through."""
     lasts_s = min(UPDATE_TURN_S_MAX, UPDATE_TURN_S * 2.0 ** (attempt - 1))
     if not turn.join(lasts_s=lasts_s):

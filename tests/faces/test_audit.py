@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.conformance.support import fail
+from limpet.conformance.support import count, fail
 from limpet.errors import Corrupt
 from limpet.faces import sealing
 from limpet.faces.audit import Keys
@@ -60,6 +60,30 @@ def hash_of(namespace: str, key: str, value: Any, secret: bytes = SECRET) -> str
 
 
 # What it tells ----------------------------------------------------------------
+
+
+async def test_every_write_of_a_crowd_is_written_and_told(kept: SemanticStore) -> None:
+    """Each write stands on the last row of its key, so that of a crowd one would get through at a time."""
+    engine, callers = count(kept.store), 150
+
+    written = await asyncio.gather(*(put(kept, {"n": number}) for number in range(callers)))
+
+    assert sorted(envelope.version for envelope in written) == list(range(1, callers + 1))
+    assert len(await shown(kept.store)) == callers
+    assert engine.refused <= callers // 10
+
+
+async def test_batches_of_the_same_keys_in_any_order_do_not_wait_for_each_other_in_vain(kept: SemanticStore) -> None:
+    keys = [f"{START}{number}" for number in range(4)]
+
+    async def write(number: int) -> None:
+        order = random.Random(number).sample(keys, len(keys))
+        items = [Put(key, {"n": number}, Semantics("checkpoint")) for key in order]
+        await kept.kv_batch(items, writer=WRITER)
+
+    await asyncio.wait_for(asyncio.gather(*map(write, range(30))), PATIENCE_S)
+
+    assert len(await shown(kept.store)) == 30 * len(keys)
 
 
 async def test_every_change_leaves_a_row(kept: SemanticStore) -> None:

@@ -25,6 +25,7 @@ from limpet.faces.semantic import (
 )
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.semantics import CHECKPOINT, KEY, WRITER, Hasty, SelfTurning, audit
+from tests.processes import PATIENCE_S
 
 SCHEDULE = [1, 2, 4, 8, 16, 32]
 SECRET_VALUE = "s3cret-token"
@@ -109,6 +110,35 @@ async def test_a_conflict_is_replayed_on_what_is_there_after_1_2_4_and_so_on(
     assert envelope is not None
     assert envelope.value == {"n": 10 * conflicts + 1, "token": SECRET_VALUE}
     assert (await kept.verify()).problems == ()
+
+
+async def test_callers_of_one_store_take_turns(kept: SemanticStore, clock: SelfTurning) -> None:
+    """Otherwise all but one of them would wait by the schedule of conflicts, and most would be escalated."""
+
+    async def change(found: Envelope | None) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"n": 1 if found is None or found.value is None else found.value["n"] + 1}
+
+    written = await asyncio.gather(*(advance(kept, change) for _ in range(40)))
+
+    assert [envelope.value for envelope in written if envelope is not None] == [{"n": n} for n in range(1, 41)]
+    assert clock.slept == []
+
+
+async def test_the_function_may_advance_the_same_key(kept: SemanticStore) -> None:
+    calls: list[Envelope | None] = []
+
+    async def change(found: Envelope | None) -> dict[str, Any]:
+        calls.append(found)
+        if len(calls) == 1:
+            await advance(kept, lambda found: {"n": 1})
+        return {"n": 10 if found is None or found.value is None else found.value["n"] + 10}
+
+    envelope = await asyncio.wait_for(advance(kept, change), PATIENCE_S)
+
+    assert envelope is not None
+    assert envelope.value == {"n": 11}
+    assert len(calls) == 2
 
 
 async def test_the_clock_is_turned_to_the_second() -> None:

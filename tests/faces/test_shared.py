@@ -15,7 +15,8 @@ import pytest
 
 import limpet
 from limpet import errors
-from limpet.errors import InvalidValue, LockLost, TypeMismatch, ValueTooLarge
+from limpet.conformance.support import raising
+from limpet.errors import Ambiguous, InvalidValue, LockLost, TypeMismatch, ValueTooLarge
 from limpet.faces import shared
 from limpet.faces.shared import (
     ErrClosed,
@@ -35,6 +36,7 @@ from limpet.faces.shared import (
     work_off,
 )
 from tests.engines import ENGINES, unique, url_of
+from tests.faces.semantics import Hasty
 from tests.nats.support import client
 from tests.processes import PATIENCE_S
 
@@ -554,7 +556,9 @@ async def test_a_lock_used_as_a_context_is_given_back_on_all_paths(store: StateS
     async with await store.lock("job", 60) as lock:
         with pytest.raises(ErrLockHeld):
             await store.lock("job", 60)
-    assert lock.token is None
+    assert lock.token is not None
+    with pytest.raises(ErrLockNotHeld):
+        _ = lock.fence
 
     with pytest.raises(ZeroDivisionError):
         async with await store.lock("job", 60):
@@ -577,6 +581,31 @@ async def test_a_context_that_outlived_its_lock_says_so_unless_something_worse_h
             await outlive(1)
         with pytest.raises(ZeroDivisionError):
             await outlive(0)
+
+
+@pytest.mark.parametrize("error", [Ambiguous("lost", request_id="1", since=0), RuntimeError("unforeseen")])
+async def test_an_error_of_the_body_is_not_hidden_by_a_release_that_fails(error: Exception) -> None:
+    async with MemoryStore() as store:
+        store.store._session.clock = Hasty()
+
+        async def work() -> None:
+            async with await store.lock("job", 30):
+                stack.enter_context(raising(store.store, error))
+                raise ZeroDivisionError
+
+        with contextlib.ExitStack() as stack, pytest.raises(ZeroDivisionError):
+            await work()
+
+
+async def test_a_lock_that_cannot_be_given_back_just_now_ends_by_itself() -> None:
+    async with MemoryStore() as store:
+        store.store._session.clock = Hasty()
+        with contextlib.ExitStack() as stack:
+            async with await store.lock("job", 30):
+                stack.enter_context(raising(store.store, Ambiguous("lost", request_id="1", since=0)))
+
+        with pytest.raises(ErrLockHeld):
+            await store.lock("job", 30)
 
 
 async def test_a_fenced_write_of_one_who_lost_the_lock_is_refused(store: StateStore) -> None:

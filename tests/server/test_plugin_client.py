@@ -162,6 +162,68 @@ async def test_a_lock_that_is_lost_ends_its_body(sqlite_nats: Plugins, kv: Plugi
     assert lock.lost
 
 
+async def test_a_refresh_whose_answer_is_lost_is_sent_again(
+    sqlite_nats: Plugins, kv: PluginKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counted as the loss of the lock at once."""
+    async with kv.lock("n", 2) as lock:
+        sent: list[str] = []
+        read = lock._line.read
+
+        async def lose_one(name: str, members: Any, **options: Any) -> Any:
+            sent.append(name)
+            if len(sent) == 1:
+                raise errors.Ambiguous("the answer is lost", request_id="1", since=0)
+            return await read(name, members, **options)
+
+        monkeypatch.setattr(lock._line, "read", lose_one)
+        await eventually(lambda: len(sent) >= 3)
+        (held,) = (await sqlite_nats.ask("locks", "trivia"))["locks"]
+
+    assert (held["token"], lock.lost) == (lock.token, False)
+
+
+async def test_an_unforeseen_failure_loses_the_lock_and_is_in_the_log(
+    kv: PluginKV, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lock = kv.lock("n", 1)
+
+    async def break_down(name: str, members: Any, **options: Any) -> Any:
+        raise RuntimeError("s3cret")
+
+    async def work() -> None:
+        async with lock:
+            monkeypatch.setattr(lock._line, "read", break_down)
+            await asyncio.sleep(PATIENCE_S)
+
+    with pytest.raises(errors.LockLost):
+        await work()
+
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "limpet.plugin"]
+    assert line == f"lock 'n' (token {lock.token}) is lost, because it could not be renewed: RuntimeError"
+
+
+@pytest.mark.parametrize("error", [errors.PermissionDenied(), RuntimeError("unforeseen")])
+async def test_an_error_of_the_body_is_not_hidden_by_a_release_that_fails(
+    kv: PluginKV, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    async def break_down(name: str, members: Any, **options: Any) -> Any:
+        raise error
+
+    async def work() -> None:
+        async with lock:
+            monkeypatch.setattr(lock._line, "read", break_down)
+            raise ZeroDivisionError
+
+    lock = kv.lock("n", 30)
+    with pytest.raises(ZeroDivisionError):
+        await work()
+
+    assert lock.token is not None
+    with pytest.raises(errors.LockNotHeld):
+        _ = lock.fence
+
+
 async def test_a_lock_whose_answer_was_lost_is_recognized(sqlite_nats: Plugins) -> None:
     kv = client_of(Unlucky(sqlite_nats.client, lost=1))
 

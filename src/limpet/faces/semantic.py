@@ -49,8 +49,9 @@ from limpet.faces.semantic_model import (
 )
 from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
 from limpet.retry import jitter_s
-from limpet.store import Store
+from limpet.store import Store, take_turn
 from limpet.transition import read_receipt
+from limpet.turns import is_inside
 
 __all__ = [
     "Audit",
@@ -410,6 +411,30 @@ class SemanticStore:
     ) -> Commit:
         if held is not None and not isinstance(held, Envelope | Held):
             raise InvalidField("held", f"it is an envelope, or a key and a token, not of type {type(held).__name__}")
+        if self._trail is None:
+            return await self._commit_in_turn(asked, writer, request_id, is_given, held, fence)
+        # What is audited is written on the condition that its trail stands as it was read. So callers of this process
+        # take turns, key by key, and each takes several keys in the same order.
+        session, name = self.store._session, self.store.name
+        turns = [session.turns.turn(("audit", name, key)) for key in sorted({one.key for one in asked})]
+        try:
+            for turn in turns:
+                if not turn.join():
+                    await turn.wait()
+            return await self._commit_in_turn(asked, writer, request_id, is_given, held, fence)
+        finally:
+            for turn in turns:
+                turn.leave()
+
+    async def _commit_in_turn(
+        self,
+        asked: list[_Asked],
+        writer: str,
+        request_id: str,
+        is_given: bool,
+        held: Envelope | Held | None,
+        fence: Fencing | Fence | None,
+    ) -> Commit:
         trail, request = self._trail, _request(asked, writer)
         keys = [one.key for one in asked]
         attempt = 0
@@ -605,7 +630,8 @@ class SemanticStore:
         """Change a key by a function of what is there: reload and replay, until it holds or the policy is spent.
 
         The function is given the envelope found, or None, and returns the new value, or None to leave it as it is. It
-        runs again after each conflict, on what is there then, after the pauses of the policy.
+        runs again after each conflict, on what is there then, after the pauses of the policy. Callers of one opened
+        store take turns, as with `limpet.Store.update`.
 
         Args:
             key: As of `kv_put`, as are the others.
@@ -626,11 +652,21 @@ class SemanticStore:
         named = request_id or new_request_id()
         checked = semantics_of(semantics)
         last: dict[str, Any] = {"value": None, "expected": None}
+        turn = self.store._session.turns.turn(("update", self.store.name, check_key(key)))
 
         async def attempt(number: int) -> Envelope | None:
+            try:
+                if number > 1 or not is_inside():
+                    await take_turn(turn, number)
+                return await attempt_in_turn(number)
+            finally:
+                turn.leave()
+
+        async def attempt_in_turn(number: int) -> Envelope | None:
             found = await self.kv_get(key)
-            made = change(found)
-            value = await made if inspect.isawaitable(made) else made
+            with turn.entered():
+                made = change(found)
+                value = await made if inspect.isawaitable(made) else made
             if value is None:
                 return found
             last["value"], last["expected"] = value, 0 if found is None else found.version
