@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sqlite3
@@ -325,6 +326,37 @@ def test_a_store_is_restored_where_there_is_none(run: Limpet, file: Path, saved:
 
     assert (done.exit_code, done.stderr) == (0, "")
     assert file.stat().st_mode & 0o777 == 0o600
+    assert run("get", "k").stdout == "1\n"
+
+
+def test_what_a_link_leads_to_is_restored(run: Limpet, file: Path, saved: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real.db"
+    file.symlink_to(real)
+    run("put", "k", "1")
+    run("backup", str(saved))
+    run("put", "k", "2")
+
+    assert run("restore", str(saved)).exit_code == 0
+
+    assert file.is_symlink()
+    assert Limpet(f"sqlite:///{real}")("get", "k").stdout == "1\n"
+
+
+def test_a_place_without_links_is_served(run: Limpet, file: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems have no second name for a file."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    run("put", "k", "1")
+    monkeypatch.setattr(os, "link", refuse)
+
+    assert run("backup", str(saved)).exit_code == 0
+    run("put", "k", "2")
+    assert run("restore", str(saved)).exit_code == 0
+    assert run("get", "k").stdout == "1\n"
+    file.unlink()
+    assert run("restore", str(saved)).exit_code == 0
     assert run("get", "k").stdout == "1\n"
 
 
