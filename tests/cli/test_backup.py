@@ -406,6 +406,33 @@ def test_what_is_no_backup_is_refused(run: Limpet, file: Path, saved: Path, kind
     assert {name for name in files(file.parent) if name.startswith((".", "state"))} <= {"state.db"}
 
 
+def test_a_backup_of_an_earlier_schema_is_restored_and_migrated(run: Limpet, saved: Path) -> None:
+    run("put", "k", "1")
+    run("migrate", "down", "0001", "--yes")
+    assert run("backup", str(saved)).exit_code == 0
+    run("migrate", "up")
+    run("put", "k", "2")
+
+    assert run("restore", str(saved)).exit_code == 0
+
+    assert run("get", "k").exit_code == 6
+    assert run("migrate", "up").exit_code == 0
+    assert run("get", "k").stdout == "1\n"
+
+
+def test_a_backup_of_a_later_schema_is_refused(run: Limpet, saved: Path) -> None:
+    run("put", "k", "1")
+    run("backup", str(saved))
+    with contextlib.closing(sqlite3.connect(saved)) as later, later:
+        later.execute("UPDATE limpet_schema SET version_num = '9999'")
+
+    refused = run("restore", str(saved))
+
+    assert refused.exit_code == 6
+    assert "9999" in refused.stderr
+    assert run.json("stat")["epoch"] == 1
+
+
 def test_an_encrypted_store_needs_no_keys_for_it(run: Limpet, url: str, saved: Path) -> None:
     keyring = limpet.Keyring({"k1": secrets.token_bytes(32)})
     with opened(url, encryption=keyring) as store:
