@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 import limpet
@@ -68,6 +69,11 @@ def test_a_change_of_unknown_time_is_older_than_nothing() -> None:
     assert not is_same_history(fingerprint(change(7)), foreign, LAST)
 
 
+async def until(watch: limpet.Watch, key: str) -> None:
+    while (await anext(watch)).key != key:
+        pass
+
+
 async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
     """The place is put back under a watcher, and gets more changes than were lost before the watcher looks again."""
     name, clock = "memory:put-back", limpet.ManualClock()
@@ -89,3 +95,51 @@ async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
             with pytest.raises(Compacted, match="another history"):
                 async with asyncio.timeout(20):
                     await anext(watch)
+
+
+async def test_a_watch_that_was_away_is_told_too() -> None:
+    """It does not look while the place is put back, and another watch starts before it looks again."""
+    name, clock = "memory:put-back-unseen", limpet.ManualClock()
+    async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
+        await writer.put("a", 1)
+        place = memory._shared["put-back-unseen"]
+        async with store.watch() as busy:
+            await writer.put("b", 1)
+            await anext(busy)
+            with place.lock:
+                space = place.spaces[store.name]
+                space.revision = space.log[0].revision
+                del space.log[1:]
+            clock.advance(1)
+            await writer.put("c", 1)
+            await writer.put("d", 1)
+            # The hub looks and ends; then another watch makes it follow again.
+            await asyncio.sleep(0.01)
+            async with store.watch() as other:
+                await writer.put("e", 1)
+                assert (await anext(other)).key == "e"
+
+                with pytest.raises(Compacted, match="another history"):
+                    await anext(busy)
+
+
+async def test_a_watch_behind_the_hub_is_told_too() -> None:
+    """It reads the log by itself, from where it stands."""
+    name, clock = "memory:put-back-behind", limpet.ManualClock()
+    async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
+        await writer.put("a", 1)
+        place = memory._shared["put-back-behind"]
+        async with store.watch() as slow, store.watch() as quick:
+            for number in range(4000):
+                await writer.put(f"k{number}", number)
+                if number % 100 == 0:
+                    await asyncio.sleep(0)
+            assert (await anext(slow)).key == "k0"
+            await until(quick, "k3999")
+            with place.lock:
+                space = place.spaces[store.name]
+                for number, change in enumerate(space.log):
+                    space.log[number] = msgspec.structs.replace(change, at_ms=change.at_ms + 1)
+
+            with pytest.raises(Compacted, match="another history"):
+                await until(slow, "k3999")

@@ -149,6 +149,9 @@ class Hub:
 
     def _finish(self, error: LimpetError) -> None:
         self._end = error
+        # Whoever comes later may start to follow again before these have looked.
+        for watch in self._watches:
+            watch._end = error
         self._follower = self._follower if isinstance(error, Closed) else None
         self.ring()
 
@@ -193,6 +196,7 @@ class Watch:
         # Revisions of entries that the initial scan found newer than its starting point.
         self._known: dict[str, int] = {}
         self._scan_from: str | None = None
+        self._end: LimpetError | None = None
         self._state: Literal["new", "scanning", "following", "ended"] = "new"
 
     async def __aenter__(self) -> Watch:
@@ -289,12 +293,18 @@ class Watch:
             self._scan_from = found.cursor + "\0"
 
     async def _follow(self) -> None:
+        if self._end is not None:
+            raise self._end
         feed = await self._hub.changes(self._cursor, self._span)
         if feed is None:
             await self._hub.news()
             return
         if self._state == "ended":  # Closed while the log was being read.
             return
+        # Behind the hub, the log is read from here. In between two changes of the span there is nothing to compare.
+        is_known = feed.before and self._at.startswith(f"{self._cursor}-")
+        if is_known and not is_same_history(feed.before, self._at, self._hub.engine.traits):
+            raise _other_history(self._cursor)
         fresh = [change for change in feed.changes if change.revision > self._known.get(change.key, 0)]
         if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
             self.dropped += len(fresh) - DROP_BEYOND

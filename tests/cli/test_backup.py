@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import sqlite3
@@ -328,6 +329,37 @@ def test_a_store_is_restored_where_there_is_none(run: Limpet, file: Path, saved:
     assert run("get", "k").stdout == "1\n"
 
 
+def test_what_a_link_leads_to_is_restored(run: Limpet, file: Path, saved: Path, tmp_path: Path) -> None:
+    real = tmp_path / "real.db"
+    file.symlink_to(real)
+    run("put", "k", "1")
+    run("backup", str(saved))
+    run("put", "k", "2")
+
+    assert run("restore", str(saved)).exit_code == 0
+
+    assert file.is_symlink()
+    assert Limpet(f"sqlite:///{real}")("get", "k").stdout == "1\n"
+
+
+def test_a_place_without_links_is_served(run: Limpet, file: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems have no second name for a file."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    run("put", "k", "1")
+    monkeypatch.setattr(os, "link", refuse)
+
+    assert run("backup", str(saved)).exit_code == 0
+    run("put", "k", "2")
+    assert run("restore", str(saved)).exit_code == 0
+    assert run("get", "k").stdout == "1\n"
+    file.unlink()
+    assert run("restore", str(saved)).exit_code == 0
+    assert run("get", "k").stdout == "1\n"
+
+
 def test_the_rights_of_the_file_stay(run: Limpet, file: Path, saved: Path) -> None:
     run("put", "k", "1")
     run("backup", str(saved))
@@ -372,6 +404,33 @@ def test_what_is_no_backup_is_refused(run: Limpet, file: Path, saved: Path, kind
     assert run("get", "k").stdout == "1\n"
     assert run.json("stat")["epoch"] == 1
     assert {name for name in files(file.parent) if name.startswith((".", "state"))} <= {"state.db"}
+
+
+def test_a_backup_of_an_earlier_schema_is_restored_and_migrated(run: Limpet, saved: Path) -> None:
+    run("put", "k", "1")
+    run("migrate", "down", "0001", "--yes")
+    assert run("backup", str(saved)).exit_code == 0
+    run("migrate", "up")
+    run("put", "k", "2")
+
+    assert run("restore", str(saved)).exit_code == 0
+
+    assert run("get", "k").exit_code == 6
+    assert run("migrate", "up").exit_code == 0
+    assert run("get", "k").stdout == "1\n"
+
+
+def test_a_backup_of_a_later_schema_is_refused(run: Limpet, saved: Path) -> None:
+    run("put", "k", "1")
+    run("backup", str(saved))
+    with contextlib.closing(sqlite3.connect(saved)) as later, later:
+        later.execute("UPDATE limpet_schema SET version_num = '9999'")
+
+    refused = run("restore", str(saved))
+
+    assert refused.exit_code == 6
+    assert "9999" in refused.stderr
+    assert run.json("stat")["epoch"] == 1
 
 
 def test_an_encrypted_store_needs_no_keys_for_it(run: Limpet, url: str, saved: Path) -> None:

@@ -246,7 +246,7 @@ def test_damage_is_found(healthy: Limpet, file: Path, url: str) -> None:
     level, finding = told(found["integrity"])
     assert level == "bad"
     assert finding.startswith("SQLite finds damage: ") or "malformed" in finding
-    assert "restore from a backup" in found["integrity"]["advice"]
+    assert "limpet restore FILE" in found["integrity"]["advice"]
 
 
 @pytest.mark.parametrize(

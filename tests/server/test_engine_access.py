@@ -11,7 +11,7 @@ import pytest
 import limpet
 from limpet.conformance.support import next_event
 from limpet.engine import Engine
-from limpet.errors import Conflict, LimpetError, LockHeld, PermissionDenied, RateLimited, ValueTooLarge
+from limpet.errors import Compacted, Conflict, LimpetError, LockHeld, PermissionDenied, RateLimited, ValueTooLarge
 from limpet.keys import Span, prefix_span
 from limpet.model import Batch, Delete, Entry, Expire, Guard, Patch, Put, Touch, Version, Window
 from limpet.server.limits import gates_of, limits_of
@@ -158,6 +158,29 @@ async def test_a_log_tells_each_what_it_may_see(as_: As) -> None:
 
     assert [change.key for change in feed.changes] == ["alice/1"]
     assert feed.head == whole.head == 4
+
+
+async def test_a_position_on_what_others_wrote_can_be_resumed(as_: As) -> None:
+    """The change that it stands on is hidden. It is recognised all the same, while the watch runs and after it."""
+    alice, owner = await as_("alice"), await as_("owner")
+    async with alice.watch("alice/*") as watch:
+        for turn in range(3):
+            for _ in range(3):
+                await owner.put("bob/2", turn)
+            await owner.put("alice/2", turn)
+            assert (await next_event(watch)).value == turn
+            await owner.put("bob/2", turn)
+        position = watch.position
+        await owner.put("bob/3", 1)
+        await owner.put("alice/3", 1)
+        assert (await next_event(watch)).key == "alice/3"
+    assert position is not None
+
+    async with alice.watch("alice/*", after=position) as resumed:
+        assert (await next_event(resumed)).key == "alice/3"
+    with pytest.raises(Compacted):
+        async with alice.watch("alice/*", after=position[:-1] + ("0" if position[-1] != "0" else "1")):
+            pass
 
 
 async def test_a_watch_of_ones_own_goes_past_what_others_write(as_: As) -> None:

@@ -35,7 +35,7 @@ WAL_BYTES_MAX: Final = 64_000_000
 
 _DECISIVE: Final = ("file", "schema", "integrity")
 _STAYS_OPEN: Final = "Nobody keeps the store open: a program that does, or 'limpet watch', clears it up in seconds."
-_RESTORE: Final = "Stop the writers, keep a copy of the file and of its -wal, and restore from a backup."
+_RESTORE: Final = "Stop the writers, and put a backup in its place: 'limpet restore FILE' keeps what is there."
 _SURVIVES: Final = {
     "none": "nothing: it ends with the process",
     "seconds": "a crash of the server only once it is some seconds old",

@@ -553,10 +553,11 @@ local function each_told(after, see)
     end
 end
 
--- The changes of an item, handed to see until it has seen enough: label, entry, revision, cause, key and op.
-local function each_change(item, last, see)
+-- The changes of an item, handed to see until it has seen enough: label, entry, revision, cause, key and op. All of
+-- them, or those from a place on.
+local function each_change(item, last, see, place)
     local plain = item[3] == 'puts' and item[4]
-    for i = plain and 5 or 3, #item, 2 do
+    for i = place or plain and 5 or 3, #item, 2 do
         local label, entry = item[i], item[i + 1]
         local op, revision, cause, key
         if plain then
@@ -581,12 +582,13 @@ local function told_at(revision)
     local found = false
     local function look(items)
         if #items > 0 then
-            each_change(items[1][2], tonumber(match(items[1][1], '^%d+')), function(label, entry, its_revision)
+            local item, last = items[1][2], tonumber(match(items[1][1], '^%d+'))
+            each_change(item, last, function(label, entry, its_revision)
                 if its_revision > revision then
                     return true
                 end
-                found = {label, sub(entry, 1, HEAD_BYTES), items[1][2][2]}
-            end)
+                found = {label, sub(entry, 1, HEAD_BYTES), item[2]}
+            end, last <= revision and #item - 1)
         end
     end
     -- The changes of one call are one item, which may begin before the revision and end after it.

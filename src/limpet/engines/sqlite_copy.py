@@ -29,6 +29,7 @@ Progress = Callable[[int, int], None]
 PAGES: Final = 2_048
 BUSY_S: Final = 5.0
 _JOURNALS: Final = ("-wal", "-shm", "-journal")
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 class Copy(NamedTuple):
@@ -64,8 +65,7 @@ def back_up(source: Path, target: Path, *, force: bool = False, progress: Progre
             if force:
                 os.replace(spare, target)
             else:
-                # Unlike a rename, a link never takes the place of a file that somebody made meanwhile.
-                os.link(spare, target)
+                _give_name(spare, target)
         _settle(target)
     return Copy(target.stat().st_size, len(found.revisions), found.epoch)
 
@@ -80,6 +80,8 @@ def restore(backup: Path, target: Path, *, skip: int, progress: Progress = lambd
         Corrupt: The backup is damaged.
         Unavailable: Somebody has the store open, or there is no room.
     """
+    # What a symbolic link leads to is restored, and the link stays.
+    target = target.resolve()
     if target.exists() and os.path.samefile(backup, target):
         raise InvalidValue(f"{backup} is the store itself, and cannot be restored from itself")
     with _translated(target), _alone(target) as present:
@@ -217,7 +219,7 @@ def _copy(source: sqlite3.Connection, file: Path, mode: int, progress: Progress)
 def _put_in_place(spare: Path, target: Path) -> Path | None:
     """Give the finished file its name. The one that had it gets another, and whose it is stays as it was."""
     if not target.exists():
-        os.link(spare, target)
+        _give_name(spare, target)
         _settle(target)
         return None
     present = target.stat()
@@ -228,14 +230,30 @@ def _put_in_place(spare: Path, target: Path) -> Path | None:
     aside = target.with_name(f"{target.name}.before-restore-{moment}")
     while aside.exists():
         aside = target.with_name(f"{aside.name}-again")
-    # There is no moment without a file of this name, for whoever opens it would make an empty one.
-    os.link(target, aside)
+    try:
+        # So there is no moment without a file of this name: whoever opened it then would make an empty one.
+        os.link(target, aside)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(target, aside)
     for journal in _JOURNALS:
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{target}{journal}", f"{aside}{journal}")
     os.replace(spare, target)
     _settle(target)
     return aside
+
+
+def _give_name(spare: Path, target: Path) -> None:
+    """Give a file a name that no other has."""
+    try:
+        # Unlike a rename, a link never takes the place of a file that somebody made meanwhile.
+        os.link(spare, target)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(spare, target)
 
 
 def _refuse_journals(target: Path) -> None:
