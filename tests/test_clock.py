@@ -75,6 +75,23 @@ def test_whole_milliseconds_move_a_clock_exactly(ms: int) -> None:
     assert clock.now_ms() == ms
 
 
+async def test_a_clock_that_is_set_back_still_measures_what_has_passed() -> None:
+    clock = ManualClock(100.0)
+    began = clock.monotonic()
+    sleeping = asyncio.ensure_future(clock.sleep(5))
+    await asyncio.sleep(0)
+
+    clock.set_back(60)
+    assert (clock.now_ms(), clock.monotonic() - began) == (40_000, 0)
+    clock.advance(4.999)
+    await asyncio.sleep(0)
+    assert not sleeping.done()
+    clock.advance(0.001)
+    await sleeping
+
+    assert (clock.now_ms(), clock.monotonic() - began) == (45_000, 5)
+
+
 async def test_a_task_wakes_when_its_moment_has_come() -> None:
     clock = ManualClock()
     sleeper = asyncio.ensure_future(clock.sleep(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 import limpet
@@ -55,6 +57,51 @@ async def test_nothing_is_left_of_a_namespace_whose_keys_have_ended() -> None:
         found = await command(store, "KEYS", f"*{store.name}*")
 
         assert sorted(found) == [f"limpet:{{{store.name}}}:{name}".encode() for name in ("data", "log")]
+
+
+@pytest.mark.parametrize("look", ["get", "keys", "scan", "due"])
+async def test_a_read_that_meets_something_expired_records_the_time_once(look: str) -> None:
+    """The clock may be set back before the sweeper comes. A read that meets nothing of the kind writes nothing."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+
+        async def read() -> bytes:
+            match look:
+                case "get":
+                    await store.get("for a while")
+                    await store.get("for an hour")
+                case "keys":
+                    await store.keys()
+                case "scan":
+                    assert [entry.key async for entry in store.scan()]
+                case _:
+                    await store._session.engine.due(store.name)
+            tally: bytes = await command(store, "HGET", f"limpet:{{{store.name}}}:data", "")
+            return tally
+
+        await store.put("for an hour", 1, ttl=3600)
+        before = await read()
+        await asyncio.sleep(0.01)
+        assert await read() == before
+        entry = await store.put("for a while", 1, ttl=0.001)
+        await asyncio.sleep(0.01)
+
+        after = await read()
+
+        assert entry.updated_ms < int.from_bytes(after[16:24], "big") >= (entry.expires_ms or 0)
+        await asyncio.sleep(0.01)
+        assert await read() == after
+
+
+async def test_where_nothing_can_be_written_reads_answer_all_the_same() -> None:
+    with redis() as running:
+        async with limpet.open(running.url, sweep=False) as store:
+            await store.put("for a while", "x" * 1000, ttl=0.05)
+            await asyncio.sleep(0.1)
+            await command(store, "CONFIG", "SET", "maxmemory", 1)
+
+            assert await store.get("for a while") is None
+            assert (await store.keys()).keys == []
+            assert len(await store._session.engine.due(store.name)) == 1
 
 
 @pytest.mark.parametrize(

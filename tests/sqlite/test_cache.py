@@ -323,6 +323,32 @@ def test_what_expires_is_absent_from_its_moment_on(url: str, clock: limpet.Manua
         assert store.create("session", 2).version == 1
 
 
+def test_the_time_of_a_namespace_is_not_asked_for_again(
+    rows: Rows, url: str, path: Path, clock: limpet.ManualClock
+) -> None:
+    """The time is that of the latest commit if the clock is behind it, and that is kept as entries are."""
+    with limpet.sync.open(url, sweep=False, clock=clock) as one, limpet.sync.open(url, sweep=False, clock=clock) as two:
+        two.put("session", 1, ttl=10)
+        assert [one.get("session"), two.get("session")] == [1, 1]
+        rows.asked = 0
+        for _ in range(10):
+            assert [one.get("session"), two.get("session")] == [1, 1]
+        assert rows.asked == 0
+
+        clock.advance(60)
+        two.put("latest", 1)
+        clock.set_back(60)
+
+        assert [one.get("session"), two.get("session")] == [None, None]
+        rows.asked = 0
+        for _ in range(10):
+            assert [one.get("session"), two.get("session")] == [None, None]
+        assert rows.asked == 0
+        with closing(by_hand(path)) as connection:
+            connection.execute("UPDATE limpet_namespaces SET at_ms = at_ms - 60000")
+        assert one.get("session") == 1
+
+
 # Other processes ----------------------------------------------------------------
 
 

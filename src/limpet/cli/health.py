@@ -261,12 +261,12 @@ def _clock(status: Status, traits: Traits) -> Finding:
     behind_s, ahead_s = status.behind_ms / 1000, status.now_ms / 1000 - time.time()
     if behind_s > CLOCK_S_MAX:
         found = (
-            f"time stands still for {span(behind_s)}: the {traits.clock}'s clock is so much behind the latest time that "
-            "was recorded in this namespace"
+            f"time stands still for {span(behind_s)}: the {traits.clock}'s clock is so much behind the latest time "
+            "that was recorded in this namespace"
         )
         advice = (
-            "The clock was set back. Until it has caught up, nothing expires and no lock runs out. Set it right if it is "
-            "wrong; if it is right, wait, or delete the key or release the lock that cannot wait."
+            "The clock was set back. Until it has caught up, nothing expires and no lock runs out. Set it right if it "
+            "is wrong; if it is right, wait, or delete the key or release the lock that cannot wait."
         )
         return Finding("clock", "warn", found, advice)
     if abs(ahead_s) > CLOCK_S_MAX:
