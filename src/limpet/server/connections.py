@@ -170,6 +170,13 @@ class Connection(HttpToolsProtocol):
             self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
         self.transport.close()
 
+    def shutdown(self) -> None:
+        """End it as the server ends: a request that is not here yet is not waited for."""
+        if self.phase == "body":
+            self.refuse(Problem(503, "not_ready", "the server is about to end"))
+        else:
+            super().shutdown()
+
     def _wait(self, phase: Literal["head", "body", "idle"], seconds: float) -> None:
         self.phase = phase
         self.waits_since = self.loop.time()

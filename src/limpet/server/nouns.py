@@ -24,6 +24,8 @@ from limpet.keys import (
     BATCH_WRITES_MAX,
     KEY_BYTES_MAX,
     META_BYTES_MAX,
+    OPERANDS_MAX,
+    TESTS_MAX,
     Span,
     check_key,
 )
@@ -51,8 +53,6 @@ __all__ = ["check_changes", "check_due", "check_read", "check_scan", "check_wind
 
 KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
-TESTS_MAX: Final = 32
-OPERANDS_MAX: Final = 1_000
 DIGEST_BYTES_MAX: Final = 64
 RECEIPT_MS_MAX: Final = 2 * 86_400_000
 TTL_MS_MAX: Final = 1000 * TTL_S_MAX
@@ -220,7 +220,9 @@ def _check_filter(where: Filter) -> None:
     for test in where.tests:
         count = len(test.operands)
         wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
-        if not wanted or count > OPERANDS_MAX:
+        if count > OPERANDS_MAX:
+            raise InvalidValue(f"a test compares with up to {OPERANDS_MAX:,} values, this one with {count:,}")
+        if not wanted:
             raise InvalidValue("a test of a filter has another number of operands than it compares with")
         for operand in test.operands:
             _check_encoded(test.name, operand)
