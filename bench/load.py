@@ -320,7 +320,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long each measurement takes (10)")
     parser.add_argument("--sustained", type=float, default=60.0, metavar="S", help="how long the mixed load lasts (60)")
     parser.add_argument("--large", type=int, metavar="KEYS", help="only this: so many keys of 1,000 plugins")
-    parser.add_argument("--memory", action="store_true", help="only this: what 100,000 keys take of the server's memory")
+    parser.add_argument(
+        "--memory", action="store_true", help="only this: what 100,000 keys take of the server's memory"
+    )
     parser.add_argument("--attack", action="store_true", help="only this: whether others are answered under attack")
     parser.add_argument("--echo", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -329,6 +331,10 @@ def main() -> int:
             asyncio.run(run_echo(options.echo))
         return 0
     board = Board()
+    if options.attack:
+        with tempfile.TemporaryDirectory(prefix="load-") as files:
+            asyncio.run(holding.attack(board, options.url or f"sqlite:///{files}/state.db"))
+        return verdict(board)
     folder = ROOT / "bench" / "results"
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="load-", dir=folder) as files, nats_server() as bus:
@@ -343,6 +349,11 @@ def main() -> int:
                 asyncio.run(measure(board, bus.url, process, options))
                 with echo(bus.url):
                     asyncio.run(against_echo(bus.url, min(3.0, options.seconds)))
+    return verdict(board)
+
+
+def verdict(board: Board) -> int:
+    """The exit code."""
     missed = [line for line in board.lines if not line.passes]
     say(f"\n{len(board.lines) - len(missed)} of {len(board.lines)} pass.")
     return 1 if missed else 0

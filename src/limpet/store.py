@@ -546,9 +546,7 @@ async def lock_page(
     return found, span is not None
 
 
-async def latest_changes(
-    store: Store, key: str, *, limit: int, before: int | None = None
-) -> tuple[list[Event], bool]:
+async def latest_changes(store: Store, key: str, *, limit: int, before: int | None = None) -> tuple[list[Event], bool]:
     """The latest changes of a key, those before a revision if one is given, and whether there may be older ones.
 
     They come oldest first, and end after `PAGE_BYTES`. A log is read forwards only, so it is read backwards in steps:

@@ -14,8 +14,7 @@ from limpet.errors import InvalidValue
 from limpet.keys import OPERANDS_MAX, PAGE_BYTES, TESTS_MAX, Span, fit
 from limpet.model import Filter, Test
 from limpet.server import nouns, primitives
-from limpet.server.operations import OPERATIONS
-from limpet.server.requests import request_of
+from limpet.server.requests import Scan, request_of
 from limpet.store import Store
 from tests.server.http_support import Face, face
 
@@ -194,7 +193,7 @@ def test_a_test_compares_with_a_bounded_number_of_values() -> None:
         with pytest.raises(InvalidValue, match="up to 1,000 values"):
             build(many)
     for op in ("in", "not_in"):
-        asked = request_of(OPERATIONS["scan"].request, {"where": [{"field": "n", "op": op, "value": [*many]}]})
+        asked = request_of(Scan, {"where": [{"field": "n", "op": op, "value": [*many]}]})
         with pytest.raises(InvalidValue, match="up to 1,000 values"):
             asked.where[0].filter()
     sent = Filter((Test("n", "in", tuple(b"%d" % number for number in many)),))

@@ -780,10 +780,10 @@ class SqliteEngine:
             raise Corrupt(f"{self._path} cannot use WAL; a network file system is no place for it")
         connection.execute(f"PRAGMA synchronous = {self._synchronous}")
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
-        # 16 MB for each connection, and no mapping of the file. 64 MB and a mapping of 256 MB were measured beside it, at
-        # 10,000 and 100,000 keys: no read or write took less CPU than the noise of 5 %, and a server of 100,000 keys
-        # grew by 85 MB for itself and 160 MB with the mapping, against 35 MB (``./dev load --memory``).
-        connection.execute("PRAGMA cache_size = -16384")
+        # 8 MB for each connection, and no mapping of the file. 64 MB and a mapping of 256 MB were measured beside it,
+        # at 10,000 and 100,000 keys: reads and writes took as much CPU, within the noise. A server of 100,000 keys
+        # grew by 85 MB for itself and by 160 MB with the mapping, against 32 MB (`./dev load --memory`).
+        connection.execute("PRAGMA cache_size = -8192")
         connection.execute("PRAGMA mmap_size = 0")
         if reads:
             connection.execute("PRAGMA query_only = ON")

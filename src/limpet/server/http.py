@@ -454,9 +454,7 @@ def make_app(
             *_routes(desk, callers, streams),
             *more_routes,
         ],
-        middleware=[
-            Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)
-        ],
+        middleware=[Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)],
         exception_handlers={HTTPException: _told_by_starlette},
     )
     app.router.redirect_slashes = False

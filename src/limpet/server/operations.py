@@ -7,7 +7,6 @@ of `limpet.wire`. What goes wrong is raised, and told by `limpet.codes`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -162,14 +161,12 @@ async def _scan(store: Store, asked: requests.Scan) -> Answer:
         where = test.filter() if where is None else where & test.filter()
     page: list[Answer] = []
     size_bytes, cursor = 0, None
-    found = store.scan(asked.prefix, where=where, limit=asked.limit + 1, after=asked.after)
-    async with contextlib.aclosing(found):
-        async for entry in found:
-            if len(page) == asked.limit or size_bytes > PAGE_BYTES:
-                cursor = page[-1]["key"]
-                break
-            page.append(entry_as_json(entry, with_value=asked.values))
-            size_bytes += entry.size_bytes if asked.values else len(entry.key)
+    async for entry in store.scan(asked.prefix, where=where, limit=asked.limit + 1, after=asked.after):
+        if len(page) == asked.limit or size_bytes > PAGE_BYTES:
+            cursor = page[-1]["key"]
+            break
+        page.append(entry_as_json(entry, with_value=asked.values))
+        size_bytes += entry.size_bytes if asked.values else len(entry.key)
     return {"entries": page, "truncated": cursor is not None, "cursor": cursor}
 
 
