@@ -40,6 +40,12 @@ from limpet.server.problems import Problem, problem_response
 
 __all__ = ["Bounds", "Connections"]
 
+HEAD_BYTES_MAX: Final = 65_536
+HEADERS_MAX: Final = 100
+HEAD_S: Final = 10.0
+BODY_S: Final = 30.0
+BODY_BYTES_PER_S: Final = 32_000.0
+IDLE_S: Final = 5.0
 LOOK_S: Final = 1.0
 SUM_UP_S: Final = 60.0
 
@@ -50,12 +56,12 @@ class Bounds(NamedTuple):
     """What a connection may take. See the rules above."""
 
     connections: int = 1_000
-    head_bytes: int = 65_536
-    headers: int = 100
-    head_s: float = 10.0
-    body_s: float = 30.0
-    body_bytes_per_s: float = 32_000.0
-    idle_s: float = 5.0
+    head_bytes: int = HEAD_BYTES_MAX
+    headers: int = HEADERS_MAX
+    head_s: float = HEAD_S
+    body_s: float = BODY_S
+    body_bytes_per_s: float = BODY_BYTES_PER_S
+    idle_s: float = IDLE_S
 
 
 class Connections:
@@ -269,5 +275,7 @@ class Connection(HttpToolsProtocol):
     def _too_large(self) -> Problem:
         bounds = self._bounds
         return Problem(
-            431, "headers_too_large", f"a request has up to {bounds.headers} headers, of {bounds.head_bytes:,} bytes together"
+            431,
+            "headers_too_large",
+            f"a request has up to {bounds.headers} headers, of {bounds.head_bytes:,} bytes together",
         )
