@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 
 import nats
 
+from bench import holding
 from bench.harness import percentile
 from bench.report import brief
 from bench.run import ROOT, say
@@ -272,6 +273,11 @@ async def large(board: Board, url: str, keys: int) -> None:
         board.at_most("answers that say no", ask.count, 0, "")
 
 
+async def _memory(board: Board, url: str, process: subprocess.Popen[str]) -> None:
+    async with plugins(url) as ask:
+        await holding.memory(board, ask, process)
+
+
 async def _fill(ask: Ask, plugin: str, keys: int) -> None:
     """Store so many keys, a hundred in a batch."""
 
@@ -314,6 +320,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long each measurement takes (10)")
     parser.add_argument("--sustained", type=float, default=60.0, metavar="S", help="how long the mixed load lasts (60)")
     parser.add_argument("--large", type=int, metavar="KEYS", help="only this: so many keys of 1,000 plugins")
+    parser.add_argument(
+        "--memory", action="store_true", help="only this: what 100,000 keys take of the server's memory"
+    )
+    parser.add_argument("--attack", action="store_true", help="only this: whether others are answered under attack")
     parser.add_argument("--echo", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.echo:
@@ -321,18 +331,29 @@ def main() -> int:
             asyncio.run(run_echo(options.echo))
         return 0
     board = Board()
+    if options.attack:
+        with tempfile.TemporaryDirectory(prefix="load-") as files:
+            asyncio.run(holding.attack(board, options.url or f"sqlite:///{files}/state.db"))
+        return verdict(board)
     folder = ROOT / "bench" / "results"
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="load-", dir=folder) as files, nats_server() as bus:
         store = options.url or f"sqlite:///{files}/state.db"
         with server(bus.url, store, "--log-level", "warning") as process:
-            if options.large:
+            if options.memory:
+                asyncio.run(_memory(board, bus.url, process))
+            elif options.large:
                 asyncio.run(large(board, bus.url, options.large))
                 say(f"  {os.path.getsize(f'{files}/state.db') / 1e9:.2f} GB" if not options.url else "")
             else:
                 asyncio.run(measure(board, bus.url, process, options))
                 with echo(bus.url):
                     asyncio.run(against_echo(bus.url, min(3.0, options.seconds)))
+    return verdict(board)
+
+
+def verdict(board: Board) -> int:
+    """The exit code."""
     missed = [line for line in board.lines if not line.passes]
     say(f"\n{len(board.lines) - len(missed)} of {len(board.lines)} pass.")
     return 1 if missed else 0

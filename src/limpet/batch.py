@@ -6,6 +6,7 @@ A draft is used once. A put that nothing guards goes through the same door, with
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
@@ -30,6 +31,7 @@ from limpet.keys import (
     BATCH_GUARDS_MAX,
     BATCH_WRITES_MAX,
     META_BYTES_MAX,
+    OPERANDS_MAX,
     check_key,
 )
 from limpet.model import (
@@ -122,11 +124,20 @@ class field:  # noqa: N801 - reads as a word of the filter language
 
     def in_(self, values: Iterable[object]) -> Filter:
         """The field holds one of these."""
-        return self._test("in", *values)
+        return self._test("in", *self._few(values))
 
     def not_in(self, values: Iterable[object]) -> Filter:
         """The field holds none of these, or does not exist."""
-        return self._test("not_in", *values)
+        return self._test("not_in", *self._few(values))
+
+    def _few(self, values: Iterable[object]) -> list[object]:
+        """The operands of a test, which every entry of a scan is compared with."""
+        taken = list(itertools.islice(values, OPERANDS_MAX + 1))
+        if len(taken) > OPERANDS_MAX:
+            raise InvalidValue(
+                f"a test of {self._name!r} compares with up to {OPERANDS_MAX:,} values: scan for some of them at a time"
+            )
+        return taken
 
     def exists(self) -> Filter:
         """The field exists, whatever it holds."""

@@ -15,7 +15,7 @@ from limpet import codec
 from limpet.clock import TTL_S_MAX
 from limpet.codec import Stored
 from limpet.errors import InvalidKey, InvalidTTL, InvalidValue, ValueTooLarge
-from limpet.keys import META_BYTES_MAX, check_key
+from limpet.keys import META_BYTES_MAX, OPERANDS_MAX, TESTS_MAX, check_key
 from limpet.model import (
     ABSENT,
     FAMILIES,
@@ -52,8 +52,6 @@ __all__ = [
 
 NUMBER_MAX: Final = codec.INT_MAX
 TTL_MS_MAX: Final = 1000 * TTL_S_MAX
-TESTS_MAX: Final = 32
-OPERANDS_MAX: Final = 1_000
 
 _COMPARISONS: Final = frozenset(get_args(Comparison))
 

@@ -8,6 +8,7 @@ is a half-open range and never a pattern for an engine to interpret.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
@@ -21,9 +22,23 @@ BATCH_BYTES_MAX: Final = 4_000_000
 BATCH_WRITES_MAX: Final = 128
 BATCH_GUARDS_MAX: Final = 16
 PAGE_MAX: Final = 10_000
+PAGE_BYTES: Final = 4_000_000
+"""When a page is large enough to end, whatever it lists. It may be larger by one value."""
+TESTS_MAX: Final = 32
+OPERANDS_MAX: Final = 1_000
 
 _NAMESPACE = re.compile(r"[a-z0-9_-]{1,100}\Z")
 _LAST_CODE_POINT: Final = "\U0010ffff"
+
+
+def fit(sizes_bytes: Iterable[int]) -> int:
+    """How many items of these sizes make up a page, which is one at least."""
+    count = total_bytes = 0
+    for size_bytes in sizes_bytes:
+        if total_bytes > PAGE_BYTES:
+            break
+        count, total_bytes = count + 1, total_bytes + size_bytes
+    return count
 
 
 class Span(msgspec.Struct, frozen=True):

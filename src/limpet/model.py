@@ -19,6 +19,7 @@ import msgspec
 from limpet import codec
 from limpet.codec import Kind, Stored
 from limpet.errors import InvalidValue
+from limpet.keys import TESTS_MAX
 
 __all__ = [
     "ABSENT",
@@ -625,6 +626,8 @@ class Filter(msgspec.Struct, frozen=True, gc=False):
     def __and__(self, other: Filter) -> Filter:
         if not isinstance(other, Filter):
             return NotImplemented
+        if len(self.tests) + len(other.tests) > TESTS_MAX:
+            raise InvalidValue(f"a filter has up to {TESTS_MAX} tests: split the scan, or test the rest yourself")
         return Filter(self.tests + other.tests)
 
     def matches(self, stored: Stored) -> bool:

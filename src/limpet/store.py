@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from datetime import timedelta
 from typing import Any, Final, Literal
@@ -24,7 +25,18 @@ from limpet.engine import Indexing, Sealing, is_made_here, open_engine
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, sought
-from limpet.keys import PAGE_MAX, VALUE_BYTES_MAX, Span, check_key, check_namespace, key_span, pattern_span, prefix_span
+from limpet.keys import (
+    PAGE_BYTES,
+    PAGE_MAX,
+    VALUE_BYTES_MAX,
+    Span,
+    check_key,
+    check_namespace,
+    fit,
+    key_span,
+    pattern_span,
+    prefix_span,
+)
 from limpet.lock import Lock, LockInfo, lock_info
 from limpet.model import (
     ABSENT,
@@ -52,6 +64,7 @@ from limpet.turns import Turn, is_inside
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
 
 SCAN_PAGE: Final = 500
+FIRST_READ: Final = 8
 UPDATE_ATTEMPTS: Final = 256
 UPDATE_TURN_S: Final = 2.0
 UPDATE_TURN_S_MAX: Final = 60.0
@@ -149,11 +162,17 @@ class Store:
 
     async def _matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
         engine = self._session.engine
-        for first in range(0, len(keys), SCAN_PAGE):
-            page = keys[first : first + SCAN_PAGE]
-            for entry in await self._session.retrying(functools.partial(engine.read, self.name, page)):
+        # A read ends at no number of bytes, so that how many keys it has follows from what those before it held.
+        first, count = 0, FIRST_READ
+        while first < len(keys):
+            page = keys[first : first + count]
+            found = await self._session.retrying(functools.partial(engine.read, self.name, page))
+            for entry in found:
                 if entry is not None and entry.stored is not None and where.matches(entry.stored):
                     yield entry
+            size_bytes = sum(entry.size_bytes for entry in found if entry is not None)
+            first += count
+            count = min(SCAN_PAGE, 4 * count, max(1, PAGE_BYTES * count // max(1, size_bytes)))
 
     async def index(self, field: str) -> bool:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
@@ -483,14 +502,7 @@ class Store:
 
     async def locks(self, prefix: str = "") -> list[LockInfo]:
         """The locks that are held now, with their holders."""
-        engine = self._session.engine
-        status = await self.status()
-        span: Span | None = prefix_span(prefix)
-        found: list[LockInfo] = []
-        while span is not None:
-            part = await self._session.retrying(lambda rest=span: engine.scan(self.name, rest, family="lock"))  # type: ignore[misc]
-            found += [lock_info(entry, status.now_ms) for entry in part.entries]
-            span = None if part.cursor is None else _span_after(span, part.cursor)
+        found, _ = await lock_page(self, prefix)
         return found
 
     # The log ------------------------------------------------------------------
@@ -567,6 +579,61 @@ async def take_turn(turn: Turn, attempt: int) -> None:
     lasts_s = min(UPDATE_TURN_S_MAX, UPDATE_TURN_S * 2.0 ** (attempt - 1))
     if not turn.join(lasts_s=lasts_s):
         await turn.wait()
+
+
+async def lock_page(
+    store: Store, prefix: str, *, after: str | None = None, limit: int | None = None
+) -> tuple[list[LockInfo], bool]:
+    """Locks that are held now, in the order of their names, and whether there are more."""
+    engine, status = store._session.engine, await store.status()
+    span: Span | None = _span_after(prefix_span(prefix), after)
+    found: list[LockInfo] = []
+    while span is not None and (limit is None or len(found) < limit):
+        count = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
+        scan = functools.partial(engine.scan, store.name, span, family="lock", limit=count)
+        part = await store._session.retrying(scan)
+        found += [lock_info(entry, status.now_ms) for entry in part.entries]
+        span = None if part.cursor is None else _span_after(span, part.cursor)
+    return found, span is not None
+
+
+async def latest_changes(store: Store, key: str, *, limit: int, before: int | None = None) -> tuple[list[Event], bool]:
+    """The latest changes of a key, those before a revision if one is given, and whether there may be older ones.
+
+    They come oldest first, and end after `PAGE_BYTES`. A log is read forwards only, so it is read backwards in steps:
+    the first is of a few revisions, and each later one four times as long.
+    """
+    span, status = key_span(key), await store.status()
+    prefix, floor = position_prefix(status, store.name), status.floor
+    stop, step = status.revision if before is None else min(before - 1, status.revision), 4
+    found: deque[Change] = deque()
+    size_bytes, has_more = 0, False
+    while stop > floor and len(found) <= limit and size_bytes <= PAGE_BYTES:
+        part: deque[Change] = deque()
+        after = start = max(floor, stop - step)
+        while after < stop:
+            try:
+                feed = await store._feed(after, span)
+            except Compacted as gone:
+                after = floor = start = stop if gone.oldest is None else gone.oldest
+                continue
+            part.extend(change for change in feed.changes if change.revision <= stop)
+            after = feed.head
+            has_more |= _drop_oldest(part, limit - len(found) + 1)
+        found.extendleft(reversed(part))
+        size_bytes = sum(change.entry.size_bytes for change in found)
+        stop, step = start, 4 * step
+    has_more |= _drop_oldest(found, limit) or stop > floor
+    return [event_of(change, prefix) for change in found], has_more
+
+
+def _drop_oldest(changes: deque[Change], most: int) -> bool:
+    """Keep the latest changes that make up a page. Whether one was dropped."""
+    kept = fit([change.entry.size_bytes for change in reversed(changes)][:most])
+    has_more = kept < len(changes)
+    while len(changes) > kept:
+        changes.popleft()
+    return has_more
 
 
 def _only(commit: Commit) -> Entry:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -88,8 +88,13 @@ class Line:
 async def serve(bounds: Bounds) -> AsyncIterator[Served]:
     connections, application = Connections(bounds), Application()
     config = uvicorn.Config(
-        application, http=connections.make, log_config=None, lifespan="off", ws="none", timeout_keep_alive=int(LONG_S)
-    )  # type: ignore[arg-type]
+        application,
+        http=cast(Any, connections.make),
+        log_config=None,
+        lifespan="off",
+        ws="none",
+        timeout_keep_alive=int(LONG_S),
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.ensure_future(server._serve([listener]))

@@ -611,6 +611,23 @@ async def test_a_filtered_scan_leaves_out_what_expired(store: limpet.Store, elap
     assert await matches(store, limpet.field("n") != 1) == []
 
 
+async def test_a_filter_is_of_bounded_size(store: limpet.Store) -> None:
+    """A test compares with up to 1,000 values, a filter has up to 32 tests, and more is InvalidValue."""
+    await put_all(store, {"a": {"field": 999}, "b": {"field": 1_000}})
+    assert await matches(store, field.in_(range(1_000))) == ["a"]
+    assert await matches(store, field.not_in(range(1_000))) == ["b"]
+    for build in (field.in_, field.not_in):
+        with pytest.raises(InvalidValue):
+            build(range(1_001))
+
+    where = field.exists()
+    for number in range(31):
+        where = where & (field != number)
+    assert await matches(store, where) == ["a", "b"]
+    with pytest.raises(InvalidValue):
+        where & field.exists()
+
+
 # Values without fields --------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ from limpet.faces.semantic_model import (
     semantics_of,
     shaped,
 )
+from limpet.keys import PAGE_BYTES
 from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
 from limpet.retry import jitter_s
 from limpet.store import Store, take_turn
@@ -224,13 +225,15 @@ class SemanticStore:
         if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
             raise InvalidField("limit", f"a page holds 1 to {PAGE_MAX:,} entries")
         found: list[Envelope] = []
+        size_bytes = 0
         async for entry in self.store.scan(check_prefix(prefix), after=after):
             envelope = envelope_of(entry)
             if purpose is not None and envelope.semantics.purpose != purpose:
                 continue
-            if len(found) == limit:
+            if len(found) == limit or size_bytes > PAGE_BYTES:
                 return Listing(found, found[-1].key)
             found.append(envelope)
+            size_bytes += entry.size_bytes
         return Listing(found, None)
 
     # Writing ------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from limpet.errors import Closed, PermissionDenied
@@ -99,6 +99,9 @@ class Exchange:
         try:
             self.caller = await caller_of(self.request, self._callers)
             return await self._endpoint.answer(self)
+        except ClientDisconnect:
+            # It left before it had said what it wants: no request, and nothing for the log to say of each.
+            raise
         except Exception as error:
             if not self._has_run:
                 self._desk.refused(self.caller, self.namespace, self._endpoint.answer.__name__, error)

@@ -45,6 +45,7 @@ from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import (
     AFTER,
+    BEFORE,
     CONDITIONS,
     EXPECTED_VERSION,
     FENCE,
@@ -145,9 +146,9 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint("GET", f"{SPACE}/keys", list_keys, _ok("KeysPage"), page),
         Endpoint("GET", f"{SPACE}/scan", scan, _ok("EntriesPage"), [*page, WHERE, VALUES]),
         Endpoint("POST", f"{SPACE}/scan", scan, _ok("EntriesPage"), [], requests.Scan),
-        Endpoint("GET", f"{SPACE}/history/{{key:key}}", history, _ok("Changes"), [LIMIT]),
+        Endpoint("GET", f"{SPACE}/history/{{key:key}}", history, _ok("Changes"), [LIMIT, BEFORE]),
         Endpoint("GET", f"{SPACE}/watch", watch, {200: Answered(None, ["text/event-stream"])}, resumed),
-        Endpoint("GET", f"{SPACE}/locks", list_locks, _ok("Locks"), [PREFIX]),
+        Endpoint("GET", f"{SPACE}/locks", list_locks, _ok("Locks"), page),
         Endpoint("POST", LOCKS, acquire_lock, {201: Answered("LockAnswer")}, [], requests.Lock),
         Endpoint("PUT", LOCKS, refresh_lock, done, [TOKEN], requests.Refresh),
         Endpoint("DELETE", LOCKS, release_lock, done, [TOKEN, TOKEN_QUERY]),
@@ -479,9 +480,7 @@ def make_app(
             *_routes(desk, callers, streams),
             *more_routes,
         ],
-        middleware=[
-            Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)
-        ],
+        middleware=[Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)],
         exception_handlers={HTTPException: _told_by_starlette},
     )
     app.router.redirect_slashes = False

@@ -125,7 +125,12 @@ _ANSWERS: Final[dict[str, Schema]] = {
         meta=_or_null(_OBJECT),
         value={},
     ),
-    "Changes": _members("Changes, oldest first.", changes=_list_of(_ref("Change")), truncated=_BOOLEAN),
+    "Changes": _members(
+        "The latest changes, oldest first. When `truncated`, give `cursor` as `before` for older ones.",
+        changes=_list_of(_ref("Change")),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_INTEGER),
+    ),
     "BatchAnswer": _members(
         "What a batch left, write by write.",
         revision=_INTEGER,
@@ -134,7 +139,12 @@ _ANSWERS: Final[dict[str, Schema]] = {
         replayed=_BOOLEAN,
     ),
     "LockDocument": _members("Who holds a lock.", name=_STRING, holder=_STRING, token=_INTEGER, remaining=_NUMBER),
-    "Locks": _members("The locks that are held.", locks=_list_of(_ref("LockDocument"))),
+    "Locks": _members(
+        "Locks that are held, in order. When `truncated`, give `cursor` as `after` to go on.",
+        locks=_list_of(_ref("LockDocument")),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
     "LockAnswer": _members("The fencing token.", token=_INTEGER),
     "OutcomeAnswer": _members(
         "Whether a request was applied, and what it left.",

@@ -18,10 +18,10 @@ from limpet.batch import Draft
 from limpet.codec import Fields
 from limpet.errors import InvalidValue
 from limpet.faces.semantic import Envelope, SemanticStore
-from limpet.keys import PAGE_MAX, Span, check_key, key_span, pattern_span, prefix_span
+from limpet.keys import PAGE_BYTES, PAGE_MAX, Span, check_key, fit, key_span, pattern_span, prefix_span
 from limpet.model import ABSENT, ANY, KEEP, Filter, Mark
 from limpet.server import requests
-from limpet.store import Store
+from limpet.store import Store, latest_changes, lock_page
 from limpet.wire import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
 
 __all__ = ["OPERATIONS", "Operation", "Reach", "Right"]
@@ -54,7 +54,8 @@ async def _delete(store: Store, asked: requests.Delete) -> Answer:
 
 async def _list(store: Store, asked: requests.List) -> Answer:
     page = await store.keys(asked.prefix, limit=asked.limit, after=asked.after)
-    return {"keys": page.keys, "count": page.count, "truncated": page.truncated}
+    keys = page.keys[: fit(map(len, page.keys))]
+    return {"keys": keys, "count": len(keys), "truncated": page.truncated or len(keys) < page.count}
 
 
 async def _entry(store: Store, asked: requests.Entry) -> Answer:
@@ -158,20 +159,26 @@ async def _scan(store: Store, asked: requests.Scan) -> Answer:
     where: Filter | None = None
     for test in asked.where:
         where = test.filter() if where is None else where & test.filter()
-    found = [entry async for entry in store.scan(asked.prefix, where=where, limit=asked.limit + 1, after=asked.after)]
-    page = found[: asked.limit]
-    return {
-        "entries": [entry_as_json(entry, with_value=asked.values) for entry in page],
-        "truncated": len(found) > asked.limit,
-        "cursor": page[-1].key if len(found) > asked.limit else None,
-    }
+    page: list[Answer] = []
+    size_bytes, cursor = 0, None
+    async for entry in store.scan(asked.prefix, where=where, limit=asked.limit + 1, after=asked.after):
+        if len(page) == asked.limit or size_bytes > PAGE_BYTES:
+            cursor = page[-1]["key"]
+            break
+        page.append(entry_as_json(entry, with_value=asked.values))
+        size_bytes += entry.size_bytes if asked.values else len(entry.key)
+    return {"entries": page, "truncated": cursor is not None, "cursor": cursor}
 
 
 async def _history(store: Store, asked: requests.History) -> Answer:
     if not 1 <= asked.limit <= HISTORY_MAX:
         raise InvalidValue(f"a history has 1 to {HISTORY_MAX:,} changes", path="$.limit")
-    changes = [event_as_json(event) async for event in store.history(asked.key)]
-    return {"changes": changes[-asked.limit :], "truncated": len(changes) > asked.limit}
+    changes, has_more = await latest_changes(store, asked.key, limit=asked.limit, before=asked.before)
+    return {
+        "changes": [event_as_json(change) for change in changes],
+        "truncated": has_more,
+        "cursor": changes[0].revision if has_more and changes else None,
+    }
 
 
 async def _lock(store: Store, asked: requests.Lock) -> Answer:
@@ -192,7 +199,14 @@ async def _unlock(store: Store, asked: requests.Unlock) -> Answer:
 
 
 async def _locks(store: Store, asked: requests.Locks) -> Answer:
-    return {"locks": [lock_as_json(lock) for lock in await store.locks(asked.prefix)]}
+    if not 1 <= asked.limit <= PAGE_MAX:
+        raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} locks", path="$.limit")
+    locks, has_more = await lock_page(store, asked.prefix, after=asked.after, limit=asked.limit)
+    return {
+        "locks": [lock_as_json(lock) for lock in locks],
+        "truncated": has_more,
+        "cursor": locks[-1].name if has_more and locks else None,
+    }
 
 
 async def _outcome(store: Store, asked: requests.Outcome) -> Answer:

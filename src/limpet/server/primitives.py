@@ -34,7 +34,7 @@ from limpet.errors import (
     Unavailable,
     ValueTooLarge,
 )
-from limpet.keys import PAGE_MAX, Span, key_span
+from limpet.keys import PAGE_MAX, Span, fit, key_span
 from limpet.model import (
     Add,
     Batch,
@@ -68,8 +68,8 @@ __all__ = ["LIMITS", "routes"]
 LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=nouns.KEYS_MAX, wait_s=25.0)
 """What one request may ask. A batch of the largest values fits into it."""
 
-REPLY_BYTES: Final = 4_000_000
-"""When a page is large enough to end. It may be larger by one value."""
+READ_BYTES_MAX: Final = 64_000_000
+"""How much one read may answer with. Its keys are read at one moment, so that it has no pages."""
 
 CHANGES_MAX: Final = 1_000
 
@@ -213,7 +213,16 @@ class _Counter:
     async def _do_read(self, store: Store, asked: Primitive) -> dict[str, Any]:
         what: wire.Read = asked.what
         keys = what.keys
-        found = await self._session.engine.read(store.name, keys, family=what.family) if keys else []
+        # Each key once: whoever repeats a large one would otherwise have it read, and sent, a thousand times.
+        once = list(dict.fromkeys(keys))
+        entries = await self._session.engine.read(store.name, once, family=what.family) if once else []
+        found = entries
+        if len(once) < len(keys):
+            by_key = dict(zip(once, entries, strict=True))
+            found = [by_key[key] for key in keys]
+        size_bytes = sum(entry.size_bytes for entry in found if entry is not None)
+        if size_bytes > READ_BYTES_MAX:
+            raise ValueTooLarge(keys[0], size_bytes=size_bytes, limit_bytes=READ_BYTES_MAX, what="the answer to a read")
         return {"answer": found}
 
     async def _scan(self, visit: _Visit, body: bytes) -> Any:
@@ -480,7 +489,7 @@ def _is_own(visit: _Visit, receipt: Entry) -> bool:
 
 def _short_slice(found: Slice) -> Slice:
     """As much of a slice as one answer holds."""
-    count = _that_fit([entry.size_bytes for entry in found.entries])
+    count = fit(entry.size_bytes for entry in found.entries)
     if count == len(found.entries):
         return found
     return Slice(found.entries[:count], found.entries[count - 1].key)
@@ -488,19 +497,10 @@ def _short_slice(found: Slice) -> Slice:
 
 def _short_feed(feed: Feed) -> Feed:
     """As much of the log as one answer holds."""
-    count = _that_fit([change.entry.size_bytes for change in feed.changes])
+    count = fit(change.entry.size_bytes for change in feed.changes)
     if count == len(feed.changes):
         return feed
     return Feed(feed.changes[:count], feed.changes[count - 1].revision, feed.before)
-
-
-def _that_fit(sizes_bytes: Sequence[int]) -> int:
-    total_bytes = 0
-    for number, size_bytes in enumerate(sizes_bytes, 1):
-        total_bytes += size_bytes
-        if total_bytes > REPLY_BYTES:
-            return number
-    return len(sizes_bytes)
 
 
 # HTTP ---------------------------------------------------------------------------

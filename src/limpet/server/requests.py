@@ -259,6 +259,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.op in ("in", "not_in"):
             if not isinstance(self.value, list):
                 raise InvalidValue(f"{self.op} takes a list of values", path="$.where")
+            # Lazily: what is too many is refused before it is all decoded.
             return (field.in_ if self.op == "in" else field.not_in)(map(field_of, self.value))
         compare: Callable[[Any, Any], Filter] = getattr(operator, self.op)
         return compare(field, field_of(self.value))
@@ -279,6 +280,7 @@ class History(Strict, frozen=True, kw_only=True):
 
     key: str
     limit: int = 100
+    before: Int64 | None = None
 
 
 class Watch(Strict, frozen=True, kw_only=True):
@@ -329,6 +331,8 @@ class Locks(Strict, frozen=True, kw_only=True):
     """Who holds what."""
 
     prefix: str = ""
+    limit: int = 1_000
+    after: str | None = None
 
 
 class Outcome(Strict, frozen=True, kw_only=True):

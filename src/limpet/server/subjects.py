@@ -59,7 +59,9 @@ CALLERS_MAX: Final = 10_000
 COMPLAIN_S: Final = 1.0
 
 _WAITING: Final = "limpet-lock-wait"
-_PAGES: Final = ("list", "scan", "kv_list")
+_PAGES: Final = {"list": "keys", "scan": "entries", "kv_list": "entries", "history": "changes", "locks": "locks"}
+"""Answers that may end early, and what they list."""
+_NAMED: Final = {"locks": "name"}
 _AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status", "kv_list"})
 
 
@@ -394,14 +396,18 @@ class Subjects:
         body = _encode({"success": True, **answer})
         limit_bytes = self._connection.max_payload
         while len(body) > limit_bytes:
-            held = answer.get("keys" if name == "list" else "entries") if name in _PAGES else None
+            listed = _PAGES.get(name, "")
+            held = answer.get(listed)
             if not held or len(held) == 1:
                 raise ValueTooLarge(name, size_bytes=len(body), limit_bytes=limit_bytes, what="the reply")
-            kept = held[: max(1, len(held) * limit_bytes // (len(body) + len(body) // 8))]
+            count = max(1, len(held) * limit_bytes // (len(body) + len(body) // 8))
+            # Of a history the latest are kept, and it goes on with older ones.
+            kept = held[-count:] if name == "history" else held[:count]
+            answer = {listed: kept, "truncated": True}
             if name == "list":
-                answer = {"keys": kept, "count": len(kept), "truncated": True}
+                answer["count"] = len(kept)
             else:
-                answer = {"entries": kept, "truncated": True, "cursor": kept[-1]["key"]}
+                answer["cursor"] = kept[0]["revision"] if name == "history" else kept[-1][_NAMED.get(name, "key")]
             body = _encode({"success": True, **answer})
         return body
 
