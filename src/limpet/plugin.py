@@ -20,12 +20,14 @@ from typing import Any, Final, NamedTuple, Self
 import msgspec
 
 from limpet import errors
-from limpet.batch import Fence
-from limpet.codec import encode_field
+from limpet.batch import Fence, as_fields
+from limpet.checks import check_number
+from limpet.clock import check_wait
+from limpet.codec import DEPTH_MAX, encode_field
 from limpet.codes import CODES
 from limpet.engine import new_request_id
 from limpet.errors import Ambiguous, InvalidTTL, InvalidValue, LimpetError, LockExpired, LockHeld, LockLost, Unavailable
-from limpet.keys import check_namespace
+from limpet.keys import check_key, check_namespace, check_text
 from limpet.retry import pause_s
 from limpet.wire import field_of, plain
 
@@ -107,10 +109,13 @@ class PluginClient:
         list_timeout: float = 0.5,
         attempts: int = 3,
     ) -> None:
-        if attempts < 1:
+        if check_number(attempts, "attempts") < 1:
             raise InvalidValue("a client asks at least once")
         self.plugin = check_namespace(plugin)
-        self.kv = PluginKV(_Line(nats, f"{prefix}.{plugin}", timeout, list_timeout, attempts))
+        subject = f"{check_text(prefix, 'a prefix')}.{self.plugin}"
+        self.kv = PluginKV(
+            _Line(nats, subject, check_wait(timeout, "timeout"), check_wait(list_timeout, "list_timeout"), attempts)
+        )
 
     def __repr__(self) -> str:
         return f"PluginClient({self.plugin!r})"
@@ -142,7 +147,7 @@ class _Line:
     async def _ask(
         self, name: str, members: Mapping[str, Any], timeout_s: float, request_id: str | None
     ) -> dict[str, Any]:
-        body = msgspec.json.encode({member: value for member, value in members.items() if value is not None})
+        body = _body(members)
         may_be_applied = False
         for attempt in range(1, self._attempts + 1):
             if attempt > 1:
@@ -170,7 +175,7 @@ class _Line:
 
     async def publish(self, name: str, members: Mapping[str, Any], reply: str = "") -> None:
         """Say something that is not answered, or whose answer goes elsewhere."""
-        body = msgspec.json.encode({member: value for member, value in members.items() if value is not None})
+        body = _body(members)
         await self.nats.publish(f"{self._subject}.{name}", body, reply=reply)
 
 
@@ -280,7 +285,9 @@ class PluginKV:
         fence: PluginLock | Fence | None = None,
     ) -> Stamp:
         """Write some fields of a record and leave the others."""
-        given = {name: _encoded_field(field) for name, field in fields.items()}
+        given = {name: _encoded_field(field) for name, field in as_fields(fields).items()}
+        if isinstance(unset, str):
+            raise InvalidValue("unset is a list of names, such as ['state'], not one name")
         asked = {"key": key, "set": given, "unset": [*unset], "if_exists": if_exists, "fence": _fence(fence)}
         return _stamp(await self._line.write("fields", asked))
 
@@ -300,6 +307,9 @@ class PluginKV:
 
         Returns the answer: ``revision``, ``entries`` and ``taken`` in the order of the writes.
         """
+        for one in (*writes, *guards):
+            if not isinstance(one, Mapping):
+                raise InvalidValue(f"writes and guards are documents, not something of type {type(one).__name__}")
         encoded = [
             {name: _encoded(given) if name == "value" else given for name, given in write.items()} for write in writes
         ]
@@ -414,13 +424,13 @@ class PluginLock:
     def __init__(self, line: _Line, name: str, ttl: int, wait: float) -> None:
         if type(ttl) is not int or ttl < 1:
             raise InvalidTTL("of a lock is a whole number of seconds, at least one")
-        self.name = name
+        self.name = check_key(name)
         self.token: int | None = None
         self.lost = False
         self._is_held = False
         self._line = line
         self._ttl = ttl
-        self._wait_s = wait
+        self._wait_s = check_wait(wait, "how long to wait for a lock")
         # Whoever asks twice, because the first answer was not heard, recognizes itself by this.
         self._holder = f"{line._subject.rpartition('.')[2]}:{uuid.uuid4().hex[:12]}"
         self._renewal: asyncio.Task[None] | None = None
@@ -531,6 +541,34 @@ class PluginLock:
 # What goes out and what comes back --------------------------------------------
 
 
+def _body(members: Mapping[str, Any]) -> bytes:
+    """A request. Members that are None are left out."""
+    given = {name: member for name, member in members.items() if member is not None}
+    for name, member in given.items():
+        _check_member(name, member, 1)
+    return msgspec.json.encode(given)
+
+
+def _check_member(name: str, member: Any, depth: int) -> None:
+    """Refuse what the encoder would turn into something else, such as bytes into text, or could not encode."""
+    kind = type(member)
+    if depth > DEPTH_MAX:
+        raise InvalidValue(f"{name} is nested deeper than {DEPTH_MAX}")
+    if kind is dict:
+        for inner, item in member.items():
+            if type(inner) is not str:
+                raise InvalidValue(f"a name in {name} is of type {type(inner).__name__}, not str")
+            _check_member(name, inner, depth + 1)
+            _check_member(name, item, depth + 1)
+    elif kind in (list, tuple):
+        for item in member:
+            _check_member(name, item, depth + 1)
+    elif kind is not msgspec.Raw:
+        if kind not in (str, int, float, bool, type(None)):
+            raise InvalidValue(f"{name} cannot be of type {kind.__name__}")
+        encode_field(member, name)
+
+
 def _encoded(value: Any) -> msgspec.Raw:
     """A value as JSON, checked: the encoder alone would turn NaN into null and sets into lists."""
     encoded = encode_field(value)
@@ -544,7 +582,7 @@ def _encoded_field(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    looks_special = isinstance(value, dict) and len(value) == 1 and next(iter(value)).startswith("$")
+    looks_special = isinstance(value, dict) and len(value) == 1 and str(next(iter(value))).startswith("$")
     return {"$json": _encoded(value)} if looks_special else _encoded(value)
 
 
@@ -552,7 +590,11 @@ def _fence(fence: PluginLock | Fence | None) -> dict[str, Any] | None:
     if fence is None:
         return None
     held = fence.fence if isinstance(fence, PluginLock) else fence
-    return {"name": held.name, "token": held.token}
+    if not isinstance(held, Fence):
+        raise InvalidValue(
+            f"a write is fenced by a lock or a limpet.Fence, not by something of type {type(held).__name__}"
+        )
+    return {"name": check_key(held.name), "token": check_number(held.token, "a fencing token")}
 
 
 def _stamp(answer: dict[str, Any]) -> Stamp:

@@ -441,3 +441,78 @@ def test_a_write_makes_it(run: Limpet, file: Path, words: str) -> None:
     assert run(*words.split()).exit_code == 0
 
     assert file.exists()
+
+
+# Odd arguments ----------------------------------------------------------------
+
+ODD = [
+    "",
+    " ",
+    "\0",
+    "\udcff",
+    "-1",
+    "0",
+    "1.5",
+    "nan",
+    "inf",
+    "1e999",
+    "9" * 30,
+    "9" * 5000,
+    "x" * 2000,
+    "[",
+    "{}",
+    "=",
+    "@",
+]
+COMMANDS = [
+    "get {}",
+    "get k -n {}",
+    "put {} 1",
+    "put k {}",
+    "put k 1 --ttl {}",
+    "put k 1 --if-version {}",
+    "put k 1 --if-revision {}",
+    "put k 1 --request-id {}",
+    "del {}",
+    "ls {}",
+    "ls --limit {}",
+    "ls --after {}",
+    "ls --where {}",
+    "ls --where a={}",
+    "incr {}",
+    "incr n {}",
+    "field get {}",
+    "field get r {}",
+    "field set r {}",
+    "field set r a={}",
+    "history {}",
+    "index {}",
+    "call {}",
+    "call get {}",
+    "audit verify --anchor {}",
+    "audit prune --before {}",
+    "audit show {}",
+    "deadletters show {}",
+]
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_odd_arguments_end_in_words_and_not_in_a_traceback(
+    words: str, run: Limpet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIMPET_AUDIT_KEYS", "1:" + "00" * 32)
+    run("put", "k", "1")
+    found = []
+    for odd in ODD:
+        result = run(*(odd if word == "{}" else word.replace("{}", odd) for word in words.split(" ")))
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            found.append(f"{odd[:20]!a}: {result.exception!r}"[:200])
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("token", ["", "x", "9" * 5000, "\u0663"])
+def test_an_odd_fencing_token_is_told(token: str, run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIMPET_LOCK", "job")
+    monkeypatch.setenv("LIMPET_FENCING_TOKEN", token)
+
+    assert run("put", "k", "1", "--fenced").exit_code == 2

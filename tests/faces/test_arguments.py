@@ -1,10 +1,11 @@
-"""Odd arguments of the faces: each function succeeds, or raises an error of ours or a TypeError, and changes nothing."""
+"""Odd arguments of the faces: a function succeeds, or raises an error of ours or a TypeError and changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import Any, Final
 
 import pytest
@@ -122,6 +123,8 @@ async def test_state_that_agents_share() -> None:
     assert not found, listed(found)
 
 
+NO_PAUSES: Final = semantic.RetryPolicy(conflict_pauses_s=(), transient_attempts=1)
+
 GOOD: Final = {
     "tenant": "a",
     "project": "b",
@@ -133,15 +136,15 @@ GOOD: Final = {
     "semantics": SEMANTICS,
     "items": [{"op": "put", "key": KEY, "value": {}, "semantics": SEMANTICS}],
     "change": lambda value: {"a": 2},
-    "before": 0,
+    "before": timedelta(days=1),
 }
 
 
 async def test_semantic_entries(store: limpet.Store) -> None:
-    entries = semantic.SemanticStore(store, audit=Audit(bytes(32)))
+    entries = semantic.SemanticStore(store, audit=Audit(bytes(32)), policy=NO_PAUSES)
     await entries.kv_put(KEY, {"a": 1}, writer="agent:directive", semantics=SEMANTICS)
 
-    found = await failures(store, verbs(entries, "wait_until_available", "seal"), GOOD)
+    found = await failures(store, verbs(entries, "wait_until_available", "seal", "watch"), GOOD)
 
     assert not found, listed(found)
 
@@ -157,7 +160,7 @@ async def test_dead_letters(store: limpet.Store) -> None:
 def test_semantic_entries_without_await() -> None:
     found: list[str] = []
     with sync.open("memory:", sweep=False) as store:
-        entries = blocking.SemanticStore(store)
+        entries = blocking.SemanticStore(store, policy=NO_PAUSES)
         for name, method in verbs(entries, "close", "wait_until_available", "seal", "watch").items():
             for parameter, odd, arguments in calls(method, GOOD):
                 try:

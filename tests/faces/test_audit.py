@@ -11,12 +11,14 @@ import random
 import re
 import sqlite3
 from collections.abc import AsyncIterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import limpet
+from limpet.codec import encode_field
 from limpet.conformance.support import count, fail
 from limpet.errors import Corrupt
 from limpet.faces import sealing
@@ -24,6 +26,7 @@ from limpet.faces.audit import Keys
 from limpet.faces.sealing import rows_of, seal, verify
 from limpet.faces.semantic import Audit, Delete, Put, Semantics, SemanticStore, VersionConflict
 from limpet.model import FAMILIES
+from limpet.model import Delete as Remove
 from limpet.model import Put as Write
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.semantics import CHECKPOINT, KEY, SECRET, WRITER, audit, lock_of
@@ -275,6 +278,9 @@ async def test_a_row_is_sealed_by_itself_within_five_seconds(store: limpet.Store
                 await asyncio.sleep(0.05)
         # Nothing waits but the sealer's own turn, which is two seconds.
         assert asyncio.get_running_loop().time() - began < 5
+        async with asyncio.timeout(PATIENCE_S):
+            while await store.locks():  # noqa: ASYNC110 - nor does it tell when it has finished
+                await asyncio.sleep(0.05)
     before = (await store.status()).revision
     async with SemanticStore(store, audit=audit()):
         await asyncio.sleep(0.05)
@@ -409,6 +415,81 @@ async def test_an_older_state_of_all_of_it_is_found_by_an_anchor(tmp_path: Path)
         for wrong in ("", "x@y", "12"):
             with pytest.raises(limpet.errors.InvalidValue):
                 await kept.verify(anchor=wrong)
+
+
+async def test_a_row_taken_out_with_the_help_of_an_older_copy_is_found(
+    store: limpet.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Signed parts of an older state fit each other: only who knows the newer one can tell that a row is gone."""
+    kept = SemanticStore(store, audit=audit())
+    await put(kept, {"n": 1}, f"{START}first")
+    await kept.seal()
+    copies = [entry for entry in await audit_entries(store, "chain") if entry is not None]
+    await put(kept, {"n": 2}, f"{START}victim", writer="villain:theft")
+    await put(kept, {"n": 3}, f"{START}third")
+    await put(kept, {"n": 4}, f"{START}fourth")
+    await kept.seal()
+    anchor = (await kept.verify()).anchor
+    assert anchor.startswith("4@")
+
+    # Whoever did row 2 has the database, the older end of the chain, and no key.
+    links = [one for one in await audit_entries(store, *(f"sealed/{seq:016}" for seq in (2, 3, 4))) if one is not None]
+    attack = store.batch().delete(f"{START}victim").include(Remove(f"head/{START}victim", family="audit"))
+    for one in links:
+        attack.include(Remove(one.key, family="audit"))
+    for one in links[1:]:
+        row = one.value["row"]
+        attack.include(Write(f"new/{row['key']}/{row['n']:010}", encode_field(row), family="audit"))
+    for one in copies:
+        assert one.stored is not None
+        attack.include(Write(one.key, one.stored, family="audit"))
+    await attack.commit()
+
+    # One that knows of nothing seals what is there, and finds it sound.
+    restarted = SemanticStore(store, audit=audit())
+    if restarted.store.traits.engine == "sqlite":
+        # Also if the chain has become longer than it was.
+        await put(restarted, {"n": 5}, f"{START}fifth")
+        await put(restarted, {"n": 6}, f"{START}sixth")
+    await restarted.seal()
+    assert (await restarted.verify()).is_sound
+    assert "rolled_back" in {problem.kind for problem in (await restarted.verify(anchor=anchor)).problems}
+
+    # One that was there refuses to go on, says so, and so does one that was given the anchor.
+    for witness in (kept, SemanticStore(store, audit=audit(), anchor=anchor)):
+        caplog.clear()
+        await put(restarted, {"n": 7}, f"{START}next")
+        with pytest.raises(Corrupt, match=r"went back.*4@"):
+            await witness.seal()
+        assert [record.event for record in caplog.records if record.levelname == "ERROR"] == ["auditRolledBack"]  # type: ignore[attr-defined]
+        assert "rolled_back" in {problem.kind for problem in (await witness.verify()).problems}
+
+
+async def test_the_end_of_the_chain_is_logged(store: limpet.Store, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="limpet.semantic")
+    kept = SemanticStore(store, audit=audit())
+    await put(kept, {"n": 1})
+    await kept.seal()
+
+    logged = [record.anchor for record in caplog.records if getattr(record, "event", "") == "auditAnchor"]  # type: ignore[attr-defined]
+
+    assert logged == [(await kept.verify()).anchor]
+
+
+async def test_a_sealer_goes_on_over_what_others_sealed_and_pruned(store: limpet.Store) -> None:
+    kept, other = SemanticStore(store, audit=audit()), SemanticStore(store, audit=audit())
+    for number in range(6):
+        await put(kept, {"n": number})
+        await (kept if number % 3 == 0 else other).seal()
+        if number % 2:
+            await other.prune(before=timedelta(days=-1))
+
+    assert await kept.seal() == 0
+    assert (await kept.verify()).is_sound
+
+
+async def audit_entries(store: limpet.Store, *keys: str) -> list[limpet.Entry | None]:
+    return await store._session.engine.read(store.name, keys, family="audit")
 
 
 def content_of(file: Path) -> bytes:

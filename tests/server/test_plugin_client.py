@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import math
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 import limpet
 from limpet import errors
+from limpet.conformance.oddities import ODD, calls, shown
 from limpet.plugin import PluginKV, error_of
 from limpet.server.replies import reply_of
 from tests.server.subjects_support import PATIENCE_S, Plugins, connected, eventually
@@ -481,3 +484,54 @@ def test_a_client_shows_whose_it_is() -> None:
     assert (repr(client), repr(client.kv.lock("n", 1))) == ("PluginClient('trivia')", "PluginLock('n', free)")
     with pytest.raises(errors.InvalidValue):
         limpet.PluginClient(None, "trivia", attempts=0)
+
+
+# Odd arguments ----------------------------------------------------------------
+
+
+GOOD: dict[str, Any] = {
+    "key": "k",
+    "value": 1,
+    "request_id": "r",
+    "ttl": 60,
+    "fields": {"a": 1},
+    "field": "a",
+    "expected": 1,
+    "new": 2,
+    "writes": [{"op": "put", "key": "k", "value": 1}],
+    "name": "lock",
+}
+
+
+async def test_odd_arguments_are_refused_by_an_error_of_ours(sqlite_nats: Plugins, kv: PluginKV) -> None:
+    """What the encoder would turn into something else, such as bytes into text, is refused as well."""
+    found: list[str] = []
+    for verb, method in inspect.getmembers(kv, inspect.ismethod):
+        if verb.startswith("_") or verb == "watch":
+            continue
+        # An answer takes a while, so of those that a server refuses, some are asked.
+        for parameter, odd, arguments in calls(method, GOOD, ODD[::3]):
+            try:
+                made = method(*arguments.args, **arguments.kwargs)
+                if inspect.isawaitable(made):
+                    await made
+                elif isinstance(made, AsyncIterator):
+                    _ = [item async for item in made]
+                else:
+                    await made.acquire()
+                    await made.release()
+            except (errors.LimpetError, TypeError):
+                pass
+            except Exception as error:
+                found.append(f"{verb}({parameter}={shown(odd)}): {type(error).__name__}: {error}")
+    assert not found, "\n".join(found)
+
+    with pytest.raises(errors.InvalidValue):
+        await kv.get(b"bytes")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["timeout", "list_timeout", "attempts", "prefix", "plugin"])
+def test_odd_options_of_a_client_are_refused(option: str) -> None:
+    for odd in (None, True, -1, math.nan, "\ud800", "", [], b"x", object()):
+        with contextlib.suppress(errors.LimpetError, TypeError):
+            limpet.PluginClient(None, **{"plugin": "trivia", option: odd})  # type: ignore[arg-type]

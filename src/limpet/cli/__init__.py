@@ -7,6 +7,7 @@ wrong is told by the exit code as well, so that scripts need not read messages.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -634,7 +635,7 @@ def _fence(fenced: bool) -> limpet.Fence | None:
     if not fenced:
         return None
     name, token = os.environ.get("LIMPET_LOCK"), os.environ.get("LIMPET_FENCING_TOKEN", "")
-    if not name or not token.isdecimal():
+    if not name or not re.fullmatch(r"[0-9]{1,18}", token):
         raise click.UsageError(
             "--fenced works in a command that 'limpet lock NAME -- COMMAND' runs: "
             "LIMPET_LOCK and LIMPET_FENCING_TOKEN are not set"

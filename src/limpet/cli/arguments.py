@@ -139,7 +139,7 @@ def duration(text: str) -> float:
 
 def position(text: str) -> str | int:
     """The position of an event, or a revision."""
-    return int(text) if text.isdecimal() else text
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else text
 
 
 # Values -----------------------------------------------------------------------

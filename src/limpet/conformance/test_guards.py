@@ -13,7 +13,7 @@ import pytest
 
 import limpet
 from limpet.conformance.support import next_event
-from limpet.errors import Conflict, InvalidValue
+from limpet.errors import Conflict, InvalidValue, LockLost
 
 if TYPE_CHECKING:
     from limpet.conformance.conftest import Elapse
@@ -780,3 +780,37 @@ async def test_a_version_or_revision_is_an_integer(store: limpet.Store, kind: An
         await store.put("key", 2, expect=kind(number))
 
     assert await store.entry("key") == before
+
+
+# Numbers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [-1, 2**63, 10**30, True, 1.0, "1", None])
+async def test_a_number_that_no_engine_can_hold_is_refused(store: limpet.Store, number: Any) -> None:
+    """A version, a revision or a fencing token is an integer from 0 to 2^63-1; anything else is InvalidValue."""
+    for guard in (limpet.Version(number), limpet.Revision(number)):
+        with pytest.raises(InvalidValue):
+            await store.put("k", 1, expect=guard)
+    with pytest.raises(InvalidValue):
+        await store.put("k", 1, fence=limpet.Fence("lock", number))
+    with pytest.raises(InvalidValue):
+        store.batch().fence(limpet.Fence("lock", number))
+    if number is not None:
+        with pytest.raises(InvalidValue):
+            store.lock("lock", ttl=60, token=number)
+
+    assert await store.get("k") is None
+
+
+@pytest.mark.parametrize("number", [0, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1])
+async def test_a_number_that_no_entry_has_is_a_conflict(store: limpet.Store, number: int) -> None:
+    """A version, a revision or a fencing token is an integer from 0 to 2^63-1; anything else is InvalidValue."""
+    await store.put("k", 1)
+
+    for guard in (limpet.Version(number), limpet.Revision(number)):
+        with pytest.raises(Conflict):
+            await store.put("k", 2, expect=guard)
+    with pytest.raises(LockLost):
+        await store.put("k", 2, fence=limpet.Fence("lock", number))
+
+    assert await store.get("k") == 1

@@ -309,18 +309,20 @@ class HttpEngine(Gathering):
             # It is alone then.
             key, limit_bytes = _first_key(batches[0]), self._limits.request_bytes
             return [ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes, what="the request")]
+        request = self._request(namespace, "commit", wire.Commits([msgspec.Raw(body) for _, body in part]))
         try:
-            content = await self._send(
-                self._request(namespace, "commit", wire.Commits([msgspec.Raw(body) for _, body in part]))
-            )
+            content = await self._send(request)
         except _Lost as lost:
             return [self._unknown(_name(batch), since, lost.__cause__) for batch in batches]
         except LimpetError as error:
             return [error] * len(batches)
+        except Exception as error:
+            # Not what the driver should raise. It may have been sent.
+            return [self._unknown(_name(batch), since, error) for batch in batches]
         try:
             answers = wire.decode(content, wire.Outcomes)
             found = [wire.decode_outcome(answer, batch) for batch, answer in zip(batches, answers, strict=True)]
-        except (InvalidValue, ValueError) as error:
+        except Exception as error:
             # An answer that nobody understands is as good as none.
             return [self._unknown(_name(batch), since, error) for batch in batches]
         outcomes = [self._outcome(batch, one, since) for batch, one in zip(batches, found, strict=True)]

@@ -465,22 +465,26 @@ class PostgresEngine(Remote):
         """Let the server decide and write a group, in one round trip."""
         name = new_request_id()
         place = (namespace, self._channel, name)
-        rows: Sequence[Any] | None = None
-        outcomes: Sequence[Commit | Refusal]
+        # All that may fail because of what is in a batch comes before anything is sent.
+        # In a transaction nothing could follow when the server has something against the short way.
+        is_short = puts is not None and namespace in self._latest and not self._has_odd_defaults
+        parameters = _put_parameters(group, puts) if puts is not None and is_short else _asked_columns(group)
+        is_sent = False
+        outcomes: Sequence[Commit | Refusal] | None = None
         try:
             async with self._statement() as connection:
-                # The first that is written of a namespace takes the longer way, and so does the first from here. In a
-                # transaction nothing could follow when the server has something against it.
-                if puts is not None and namespace in self._latest and not self._has_odd_defaults:
-                    rows = await self._put_all(connection, place, group, puts)
-                if puts is not None and rows is not None:
-                    outcomes = _put_outcomes(group, puts, rows)
-                else:
+                is_sent = True
+                # The first that is written of a namespace takes the longer way, and so does the first from here.
+                if puts is not None and is_short:
+                    outcomes = await self._put_all(connection, place, group, puts, parameters)
+                    parameters = _asked_columns(group) if outcomes is None else ()
+                if outcomes is None:
                     seen_ms = self._seen_ms.get(namespace, 0)
-                    rows = await connection.fetch(self._sql(_COMMIT), *place, *_asked_columns(group), seen_ms)
+                    rows = await connection.fetch(self._sql(_COMMIT), *place, *parameters, seen_ms)
                     outcomes = _outcomes(group, rows)
         except Exception as error:
-            if rows is not None or _is_lost(error):
+            is_strange = is_sent and not isinstance(error, asyncpg.PostgresError | LimpetError)
+            if is_strange or _is_lost(error):
                 # The statement was sent, and what became of it is not known, or cannot be understood.
                 names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
                 return [self._unknown(request_id, since, error) for request_id in names]
@@ -492,20 +496,22 @@ class PostgresEngine(Remote):
         return outcomes
 
     async def _put_all(
-        self, connection: Any, place: tuple[str, str, str], group: list[Ticket], puts: list[Put]
-    ) -> Sequence[Any] | None:
-        """The same for a group of plain puts: rows; None when the server has something against it."""
-        sql, parameters = (
-            (_PUT, _put_columns(group, puts)) if len(puts) > 1 else (_PUT_ONE, _put_row(group[0], puts[0]))
-        )
+        self,
+        connection: Any,
+        place: tuple[str, str, str],
+        group: list[Ticket],
+        puts: list[Put],
+        parameters: Iterable[object],
+    ) -> Sequence[Commit] | None:
+        """The same for a group of plain puts; None when the server has something against it."""
         try:
-            seen_ms = self._seen_ms.get(place[0], 0)
-            rows: Sequence[Any] = await connection.fetch(self._sql(sql), *place, *parameters, seen_ms)
+            sql, seen_ms = self._sql(_PUT if len(puts) > 1 else _PUT_ONE), self._seen_ms.get(place[0], 0)
+            rows = await connection.fetch(sql, *place, *parameters, seen_ms)
         except asyncpg.PostgresError as error:
             if error.sqlstate == _NOT_FOR_PUT:
                 return None
             raise
-        return rows
+        return _put_outcomes(group, puts, rows)
 
     async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Decide a group here, while its transaction holds the namespace."""
@@ -883,6 +889,11 @@ def _plain_puts(group: list[Ticket]) -> list[Put] | None:
             puts.append(write)
     is_distinct = len(puts) == 1 or len({(put.family, put.key) for put in puts}) == len(puts)
     return puts if is_distinct else None
+
+
+def _put_parameters(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
+    """Puts as the server's function for many, or for a single one, takes them."""
+    return _put_columns(group, puts) if len(puts) > 1 else _put_row(group[0], puts[0])
 
 
 def _put_row(ticket: Ticket, put: Put) -> Iterable[object]:

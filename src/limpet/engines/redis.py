@@ -502,7 +502,7 @@ class RedisEngine(Remote):
         """What the server answers to a group."""
         seen = self._latest.get(namespace, 0)
         while True:
-            sent = False
+            sent, answer = False, None
             try:
                 async with self._connection() as line:
                     server = self._servers[line]
@@ -511,7 +511,7 @@ class RedisEngine(Remote):
                     if answer[0] in (b"ok", b"put") and self._replicas:
                         await self._await_replicas(line)
             except Exception as error:
-                if sent and self._is_lost(error):
+                if answer is not None or (sent and self._is_lost(error)):
                     raise _Lost from error
                 raise self._translated(error) from error
             if answer[0] == b"late":

@@ -540,7 +540,11 @@ class SqliteEngine:
                 raise self._translated(error) from error
             # An I/O error here leaves it open: recovery may find the commit in the WAL.
             return [self._unknown(ticket, work.first_revisions[ticket.namespace], error) for ticket in group]
-        self._cache = self._cache_after(cache, work)
+        # It is done. Whatever goes wrong from here on must not be taken for a commit that failed.
+        try:
+            self._cache = self._cache_after(cache, work)
+        except Exception:
+            self._cache = None
         for namespace in work.news:
             self._bell.ring(namespace)
         return outcomes

@@ -46,6 +46,7 @@ class SemanticStore(Face):
         store: sync.Store,
         *,
         audit: Audit | None = None,
+        anchor: str | None = None,
         clock: Clock | None = None,
         policy: RetryPolicy | None = None,
         dead_letters: DeadLetters | None = None,
@@ -58,6 +59,7 @@ class SemanticStore(Face):
         twin = _semantic.SemanticStore(
             store._twin,
             audit=audit,
+            anchor=anchor,
             clock=clock,
             policy=policy,
             dead_letters=None if dead_letters is None else dead_letters._twin,

@@ -1,11 +1,15 @@
 """Sealing the audit trail, verifying it, and pruning it.
 
 One sealer at a time, holding a fenced lock, takes the rows that are new, in the order of their revisions, and makes
-them links of one chain. From then on a row can neither be changed, nor removed, nor moved, without a trace. What is
-not sealed yet is signed, and counted by the head of its key; a verification tells how much of it there is.
+them links of one chain. From then on a row cannot be changed, removed or moved without a verification finding it, but
+for one way: whoever can write the database and has an older copy of it can put back the older end of the chain, with
+the heads of some keys, and leave out rows that came after it. Nothing in the database shows that.
 
-Whoever can write the database can still put back an older state of all of it. Keeping the anchor that a verification
-gives somewhere else, and handing it to the next, shows that too.
+What is outside of it does. An anchor is the end of the chain at some moment. A sealer remembers the latest that it saw
+for as long as it runs, refuses to seal a chain that no longer goes through it, and logs it, so that it can be handed to
+a verification after a restart.
+
+What is not sealed yet is signed, and counted by the head of its key; a verification tells how much of it there is.
 
 Pruning removes the oldest links, some in each commit, and leaves in the same commit what a verification needs to go on
 from there, signed: the last link that was removed, and the last row of each key that had one. So the trail is sound
@@ -17,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import datetime, timedelta
 from typing import Any, Final, Literal, ParamSpec, TypeVar
@@ -51,12 +56,15 @@ LOCK_TTL_S: Final = 5.0
 """After how long another goes on where a sealer crashed."""
 SEAL_S: Final = 2.0
 """How often the sealer looks. With that, a row is sealed within five seconds."""
+ANCHOR_S: Final = 60.0
+"""How often the sealer logs the end of a chain that grows."""
 ROWS_MAX: Final = 60
 STEPS_MAX: Final = 8
 PROBLEMS_MAX: Final = 1000
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 # Reading families beside the data ---------------------------------------------------
@@ -214,12 +222,24 @@ async def record_expiries(store: Store, audit: Audit) -> int:
 
 
 class Sealer:
-    """Seals the trail of a namespace in the background, and tells of what expired."""
+    """Seals the trail of a namespace in the background, and tells of what expired.
 
-    def __init__(self, store: Store, audit: Audit) -> None:
+    It remembers the end of the chain as it last saw it, and seals nothing once the chain does not go through that any
+    more: somebody has put back an older state.
+
+    Args:
+        store: The namespace.
+        audit: With the keys that sign.
+        anchor: What an earlier sealer, or a verification, knew last.
+    """
+
+    def __init__(self, store: Store, audit: Audit, *, anchor: str | None = None) -> None:
         self._store = store
         self._audit = audit
         self._task: asyncio.Task[None] | None = None
+        self._seen = _parsed(anchor)
+        self._logged: _Anchor | None = None
+        self._logged_at = -ANCHOR_S
 
     def start(self) -> None:
         """Begin, on the running loop."""
@@ -235,12 +255,66 @@ class Sealer:
             await asyncio.gather(task, return_exceptions=True)
 
     async def turn(self) -> int:
-        """Do what there is to do now. Returns how many rows were sealed."""
+        """Do what there is to do now. Returns how many rows were sealed.
+
+        Raises:
+            Corrupt: The chain does not go through what this sealer saw earlier. Nothing was sealed.
+        """
+        await self._look()
         await record_expiries(self._store, self._audit)
         # The lock is asked for only when there is something to seal: it would fill the log of an idle namespace.
         async for _ in _scan(self._store, "new/", "audit", values=False):
-            return await seal(self._store, self._audit)
+            sealed = await seal(self._store, self._audit)
+            await self._look()
+            return sealed
         return 0
+
+    @property
+    def anchor(self) -> str | None:
+        """The end of the chain as it was last seen; None before there was any."""
+        return None if self._seen is None else str(self._seen)
+
+    def remember(self, anchor: str) -> None:
+        """Take up the anchor of a verification that found nothing wrong."""
+        known = _parsed(anchor)
+        if known is not None and (self._seen is None or known.seq >= self._seen.seq):
+            self._seen = known
+
+    async def _look(self) -> None:
+        """Hold the chain against what was seen of it, and remember its end."""
+        seen, name, keys = self._seen, self._store.name, self._audit.keys
+        asked = ["chain", "mark", _sealed_key(seen.seq if seen is not None else 0)]
+        chain_entry, mark_entry, link_entry = await _read(self._store, asked, "audit")
+        chain = _signed_part(keys, name, "chain", chain_entry, _Chain) or _Chain()
+        mark = _signed_part(keys, name, "mark", mark_entry, _Mark) or _Mark()
+        if seen is not None and (problem := seen.problem_of(chain, mark, link_entry)) is not None:
+            log.error(
+                "the audit trail of namespace %s went back: %s. It was at %s. Nothing is sealed any more",
+                name,
+                problem,
+                seen,
+                extra={"event": "auditRolledBack", "namespace": name, "anchor": str(seen)},
+            )
+            raise Corrupt(
+                f"the audit trail of namespace {name!r} went back: {problem}. Verify it with anchor {seen}; if an "
+                "older state was put back on purpose, restart whoever seals it"
+            )
+        if chain.seq:
+            self._seen = _Anchor(chain.seq, mark.seq, chain.link)
+            self._log_anchor()
+
+    def _log_anchor(self) -> None:
+        """Log the end of the chain: now and then while it grows, and whenever a turn is taken by hand."""
+        now = self._store._session.clock.monotonic()
+        if self._seen == self._logged or (self._task is not None and now - self._logged_at < ANCHOR_S):
+            return
+        self._logged, self._logged_at = self._seen, now
+        log.info(
+            "audit anchor of namespace %s: %s",
+            self._store.name,
+            self._seen,
+            extra={"event": "auditAnchor", "namespace": self._store.name, "anchor": str(self._seen)},
+        )
 
     async def _run(self) -> None:
         clock = self._store._session.clock
@@ -309,7 +383,9 @@ class Report(msgspec.Struct, frozen=True):
         return {"sound": self.is_sound, **msgspec.to_builtins(self)}
 
 
-async def verify(store: Store, audit: Audit, *, anchor: str | None = None, wait_s: float = 10.0) -> Report:
+async def verify(
+    store: Store, audit: Audit, *, anchor: str | None = None, sealer: Sealer | None = None, wait_s: float = 10.0
+) -> Report:
     """Verify the trail of a namespace, and that what it holds is what the trail tells.
 
     Writers go on meanwhile; sealing waits.
@@ -319,10 +395,15 @@ async def verify(store: Store, audit: Audit, *, anchor: str | None = None, wait_
         audit: With the keys that signed it.
         anchor: The anchor of an earlier report: the chain must still go through it. If it was pruned beyond that, only
             its length is compared.
+        sealer: A sealer of the namespace: the chain must still go through what it saw last, too.
         wait_s: How long to wait for a sealer that is at work.
     """
+    verification = _Verification(store, audit, anchor, None if sealer is None else sealer.anchor)
     async with store.lock(LOCK, ttl=LOCK_TTL_S, wait=wait_s):
-        return await _Verification(store, audit, anchor).run()
+        report = await verification.run()
+    if sealer is not None and report.is_sound:
+        sealer.remember(report.anchor)
+    return report
 
 
 class _Last(msgspec.Struct):
@@ -336,8 +417,10 @@ class _Last(msgspec.Struct):
 
 
 class _Verification:
-    def __init__(self, store: Store, audit: Audit, anchor: str | None) -> None:
-        self._store, self._keys, self._anchor = store, audit.keys, _parsed(anchor)
+    def __init__(self, store: Store, audit: Audit, *anchors: str | None) -> None:
+        self._store, self._keys = store, audit.keys
+        parsed = [_parsed(anchor) for anchor in anchors]
+        self._anchors = list(dict.fromkeys(anchor for anchor in parsed if anchor is not None))
         self._problems: list[Problem] = []
         self._heads: dict[str, tuple[Entry, Head]] = {}
         self._fresh: list[Entry] = []
@@ -377,7 +460,7 @@ class _Verification:
             len(self._fresh),
             len(self._heads),
             self._pending,
-            f"{self._sealed.seq}{f'/{self._mark.seq}' if self._mark.seq else ''}@{self._sealed.link}",
+            str(_Anchor(self._sealed.seq, self._mark.seq, self._sealed.link)),
             tuple(self._problems),
             self._mark.seq,
             self._mark.at_ms if self._mark.seq else None,
@@ -426,10 +509,9 @@ class _Verification:
         return None if document is None else msgspec.convert(document, kind, strict=True)
 
     def _unsigned(self, place: str, what: str, document: Any) -> dict[str, Any] | None:
-        rest = {name: member for name, member in document.items() if name != "mac"}
-        if not self._keys.matches(what, encode_field([self._store.name, rest]), document["mac"]):
+        rest = _unsigned(self._keys, self._store.name, what, document)
+        if rest is None:
             self._found("altered", place, "its signature is not that of what it says")
-            return None
         return rest
 
     def _look_at_link(self, entry: Entry) -> None:
@@ -447,21 +529,22 @@ class _Verification:
             self._found("missing", entry.key, f"before it, {missing} of the chain")
         elif not self._keys.matches("link", encode_field([self._store.name, self._sealed.link, document]), link):
             self._found("altered", entry.key, "it is not the link that follows the one before it")
-        if self._anchor is not None and seq == self._anchor.seq and link != self._anchor.link:
+        if any(seq == anchor.seq and link != anchor.link for anchor in self._anchors):
             self._found("rolled_back", entry.key, "it is not the link that the anchor names")
         self._sealed = _Chain(seq, link)
         self._look_at_row(entry.key, document["row"], document["revision"], document["at_ms"])
 
     def _compare_mark(self) -> None:
-        mark, anchor = self._mark, self._anchor
+        mark = self._mark
         summed = _Sum(self._keys, self._store.name, self.past, mark.keys.partition(":")[0])
         # Without a mark there is no key to make the hash with, and none is no hash that fits.
         if (mark.seq or self.past) and (not mark.keys or summed.digest() != mark.keys):
             self._found("altered", "mark", "what is kept of keys whose rows were pruned is not what it was made with")
-        if anchor is not None and anchor.pruned > mark.seq:
-            self._found("rolled_back", "mark", f"{mark.seq} rows were pruned, and {anchor.pruned} by the anchor")
-        if anchor is not None and anchor.seq == mark.seq and anchor.link != mark.link:
-            self._found("rolled_back", "mark", "it is not the link that the anchor names")
+        for anchor in self._anchors:
+            if anchor.pruned > mark.seq:
+                self._found("rolled_back", "mark", f"{mark.seq} rows were pruned, and {anchor.pruned} by the anchor")
+            if anchor.seq == mark.seq and anchor.link != mark.link:
+                self._found("rolled_back", "mark", "it is not the link that the anchor names")
 
     def _end_of_chain(self) -> None:
         if self._sealed != self._chain:
@@ -470,8 +553,9 @@ class _Verification:
                 "chain",
                 f"the chain ends with {self._sealed.seq}, and {self._chain.seq} rows were sealed",
             )
-        if self._anchor is not None and self._sealed.seq < self._anchor.seq:
-            self._found("rolled_back", "chain", f"it ends before the anchor, which is at {self._anchor.seq}")
+        for anchor in self._anchors:
+            if self._sealed.seq < anchor.seq:
+                self._found("rolled_back", "chain", f"it ends before the anchor, which is at {anchor.seq}")
 
     def _look_at_fresh(self) -> None:
         for entry in sorted(self._fresh, key=lambda one: one.key):
@@ -556,15 +640,52 @@ class _Anchor(msgspec.Struct, frozen=True):
     pruned: int
     link: str
 
+    def __str__(self) -> str:
+        return f"{self.seq}{f'/{self.pruned}' if self.pruned else ''}@{self.link}"
+
+    def problem_of(self, chain: _Chain, mark: _Mark, link_entry: Entry | None) -> str | None:
+        """Why a chain does not go through this, which was its end once; None when it does.
+
+        ``link_entry`` is what stands where the last link of this was.
+        """
+        if chain.seq < self.seq:
+            return f"it ends with row {chain.seq}"
+        if mark.seq < self.pruned:
+            return f"{mark.seq} of its rows were pruned, after {self.pruned} were"
+        if mark.seq > self.seq:
+            return None
+        link = mark.link if mark.seq == self.seq else None
+        if link is None and link_entry is not None and isinstance(link_entry.value, dict):
+            link = link_entry.value.get("link")
+        return None if link == self.link else f"row {self.seq} is another, or is gone"
+
+
+_ANCHOR: Final = re.compile(r"([0-9]{1,18})(?:/([0-9]{1,18}))?@(.*)\Z")
+
 
 def _parsed(anchor: str | None) -> _Anchor | None:
     if anchor is None:
         return None
-    numbers, at, link = anchor.partition("@")
-    seq, slash, pruned = numbers.partition("/")
-    if not at or not seq.isdecimal() or (slash and not pruned.isdecimal()):
+    found = _ANCHOR.match(anchor) if type(anchor) is str else None
+    if found is None:
         raise InvalidValue("an anchor is what an earlier verification gave: a number or two, @ and a link")
-    return _Anchor(int(seq), int(pruned or 0), link) if int(seq) else None
+    seq, pruned, link = int(found[1]), int(found[2] or 0), found[3]
+    return _Anchor(seq, pruned, link) if seq else None
+
+
+def _unsigned(keys: Keys, namespace: str, what: str, document: dict[str, Any]) -> dict[str, Any] | None:
+    """What a signed document says; None when its signature is not that of what it says."""
+    rest = {name: member for name, member in document.items() if name != "mac"}
+    return rest if keys.matches(what, encode_field([namespace, rest]), document["mac"]) else None
+
+
+def _signed_part(keys: Keys, namespace: str, what: str, entry: Entry | None, kind: type[T]) -> T | None:
+    """What an entry says that the sealer signed; None when there is none, or when it is not as it was written."""
+    try:
+        document = None if entry is None else _unsigned(keys, namespace, what, entry.value)
+        return None if document is None else msgspec.convert(document, kind)
+    except (Corrupt, InvalidValue, msgspec.ValidationError, KeyError, TypeError, AttributeError):
+        return None
 
 
 # Pruning --------------------------------------------------------------------------
@@ -662,8 +783,11 @@ async def prune(
         Corrupt: The trail is not sound. Nothing was removed.
         LockHeld: Others were at work all the while.
     """
+    _check_moment(before)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress is a function of a number, not something of type {type(progress).__name__}")
+    checked = _Verification(store, audit, anchor)
     async with store.lock(LOCK, ttl=LOCK_TTL_S, wait=wait_s) as lock:
-        checked = _Verification(store, audit, anchor)
         report = await checked.run(with_data=False)
         if (wrong := checked.altered) is not None:
             raise Corrupt(f"nothing was pruned: the trail is not sound. {wrong.place!r}: {wrong.text}")
@@ -711,9 +835,16 @@ async def _prune_some(store: Store, keys: Keys, lock: Lock, due: list[Entry], su
     await store.batch().fence(lock).include(*writes).commit()
 
 
+def _check_moment(before: object) -> None:
+    if not isinstance(before, datetime | timedelta):
+        raise InvalidValue(
+            f"the moment to prune up to is a datetime or a timedelta, not of type {type(before).__name__}"
+        )
+    if isinstance(before, datetime) and before.tzinfo is None:
+        raise InvalidValue("the moment to prune up to has a time zone")
+
+
 def _moment_ms(before: datetime | timedelta, now_ms: int) -> int:
     if isinstance(before, timedelta):
         return now_ms - round(before.total_seconds() * 1000)
-    if before.tzinfo is None:
-        raise InvalidValue("the moment to prune up to has a time zone")
     return round(before.timestamp() * 1000)

@@ -146,6 +146,7 @@ class SemanticStore:
     Args:
         store: The namespace.
         audit: Leaves a row of every change; None for no trail, and for an expiry that leaves nothing.
+        anchor: The end of the trail as it was last known, from a log or a report: what is sealed must go through it.
         clock: What to wait on between attempts; the store's own when not given.
         policy: What `advance` and `submit` do about failures.
         dead_letters: Where to keep what is escalated; None to keep nothing.
@@ -159,6 +160,7 @@ class SemanticStore:
         store: Store,
         *,
         audit: Audit | None = None,
+        anchor: str | None = None,
         clock: Clock | None = None,
         policy: RetryPolicy | None = None,
         dead_letters: DeadLetters | None = None,
@@ -171,7 +173,7 @@ class SemanticStore:
         self.policy = policy or RetryPolicy()
         self._audit = audit
         self._trail = None if audit is None else Trail(store, audit)
-        self._sealer = None if audit is None else Sealer(store, audit)
+        self._sealer = None if audit is None else Sealer(store, audit, anchor=anchor)
         self._clock = clock or store._session.clock
         self._observer = observer
         self._outage = Outage(store.name, self._clock, self.policy.outage_alert_s, on_outage)
@@ -828,7 +830,7 @@ class SemanticStore:
 
     async def verify(self, *, anchor: str | None = None) -> Report:
         """Verify the trail, and that the entries are as it tells. See `limpet.faces.sealing.verify`."""
-        return await verify(self.store, self._audited, anchor=anchor)
+        return await verify(self.store, self._audited, anchor=anchor, sealer=self._sealer)
 
     async def prune(
         self,
