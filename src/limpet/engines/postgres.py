@@ -21,7 +21,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
@@ -74,7 +74,17 @@ from limpet.model import (
     Window,
     Write,
 )
-from limpet.schema import REVISION, VERSION_TABLE, ddl, in_schema, is_behind, require
+from limpet.schema import (
+    REVISION,
+    SHARED_SCHEMA,
+    TAKEN_ON_POSTGRES,
+    VERSION_TABLE,
+    ddl,
+    in_schema,
+    is_behind,
+    require,
+    warn_of_taken,
+)
 from limpet.transition import plan, recall
 
 if TYPE_CHECKING:
@@ -249,10 +259,14 @@ async def open(address: Address, clock: Clock) -> PostgresEngine:
     return engine
 
 
-async def open_over(pool: asyncpg.Pool) -> PostgresEngine:
-    """Open an engine on somebody's own pool, in the schema that its connections work in. Closing leaves it open."""
+async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> PostgresEngine:
+    """Open an engine on a caller's own pool, in the schema that its connections work in. Closing leaves it open.
+
+    ``claims`` are names of our views that nothing else may have there.
+    """
     try:
         schema, path = await pool.fetchrow("SELECT current_schema(), current_setting('search_path')")
+        taken = {name for (name,) in await pool.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), schema or "")}
     except Exception as error:
         raise _translated(error, "the pool's database") from error
     # PostgreSQL passes over a schema that is missing or barred, and the next one of the path may be everybody's.
@@ -261,6 +275,12 @@ async def open_over(pool: asyncpg.Pool) -> PostgresEngine:
         raise InvalidValue(
             f"the pool's search_path starts with the schema {first!r}, which is missing or may not be used: "
             "make it, or grant its use"
+        )
+    for name in taken.intersection(claims):
+        raise InvalidValue(
+            f"the pool's schema {schema} has a table or view {name!r} that Limpet did not make; nothing was read or "
+            f"written. Rename it (ALTER TABLE {name} RENAME TO old_{name}), or use a schema of its own; taking over "
+            "such data is not supported yet"
         )
     engine = PostgresEngine(
         functools.partial(pool.acquire, timeout=CONNECT_S),
@@ -316,11 +336,12 @@ class PostgresEngine(Remote):
         give_back: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
+        self.taken: tuple[str, ...] = ()
         self._indexed: set[tuple[str, str]] = set()
         self._indexed_until = 0.0
         super().__init__(connect, shown)
         self._give_back = give_back
-        self._schema = schema
+        self.schema = schema
         self._has_sessions = has_sessions
         # Whether sessions are set up by others, and whether they have defaults under which no statement of ours may run.
         self._is_guest = give_back is not None or not has_sessions
@@ -603,7 +624,7 @@ class PostgresEngine(Remote):
 
     @property
     def _schema_name(self) -> str:
-        return quoted(self._schema)
+        return quoted(self.schema)
 
     @property
     def _table(self) -> str:
@@ -631,10 +652,10 @@ class PostgresEngine(Remote):
             raise Unavailable(f"{self._shown} is a replica, which takes no writes")
         self._has_odd_defaults = (isolation, read_only) != ("read committed", "off")
         async with self._transaction() as connection:
-            found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.limpet_store")
+            found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self.schema)}.limpet_store")
             if found is None:
                 await self._make_tables(connection)
-            elif await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.{VERSION_TABLE}") is None:
+            elif await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self.schema)}.{VERSION_TABLE}") is None:
                 return None
             revision: str | None = await connection.fetchval(self._sql(_REVISION))
             # Of another revision, nobody knows what its tables look like.
@@ -647,20 +668,25 @@ class PostgresEngine(Remote):
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
             )
+            taken = await connection.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), self.schema)
         self._store_id, self._epoch = identity
         self._channel = f"limpet_{self._store_id}"
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
+        self.taken = tuple(name for (name,) in taken)
+        # In the schema that all share we claim no such name.
+        is_ours = self.schema != SHARED_SCHEMA
+        warn_of_taken([name for name in self.taken if is_ours or name != "state"], self._shown)
         return revision
 
     async def _make_tables(self, connection: Any) -> None:
         # Of several that find nothing, one makes the tables; the others wait here and then find them.
-        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || $1, 0))", self._schema)
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || $1, 0))", self.schema)
         # Not to_regclass, which would answer from what this transaction has looked up before.
-        if await connection.fetchval(_IS_MADE, self._schema):
+        if await connection.fetchval(_IS_MADE, self.schema):
             return
-        if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
-            await connection.execute(f"CREATE SCHEMA {quoted(self._schema)}")
-        await connection.execute(in_schema(ddl("postgres"), quoted(self._schema)))
+        if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self.schema):
+            await connection.execute(f"CREATE SCHEMA {quoted(self.schema)}")
+        await connection.execute(in_schema(ddl("postgres"), quoted(self.schema)))
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         if self._give_back is None:

@@ -66,7 +66,7 @@ from limpet.model import (
     Window,
     live,
 )
-from limpet.schema import REVISION, VERSION_TABLE, ddl, is_behind, require
+from limpet.schema import REVISION, TAKEN_ON_SQLITE, VERSION_TABLE, ddl, is_behind, require, warn_of_taken
 from limpet.transition import plan, recall
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ BUSY_TIMEOUT_MS: Final = 5_000
 CACHED_MAX: Final = 12_288
 CACHED_BYTES_MAX: Final = 2_048
 
-_FOREIGN: Final = (
+FOREIGN: Final = (
     "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'limpet_*' AND name NOT GLOB 'sqlite_*'"
 )
 _OPTIONS: Final = ("synchronous", "migrate", "journal")
@@ -188,6 +188,7 @@ class SqliteEngine:
         self._synchronous = synchronous
         self._clock = clock
         self._may_switch = switches
+        self.taken: tuple[str, ...] = ()
         self._closed = False
         self._latest_ms = 0
         self._budget = Budget(others=self._is_writing)
@@ -730,6 +731,7 @@ class SqliteEngine:
             raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
         store_id, epoch = identity
         self._latest_ms = latest_ms or 0
+        warn_of_taken(self.taken, self._path)
         return store_id.decode(), epoch
 
     def _identify(self) -> tuple[str | None, Sequence[Any] | None, int | None]:
@@ -748,6 +750,7 @@ class SqliteEngine:
                 if revision == REVISION:
                     identity = writer.execute(_STORE).fetchone()
                     (latest_ms,) = writer.execute(_LATEST_MS).fetchone()
+                    self.taken = tuple(name.decode() for (name,) in writer.execute(TAKEN_ON_SQLITE))
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
@@ -808,7 +811,7 @@ class SqliteEngine:
         if self._may_switch:
             return
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-        if mode != b"wal" and connection.execute(_FOREIGN).fetchone() is not None:
+        if mode != b"wal" and connection.execute(FOREIGN).fetchone() is not None:
             raise InvalidValue(
                 f"{self._path} holds tables that are not Limpet's, and its journal mode is {mode.decode()}: Limpet "
                 "needs WAL, and the file would stay so. Give Limpet a file of its own, or allow the change with "
