@@ -100,6 +100,7 @@ class Engine(Protocol):
         - A request seen before answers with its first result and changes nothing.
         - A request that arrives after its own retry was answered does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
+        - A brief batch does the same, and is told the same, but that entries of records may lack their value.
         """
         ...
 

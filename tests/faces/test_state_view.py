@@ -190,10 +190,12 @@ async def test_a_state_of_another_program_is_refused_and_left_as_it_is(
         state_delete(pool, "goal"),
         state_list(pool),
     ):
-        with pytest.raises(InvalidValue, match=f"{schema} has a table or view 'state' that Limpet did not make.*Rename"):
+        with pytest.raises(
+            InvalidValue, match=f"{schema} has a table or view 'state' that Limpet did not make.*Rename"
+        ):
             await call
 
     assert await pool.fetch("SELECT * FROM state") == before
     assert await pool.fetchval("SELECT to_regclass('limpet_entries')") is None
-    await pool.execute(f"ALTER {kind.split()[0]} state RENAME TO old_state")
+    await pool.execute(f"ALTER {kind.split(maxsplit=1)[0]} state RENAME TO old_state")
     assert await state_set(pool, "goal", 1) == 1

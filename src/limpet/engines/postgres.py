@@ -341,7 +341,7 @@ class PostgresEngine(Remote):
         self._indexed_until = 0.0
         super().__init__(connect, shown)
         self._give_back = give_back
-        self.schema = schema
+        self._schema = schema
         self._has_sessions = has_sessions
         # Whether sessions are set up by others, and whether they have defaults under which no statement of ours may run.
         self._is_guest = give_back is not None or not has_sessions
@@ -624,7 +624,7 @@ class PostgresEngine(Remote):
 
     @property
     def _schema_name(self) -> str:
-        return quoted(self.schema)
+        return quoted(self._schema)
 
     @property
     def _table(self) -> str:
@@ -652,10 +652,10 @@ class PostgresEngine(Remote):
             raise Unavailable(f"{self._shown} is a replica, which takes no writes")
         self._has_odd_defaults = (isolation, read_only) != ("read committed", "off")
         async with self._transaction() as connection:
-            found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self.schema)}.limpet_store")
+            found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.limpet_store")
             if found is None:
                 await self._make_tables(connection)
-            elif await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self.schema)}.{VERSION_TABLE}") is None:
+            elif await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.{VERSION_TABLE}") is None:
                 return None
             revision: str | None = await connection.fetchval(self._sql(_REVISION))
             # Of another revision, nobody knows what its tables look like.
@@ -668,25 +668,25 @@ class PostgresEngine(Remote):
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
             )
-            taken = await connection.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), self.schema)
+            taken = await connection.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), self._schema)
         self._store_id, self._epoch = identity
         self._channel = f"limpet_{self._store_id}"
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
         self.taken = tuple(name for (name,) in taken)
         # In the schema that all share we claim no such name.
-        is_ours = self.schema != SHARED_SCHEMA
+        is_ours = self._schema != SHARED_SCHEMA
         warn_of_taken([name for name in self.taken if is_ours or name != "state"], self._shown)
         return revision
 
     async def _make_tables(self, connection: Any) -> None:
         # Of several that find nothing, one makes the tables; the others wait here and then find them.
-        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || $1, 0))", self.schema)
+        await connection.execute("SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || $1, 0))", self._schema)
         # Not to_regclass, which would answer from what this transaction has looked up before.
-        if await connection.fetchval(_IS_MADE, self.schema):
+        if await connection.fetchval(_IS_MADE, self._schema):
             return
-        if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self.schema):
-            await connection.execute(f"CREATE SCHEMA {quoted(self.schema)}")
-        await connection.execute(in_schema(ddl("postgres"), quoted(self.schema)))
+        if not await connection.fetchval("SELECT 1 FROM pg_namespace WHERE nspname = $1", self._schema):
+            await connection.execute(f"CREATE SCHEMA {quoted(self._schema)}")
+        await connection.execute(in_schema(ddl("postgres"), quoted(self._schema)))
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         if self._give_back is None:
