@@ -343,7 +343,7 @@ class PostgresEngine(Remote):
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
-        # Whether sessions are set up by others, and whether they have defaults under which no statement of ours may run.
+        # Whether others set sessions up, and whether these have defaults under which no statement of ours may run.
         self._is_guest = give_back is not None or not has_sessions
         self._has_odd_defaults = False
         self._store_id, self._epoch, self._channel = "", 1, ""

@@ -665,7 +665,10 @@ class RedisEngine(Remote):
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
                 return Unavailable(f"{shown}: {error}")
             case exceptions.ResponseError():
-                return _from_server(shown, str(error))
+                problem = str(error)
+                # It stays the cause of ours, and whoever logs that prints it.
+                error.args = (_without_arguments(problem),)
+                return _from_server(shown, problem)
             case exceptions.RedisError() | OSError() | TimeoutError():
                 return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
             case _:
@@ -685,11 +688,15 @@ def _from_server(shown: str, problem: str) -> LimpetError:
 
     What is not known here is Unavailable, as is a command that an operator took away.
     """
-    # The server repeats the arguments of a command that it does not know, and they may be values.
-    text = f"{shown}: {problem.partition(', with args')[0]}"
+    text = f"{shown}: {_without_arguments(problem)}"
     if _FORBIDDEN.search(problem):
         return PermissionDenied(text)
     return Corrupt(text) if _FOREIGN.search(problem) and not _PASSING.search(problem) else Unavailable(text)
+
+
+def _without_arguments(problem: str) -> str:
+    """What the server says, without the arguments of a command that it does not know: they may be values."""
+    return problem.partition(", with args")[0]
 
 
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:

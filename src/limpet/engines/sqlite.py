@@ -842,9 +842,11 @@ class SqliteEngine:
             return PermissionDenied(f"cannot use {self._path}: {error}")
         if name.startswith("SQLITE_CANTOPEN") and not _is_writable(os.path.dirname(self._path)):
             return PermissionDenied(f"cannot use {self._path}: its folder may not be written, and the WAL lies there")
-        # A trigger that is not ours says what it likes.
-        words = name if name.startswith("SQLITE_CONSTRAINT") else error
-        return Unavailable(f"{self._path} cannot serve now: {words}")
+        if name.startswith("SQLITE_CONSTRAINT"):
+            # A trigger that is not ours says what it likes. The driver's error stays the cause of ours, and whoever
+            # logs that prints it.
+            error.args = (name,)
+        return Unavailable(f"{self._path} cannot serve now: {error}")
 
 
 # What is not here will pass, or an operator can mend it: a full disk, no descriptor left, a file that was moved.
