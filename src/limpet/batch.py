@@ -157,7 +157,17 @@ class Draft:
     Every method returns the draft, so that calls can be chained; `commit` ends it.
     """
 
-    __slots__ = ("_bytes", "_guards", "_is_used", "_namespace", "_request", "_request_id", "_session", "_writes")
+    __slots__ = (
+        "_bytes",
+        "_guards",
+        "_is_brief",
+        "_is_used",
+        "_namespace",
+        "_request",
+        "_request_id",
+        "_session",
+        "_writes",
+    )
 
     def __init__(self, session: Session, namespace: str, request_id: str | None = None) -> None:
         self._session = session
@@ -168,6 +178,7 @@ class Draft:
         self._writes: list[Write] = []
         self._bytes = 0
         self._is_used = False
+        self._is_brief = False
 
     # Guards -------------------------------------------------------------------
 
@@ -307,6 +318,11 @@ class Draft:
             raise self._error_of(outcome)
         return outcome
 
+    def _briefly(self) -> Self:
+        """Have no fields of records sent back: the caller has no use for them."""
+        self._is_brief = True
+        return self
+
     async def _attempt(self) -> Commit | Refusal:
         """Like `commit`, but a refusal is returned instead of raised."""
         return await self._session.commit(self._namespace, self._batch())
@@ -322,9 +338,10 @@ class Draft:
             self._check_limits()
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
-            return Batch(guards, writes, value_bytes_max=bytes_max)
+            return Batch(guards, writes, value_bytes_max=bytes_max, is_brief=self._is_brief)
         digest = digest_of(guards, writes) if self._request is None else request_digest(self._request)
-        return Batch(guards, writes, self._request_id, digest, RECEIPT_MS, value_bytes_max=bytes_max)
+        about = (self._request_id, digest, RECEIPT_MS)
+        return Batch(guards, writes, *about, value_bytes_max=bytes_max, is_brief=self._is_brief)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
         """A refusal as the error that its caller catches."""

@@ -120,6 +120,7 @@ class Engine(Protocol):
         - A request that arrives after its own retry was answered does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
         - Batches that are committed together have an outcome each: one that cannot be committed fails no other.
+        - A brief batch does the same, and is told the same, but that entries of records may lack their value.
         """
         ...
 

@@ -325,6 +325,8 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
         receipt_ms: How long to keep the receipt. None means none is written.
         retry_since: Set on a retry whose first attempt may have been applied: look for
             the request id in the log after this revision before doing anything.
+        is_brief: Whether the caller has no use for the fields of records that it did not send. Entries of records may
+            then come back without their value, which saves sending them.
     """
 
     guards: tuple[Guard, ...]
@@ -334,6 +336,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     receipt_ms: int | None = None
     retry_since: int | None = None
     value_bytes_max: int = 1_000_000
+    is_brief: bool = False
 
 
 # What happened ----------------------------------------------------------------

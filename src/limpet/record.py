@@ -89,12 +89,13 @@ class Record:
         request_id: str | None = None,
     ) -> bool:
         """Write a field, and others with it, if it holds what is expected. Of all who try, one wins."""
-        draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)
+        draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)._briefly()
         outcome = await draft._attempt()
         if not isinstance(outcome, Refusal):
             return True
         lost = outcome.guard is not None and isinstance(outcome.guard.condition, FieldEquals)
-        if lost and (outcome.found is None or outcome.found.kind == "record"):
+        # Of a brief batch only records come without their value, and so without their kind.
+        if lost and (outcome.found is None or outcome.found.kind in ("record", None)):
             return False
         if lost:
             raise TypeMismatch(self.key, expected="a record", found="a plain value")

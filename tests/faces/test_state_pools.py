@@ -327,11 +327,11 @@ class Openings:
         self._open_over = postgres.open_over
         monkeypatch.setattr(postgres, "open_over", self._open)
 
-    async def _open(self, pool: Any) -> Any:
+    async def _open(self, pool: Any, **claims: Any) -> Any:
         self.count += 1
         self.begun.set()
         await self.may_go_on.wait()
-        return await self._open_over(pool)
+        return await self._open_over(pool, **claims)
 
 
 @pytest.fixture

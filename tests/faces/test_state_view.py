@@ -10,7 +10,8 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.faces.state import state_delete, state_get, state_list, state_set
+from limpet.errors import InvalidValue
+from limpet.faces.state import state_compare_and_set, state_delete, state_get, state_list, state_set
 from tests.faces.support import Pools
 
 
@@ -173,10 +174,28 @@ async def test_two_butlers_have_a_view_each(pools: Pools) -> None:
     assert [tuple(row) for row in await other.fetch("SELECT key, value FROM state")] == [("y", '"of other"')]
 
 
-async def test_a_table_called_state_that_was_there_before_stays_as_it_is(pool: Any) -> None:
-    await pool.execute("CREATE TABLE state (key text, value jsonb); INSERT INTO state VALUES ('old', '1')")
+@pytest.mark.parametrize("kind", ["TABLE state (key text, version int)", "VIEW state AS SELECT 'goal' AS key"])
+async def test_a_state_of_another_program_is_refused_and_left_as_it_is(
+    pools: Pools, schema: str, admin: Any, kind: str
+) -> None:
+    """Two states side by side, one of which nobody looks at, would be worse than an error."""
+    pool = await pools.pool(schema)
+    await pool.execute(f"CREATE {kind}")
+    before = await pool.fetch("SELECT * FROM state")
 
-    assert await state_set(pool, "x", "new") == 1
+    for call in (
+        state_get(pool, "goal"),
+        state_set(pool, "goal", 1),
+        state_compare_and_set(pool, "goal", 7, 1),
+        state_delete(pool, "goal"),
+        state_list(pool),
+    ):
+        with pytest.raises(
+            InvalidValue, match=f"{schema} has a table or view 'state' that Limpet did not make.*Rename"
+        ):
+            await call
 
-    assert [tuple(row) for row in await pool.fetch("SELECT * FROM state")] == [("old", "1")]
-    assert await state_list(pool) == ["x"]
+    assert await pool.fetch("SELECT * FROM state") == before
+    assert await pool.fetchval("SELECT to_regclass('limpet_entries')") is None
+    await pool.execute(f"ALTER {kind.split(maxsplit=1)[0]} state RENAME TO old_state")
+    assert await state_set(pool, "goal", 1) == 1

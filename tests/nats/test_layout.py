@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import limpet
+import limpet.sync
 from limpet.engines.nats_wire import Subjects, decode_name, encode_name
 from limpet.errors import Corrupt, InvalidValue, PermissionDenied, Unavailable, ValueTooLarge
 from limpet.model import FAMILIES
@@ -206,7 +207,7 @@ async def test_a_bucket_of_another_program_is_refused_and_left_as_it_is(settings
         await bucket.put("key", b"theirs")
 
         for call in (store.get("key"), store.put("key", 1), store.put("new", 1), store.keys()):
-            with pytest.raises(InvalidValue, match="not made by Limpet.*choose another bucket_prefix or namespace"):
+            with pytest.raises(InvalidValue, match=r"not made by Limpet.*choose another bucket_prefix or namespace"):
                 await call
 
         assert (await bucket.get("key")).value == b"theirs"
@@ -226,12 +227,12 @@ async def test_a_stream_like_ours_with_other_subjects_is_refused() -> None:
 
 
 @pytest.mark.parametrize("content", [None, "not a key"])
-async def test_credentials_that_cannot_be_used_are_an_invalid_value(tmp_path: Path, content: str | None) -> None:
+def test_credentials_that_cannot_be_used_are_an_invalid_value(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "bot.creds").write_text(content)
 
     with pytest.raises(InvalidValue, match="credentials"):
-        await limpet.open(f"{server()}?credentials={tmp_path}/bot.creds")
+        limpet.sync.open(f"{server()}?credentials={tmp_path}/bot.creds")
 
 
 async def test_a_stream_that_was_removed_is_made_again() -> None:

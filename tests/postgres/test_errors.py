@@ -94,7 +94,7 @@ async def test_a_message_of_the_server_that_names_things_is_shown(schema: str) -
     async with limpet.open(url_of(schema), sweep=False) as store:
         async with connected() as connection:
             await connection.execute(f"ALTER TABLE {schema}.limpet_entries RENAME TO away")
-        with pytest.raises(Unavailable, match='relation ".*limpet_entries" does not exist'):
+        with pytest.raises(Unavailable, match=r'relation ".*limpet_entries" does not exist'):
             await store.get("key")
 
 
@@ -113,7 +113,7 @@ async def test_a_table_that_is_away_is_unavailable_and_comes_back(schema: str) -
 
                 assert {type(one) for one in failed} == {Unavailable}
 
-        assert await store.put("key", 3)
+        assert (await store.put("key", 3)).version == 2
 
 
 async def test_a_right_that_is_away_is_permission_denied_and_comes_back(schema: str) -> None:
@@ -129,7 +129,7 @@ async def test_a_right_that_is_away_is_permission_denied_and_comes_back(schema: 
                 with pytest.raises(PermissionDenied):
                     await store.put("key", 2)
                 await connection.execute("ALTER ROLE clerk SUPERUSER")
-                assert await store.put("key", 3)
+                assert (await store.put("key", 3)).version == 2
         finally:
             await connection.execute(f"DROP SCHEMA {schema} CASCADE; DROP OWNED BY clerk; DROP ROLE clerk")
 
@@ -187,7 +187,6 @@ async def test_each_state_of_the_server_has_its_error(state: str, expected: type
         (OSError(), Unavailable),
         (ConnectionResetError(), Unavailable),
         (TimeoutError(), Unavailable),
-        (asyncio.TimeoutError(), Unavailable),
         (ssl.SSLError(), Unavailable),
         (ssl.SSLCertVerificationError(), Unavailable),
         (asyncpg.InterfaceError("closed"), Unavailable),

@@ -12,7 +12,9 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.schema import migrate
+from tests.cli.support import Limpet
 from tests.schema.support import FIRST, ask, engine_of, place_of, run_script
+from tests.servers import postgres
 
 RECENT = """
 SELECT plugin_name, key, updated_at
@@ -241,6 +243,67 @@ def test_what_somebody_else_has_in_a_file_is_left_to_them(sqlite_url: str, kind:
     assert ask(sqlite_url, look) == [(theirs,)]
     with limpet.sync.open(sqlite_url) as store:
         assert store.get("key") == 1
+
+
+def taken(url: str, name: str) -> None:
+    """Make a table of another program under this name."""
+    if engine_of(url) == "sqlite":
+        ask(url, "PRAGMA journal_mode = WAL")
+    else:
+        run_script(url, f'CREATE SCHEMA "{place_of(url).schema}"')
+    run_script(url, f"CREATE TABLE {name} (mine text); INSERT INTO {name} VALUES ('theirs')")
+
+
+def test_a_name_that_is_taken_is_told_wherever_somebody_looks(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log at every opening, by doctor and by migrate status. An operator would look into the wrong table."""
+    assert_told(url, "plugin_kv_storage", caplog)
+
+
+def test_a_state_that_is_taken_is_told_too(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert_told(postgres_url, "state", caplog)
+
+
+def assert_told(url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    taken(url, name)
+
+    with limpet.sync.open(url, sweep=False) as store:
+        store.put("key", 1)
+
+    (line,) = [record for record in caplog.records if record.name == "limpet.schema"]
+    assert line.levelname == "WARNING"
+    assert f"table or view {name} that Limpet did not make" in line.getMessage()
+    doctor = Limpet(url)("doctor")
+    assert doctor.exit_code == 0
+    assert f"warn  names       there is a table or view {name} that Limpet did not make" in doctor.stdout
+    assert f"taken        there is a table or view {name}" in Limpet(url)("migrate", "status").stdout
+    assert f'"taken":["{name}"]' in Limpet(url)("--json", "migrate", "status").stdout
+    assert ask(url, f"SELECT mine FROM {name}") == [("theirs",)]
+
+
+def test_names_that_are_ours_are_no_news(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        limpet.sync.open(url, sweep=False).close()
+
+    assert [record for record in caplog.records if record.name == "limpet.schema"] == []
+    assert " names " not in Limpet(url)("doctor").stdout
+    assert '"taken":[]' in Limpet(url)("--json", "migrate", "status").stdout
+
+
+def test_in_the_schema_that_all_share_the_name_state_is_left_to_others(caplog: pytest.LogCaptureFixture) -> None:
+    """An application that makes its own table there later must not find a view of ours in its way."""
+    with postgres() as running:
+        url = running.url
+        with limpet.sync.open(url, namespace="state", sweep=False) as store:
+            store.put("key", 1)
+        run_script(f"{url}?schema=public", "CREATE TABLE state (mine text)")
+        with limpet.sync.open(url, namespace="state", sweep=False) as store:
+            assert store.get("key") == 1
+        migrate.down(place_of(url), FIRST)
+        migrate.up(place_of(url))
+
+        assert is_theirs(f"{url}?schema=public", "table", "state")
+        assert ask(f"{url}?schema=public", "SELECT plugin_name, key FROM plugin_kv_storage") == [("state", "key")]
+        assert [record for record in caplog.records if record.name == "limpet.schema"] == []
 
 
 def test_a_view_under_another_name_is_still_ours(postgres_url: str) -> None:

@@ -20,9 +20,10 @@ from urllib.parse import quote
 import limpet.sync
 from limpet.cli.arguments import Setup
 from limpet.cli.output import span
+from limpet.engines.sqlite import FOREIGN
 from limpet.errors import Corrupt, LimpetError
 from limpet.model import Status, Traits, Window
-from limpet.schema import REVISION, VERSION_TABLE, is_behind
+from limpet.schema import REVISION, VERSION_TABLE, describe_taken, is_behind
 
 Level = Literal["ok", "warn", "bad"]
 
@@ -172,6 +173,9 @@ def _integrity(database: sqlite3.Connection) -> Finding:
 def _journal(file: Path, database: sqlite3.Connection) -> Finding:
     (mode,) = database.execute("PRAGMA journal_mode").fetchone()
     if mode != "wal":
+        if database.execute(FOREIGN).fetchone() is not None:
+            found = f"the journal mode is {mode}, and the file holds tables that are not Limpet's"
+            return Finding("journal", "warn", found, "Limpet needs wal: open it with ?journal=wal to allow the change.")
         return Finding("journal", "warn", f"the journal mode is {mode}", "The next write through Limpet makes it wal.")
     wal = Path(f"{file}-wal")
     size_bytes = wal.stat().st_size if wal.exists() else 0
@@ -253,6 +257,9 @@ def _examine_store(setup: Setup) -> Iterator[Finding]:
     level: Level = "warn" if traits.durability in ("none", "seconds") else "ok"
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
     yield encryption
+    # Only engines with tables have names that others can have.
+    for name in getattr(store._twin._session.engine, "taken", ()):
+        yield Finding("names", "warn", describe_taken(name), "Rename it, or give Limpet a place of its own.")
     yield _clock(status, traits)
 
 

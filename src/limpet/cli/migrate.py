@@ -18,7 +18,7 @@ from limpet.cli.commands import Group, examples
 from limpet.cli.failure import Missing
 from limpet.engine import Address
 from limpet.errors import InvalidValue
-from limpet.schema import REVISION, is_behind
+from limpet.schema import REVISION, describe_taken, is_behind
 
 if TYPE_CHECKING:
     from limpet.schema.migrate import Place
@@ -47,15 +47,17 @@ def status(setup: Setup) -> None:
     The exit code is 6 if this release cannot work on it as it is.
     """
     place = _place(setup)
-    from limpet.schema.migrate import found
+    from limpet.schema.migrate import found, taken
 
-    revision = found(place)
+    revision, others = found(place), taken(place)
     facts = {"url": setup.shown_url, "revision": revision, "needed": REVISION, "next": _advice(revision)}
     if setup.as_json:
-        output.show(facts)
+        output.show({**facts, "taken": others})
     else:
         for name, fact in facts.items():
             output.show_line(f"{name:<12} {fact or 'none'}")
+        for name in others:
+            output.show_line(f"{'taken':<12} {describe_taken(name)}")
     if revision != REVISION:
         output.flush()
         sys.exit(6)

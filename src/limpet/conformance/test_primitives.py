@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 import limpet
@@ -234,6 +235,51 @@ async def test_families_do_not_meet(asked: Asked) -> None:
     assert await asked.read("x") == [data]
     assert await asked.read("x", family="lock") == [lock]
     assert await asked.read("x", family="receipt") == [None]
+
+
+async def test_a_brief_batch_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
+    """A brief batch does the same, and is told the same, but that entries of records may lack their value."""
+    await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
+    patch = Patch("record", {"x": codec.encode_field(2, "x")}, if_exists=True)
+    remembered: dict[str, Any] = {"request_id": "mine", "digest": b"digest", "receipt_ms": 600_000}
+
+    done = await asked.done(patch, Add("plain", 1), is_brief=True, **remembered)
+
+    (record, plain) = await asked.read("record", "plain")
+    assert record is not None
+    assert dict(record.value) == {"x": 2, "y": "long"}
+    assert_told_briefly(done.entries[0], record)
+    assert done.entries[1] == plain
+    again = await asked.done(patch, Add("plain", 1), **remembered)
+    assert again == msgspec.structs.replace(done, entries=(record, plain), replayed=True)
+    touched = await asked.done(Touch("record", 60_000), is_brief=True)
+    assert_told_briefly(touched.entries[0], (await asked.read("record"))[0])
+
+
+async def test_a_brief_batch_that_is_refused_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
+    """A brief batch does the same, and is told the same, but that entries of records may lack their value."""
+    await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
+    (record, plain) = await asked.read("record", "plain")
+    guards = (Guard("record", FieldEquals("x", codec.encode_field(2, "x"))),)
+    patch = Patch("record", {"x": b"3"})
+
+    refused = await asked.refused(patch, guards=guards, is_brief=True)
+    too_large = await asked.refused(patch, is_brief=True, value_bytes_max=1)
+    mismatch = await asked.refused(Patch("plain", {"x": b"3"}), is_brief=True)
+
+    assert (refused.reason, refused.guard) == ("guard", guards[0])
+    assert_told_briefly(refused.found, record)
+    assert (too_large.reason, too_large.size_bytes) == ("size", 9)
+    assert_told_briefly(too_large.found, record)
+    assert (mismatch.reason, mismatch.found) == ("type", plain)
+    assert await asked.read("record", "plain") == [record, plain]
+
+
+def assert_told_briefly(told: Entry | None, entry: Entry | None) -> None:
+    """That an entry was told as it is, with its value or without."""
+    assert told is not None
+    assert entry is not None
+    assert told in (entry, entry.without_value())
 
 
 WRITTEN: tuple[Family, ...] = ("data", "lock", "audit", "ghost")

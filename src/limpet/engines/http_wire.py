@@ -294,13 +294,14 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
     receipt_ms: int | None
     retry_since: int | None
     value_bytes_max: int
+    is_brief: bool = False
 
 
 def encode_batch(batch: Batch) -> bytes:
     """A batch as it travels."""
     guards = [(guard.key, _condition(guard.condition), guard.family) for guard in batch.guards]
     writes = [_written(write) for write in batch.writes]
-    about = (batch.request_id, batch.digest, batch.receipt_ms, batch.retry_since, batch.value_bytes_max)
+    about = (batch.request_id, batch.digest, batch.receipt_ms, batch.retry_since, batch.value_bytes_max, batch.is_brief)
     return _encode((guards, writes, *about))
 
 
@@ -359,6 +360,7 @@ def decode_batch(body: bytes | msgspec.Raw) -> Batch:
         sent.receipt_ms,
         sent.retry_since,
         sent.value_bytes_max,
+        sent.is_brief,
     )
 
 
@@ -413,7 +415,7 @@ def encode_outcome(outcome: Outcome, batch: Batch) -> msgspec.Raw:
         answer = _Done(_without_puts(outcome, batch))
     elif isinstance(outcome, Refusal):
         place = None if outcome.guard is None else batch.guards.index(outcome.guard)
-        about = (outcome.reason, outcome.key, outcome.found, outcome.at_ms)
+        about = (outcome.reason, outcome.key, _abridged(outcome.found, batch), outcome.at_ms)
         answer = _Refused(*about, place, outcome.needs, outcome.size_bytes)
     else:
         answer = failure_of(outcome)
@@ -438,10 +440,15 @@ def decode_outcome(body: msgspec.Raw, batch: Batch) -> Commit | Refusal | Failur
 
 def _without_puts(commit: Commit, batch: Batch) -> Commit:
     entries = tuple(
-        entry.without_value() if entry is not None and isinstance(write, Put) else entry
+        entry.without_value() if entry is not None and isinstance(write, Put) else _abridged(entry, batch)
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     return msgspec.structs.replace(commit, entries=entries)
+
+
+def _abridged(entry: Entry | None, batch: Batch) -> Entry | None:
+    """An entry as it is told to the sender of a batch: of a brief one, a record without its fields."""
+    return entry.without_value() if entry is not None and batch.is_brief and entry.kind == "record" else entry
 
 
 def _with_puts(commit: Commit, batch: Batch) -> Commit:

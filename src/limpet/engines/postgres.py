@@ -21,7 +21,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
@@ -76,7 +76,17 @@ from limpet.model import (
     Write,
     fingerprint,
 )
-from limpet.schema import REVISION, VERSION_TABLE, ddl, in_schema, is_behind, require
+from limpet.schema import (
+    REVISION,
+    SHARED_SCHEMA,
+    TAKEN_ON_POSTGRES,
+    VERSION_TABLE,
+    ddl,
+    in_schema,
+    is_behind,
+    require,
+    warn_of_taken,
+)
 from limpet.transition import plan, recall
 
 if TYPE_CHECKING:
@@ -271,10 +281,14 @@ async def open(address: Address, clock: Clock) -> PostgresEngine:
     return engine
 
 
-async def open_over(pool: asyncpg.Pool) -> PostgresEngine:
-    """Open an engine on somebody's own pool, in the schema that its connections work in. Closing leaves it open."""
+async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> PostgresEngine:
+    """Open an engine on a caller's own pool, in the schema that its connections work in. Closing leaves it open.
+
+    ``claims`` are names of our views that nothing else may have there.
+    """
     try:
         schema, path = await pool.fetchrow("SELECT current_schema(), current_setting('search_path')")
+        taken = {name for (name,) in await pool.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), schema or "")}
     except Exception as error:
         raise _translated(error, "the pool's database") from error
     # PostgreSQL passes over a schema that is missing or barred, and the next one of the path may be everybody's.
@@ -283,6 +297,12 @@ async def open_over(pool: asyncpg.Pool) -> PostgresEngine:
         raise InvalidValue(
             f"the pool's search_path starts with the schema {first!r}, which is missing or may not be used: "
             "make it, or grant its use"
+        )
+    for name in taken.intersection(claims):
+        raise InvalidValue(
+            f"the pool's schema {schema} has a table or view {name!r} that Limpet did not make; nothing was read or "
+            f"written. Rename it (ALTER TABLE {name} RENAME TO old_{name}), or use a schema of its own; taking over "
+            "such data is not supported yet"
         )
     engine = PostgresEngine(
         functools.partial(pool.acquire, timeout=CONNECT_S),
@@ -338,13 +358,14 @@ class PostgresEngine(Remote):
         give_back: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
+        self.taken: tuple[str, ...] = ()
         self._indexed: set[tuple[str, str]] = set()
         self._indexed_until = 0.0
         super().__init__(connect, shown)
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
-        # Whether sessions are set up by others, and whether they have defaults under which no statement of ours may run.
+        # Whether others set sessions up, and whether these have defaults under which no statement of ours may run.
         self._is_guest = give_back is not None or not has_sessions
         self._has_odd_defaults = False
         self._store_id, self._channel = "", ""
@@ -729,9 +750,14 @@ class PostgresEngine(Remote):
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
             )
+            taken = await connection.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), self._schema)
         self._store_id, _ = identity
         self._channel = f"limpet_{self._store_id}"
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(*settings))
+        self.taken = tuple(name for (name,) in taken)
+        # In the schema that all share we claim no such name.
+        is_ours = self._schema != SHARED_SCHEMA
+        warn_of_taken([name for name in self.taken if is_ours or name != "state"], self._shown)
         return revision
 
     async def _make_tables(self, connection: Any) -> None:

@@ -219,12 +219,23 @@ local function framed(fields)
     return table.concat(parts)
 end
 
+-- Whether the caller of the batch that is decided has no use for the fields of records.
+local is_brief = false
+
 -- An entry whole, as a caller is shown it.
 local function shown(entry)
     if entry.kind == 'r' then
         return head(entry) .. framed(entry.fields or call('HGETALL', prefix .. entry.key))
     end
     return head(entry) .. entry.value
+end
+
+-- An entry as a refusal tells it.
+local function told_of(entry)
+    if not entry then
+        return false
+    end
+    return is_brief and entry.kind == 'r' and head(entry) or shown(entry)
 end
 
 -- What a field counts against the limits. A zero byte in front is ours.
@@ -356,7 +367,7 @@ end
 local KEEP, NEVER = -1, -2
 
 local function refuse(reason, entry, needs, size)
-    return nil, {'refused', reason, entry and shown(entry) or false, needs or '', size or 0}
+    return nil, {'refused', reason, told_of(entry), needs or '', size or 0}
 end
 
 -- The entry that a value-making write leaves: kind, size and value come from the caller.
@@ -712,9 +723,10 @@ local function keep_receipt(key, receipt_ms, digest, now, writes, answer)
 end
 
 -- One batch: the digest and the time of its receipt, its own name, the name of its changes, since when it may
--- have been done already and in which call, its guards and its writes.
+-- have been done already and in which call, its guards, its writes, and whether its answer is to be brief.
 local function commit(batch, now)
-    local digest, receipt_ms, request, cause, since, group, guards, writes = unpack(batch)
+    local digest, receipt_ms, request, cause, since, group, guards, writes, brief = unpack(batch)
+    is_brief = brief
     local receipt_key = base .. 'receipt:' .. request
     if since >= 0 then
         local found = earlier(since, cause)
@@ -740,7 +752,7 @@ local function commit(batch, now)
         if met == nil then
             return {'look', i, shown(entry)}
         elseif not met then
-            return {'guard', i, entry and shown(entry) or false}
+            return {'guard', i, told_of(entry)}
         end
     end
     local steps, changes, revision = {}, {}, tally.revision
@@ -760,9 +772,11 @@ local function commit(batch, now)
     for i = 1, #steps do
         apply(steps[i])
         local step = steps[i]
-        if step.text then
+        if step.text and writes[i][1] == 'put' then
             -- Whoever puts knows what was put.
-            answer[#answer + 1] = writes[i][1] == 'put' and '=' .. head(step.after) or '+' .. step.text
+            answer[#answer + 1] = '=' .. head(step.after)
+        elseif step.text then
+            answer[#answer + 1] = '+' .. step.text
         else
             answer[#answer + 1] = step.before and (step.is_taken and '~' or '-') .. step.before or ''
         end
@@ -772,6 +786,15 @@ local function commit(batch, now)
     end
     if receipt_ms > 0 then
         keep_receipt(receipt_key, receipt_ms, digest, now, writes, answer)
+    end
+    if brief then
+        -- Not before now: a receipt is whole.
+        for i = 1, #steps do
+            local after = steps[i].after
+            if after and after.kind == 'r' and writes[i][1] ~= 'put' then
+                answer[i + 2] = '^' .. head(after)
+            end
+        end
     end
     return answer
 end
@@ -1085,7 +1108,7 @@ if plain_keys then
     local batches = {}
     for i = 1, #plain_keys do
         local write = {'put', 'data', plain_keys[i], 'j', plain_values[i], #plain_values[i], NEVER, ''}
-        batches[i] = {'', 0, '', format('%s.%d', ARGV[5], i), -1, ARGV[5], {}, {write}}
+        batches[i] = {'', 0, '', format('%s.%d', ARGV[5], i), -1, ARGV[5], {}, {write}, false}
     end
     return commit_all(batches, ARGV[5])
 end

@@ -551,7 +551,7 @@ class RedisEngine(Remote):
                 return again
             case b"guard":
                 guard = batch.guards[found[1] - 1]
-                return Refusal("guard", guard.key, _found(guard.key, found[2]), at_ms, guard=guard)
+                return Refusal("guard", guard.key, _found(batch, guard.key, found[2]), at_ms, guard=guard)
             case b"failed":
                 problem = found[1].decode()
                 return _from_server(self._shown, problem)
@@ -569,7 +569,7 @@ class RedisEngine(Remote):
                 _, reason, text, needs, size_bytes, place = found
                 key = batch.writes[place - 1].key
                 return Refusal(
-                    reason.decode(), key, _found(key, text), at_ms, needs=needs.decode(), size_bytes=size_bytes
+                    reason.decode(), key, _found(batch, key, text), at_ms, needs=needs.decode(), size_bytes=size_bytes
                 )
 
     async def _mend(self, namespace: str, seen: int) -> int:
@@ -713,7 +713,10 @@ class RedisEngine(Remote):
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
                 return Unavailable(f"{shown}: {error}")
             case exceptions.ResponseError():
-                return _from_server(shown, str(error))
+                problem = str(error)
+                # It stays the cause of ours, and whoever logs that prints it.
+                error.args = (_without_arguments(problem),)
+                return _from_server(shown, problem)
             case exceptions.RedisError() | OSError() | TimeoutError():
                 return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
             case _:
@@ -733,11 +736,15 @@ def _from_server(shown: str, problem: str) -> LimpetError:
 
     What is not known here is Unavailable, as is a command that an operator took away.
     """
-    # The server repeats the arguments of a command that it does not know, and they may be values.
-    text = f"{shown}: {problem.partition(', with args')[0]}"
+    text = f"{shown}: {_without_arguments(problem)}"
     if _FORBIDDEN.search(problem):
         return PermissionDenied(text)
     return Corrupt(text) if _FOREIGN.search(problem) and not _PASSING.search(problem) else Unavailable(text)
+
+
+def _without_arguments(problem: str) -> str:
+    """What the server says, without the arguments of a command that it does not know: they may be values."""
+    return problem.partition(", with args")[0]
 
 
 def _durability(appends: bool, sync: str, replicas: int) -> Durability:
@@ -822,7 +829,7 @@ def _asked(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
     name = group_of(batch.request_id) if since >= 0 and batch.request_id else group
     guards, writes = [guarded(guard) for guard in batch.guards], [written(write) for write in batch.writes]
     digest = batch.digest.hex()
-    return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes]
+    return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes, batch.is_brief]
 
 
 def _plain_put(batch: Batch) -> Put | None:
@@ -913,8 +920,10 @@ def _needs_script(entry: Entry) -> bool:
     return entry.expires_ms is not None or not isinstance(entry.stored, bytes)
 
 
-def _found(key: str, text: bytes | None) -> Entry | None:
-    return None if text is None else _entry(key, text)
+def _found(batch: Batch, key: str, text: bytes | None) -> Entry | None:
+    """What a refusal tells of a key. To a brief batch, a record is told without its fields."""
+    entry = None if text is None else _entry(key, text)
+    return entry.without_value() if entry is not None and batch.is_brief and entry.kind == "record" else entry
 
 
 def _changes(item: list[bytes], last: int) -> Iterator[Change]:
@@ -955,8 +964,8 @@ def _commit(
         if text[:1] == b"=":
             assert isinstance(write, Put)
             after = msgspec.structs.replace(_entry(key, text[1:], with_value=False), stored=write.stored)
-        elif text[:1] == b"+":
-            after = _entry(key, text[1:])
+        elif text[:1] in (b"+", b"^"):
+            after = _entry(key, text[1:], with_value=text[:1] == b"+")
         elif text:
             before = _entry(key, text[1:], with_value=text[:1] == b"~")
         entries.append(after)

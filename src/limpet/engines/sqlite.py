@@ -80,7 +80,7 @@ from limpet.model import (
     fingerprint,
     live,
 )
-from limpet.schema import REVISION, VERSION_TABLE, ddl, is_behind, require
+from limpet.schema import REVISION, TAKEN_ON_SQLITE, VERSION_TABLE, ddl, is_behind, require, warn_of_taken
 from limpet.transition import plan, recall
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ BUSY_TIMEOUT_MS: Final = 5_000
 CACHED_MAX: Final = 12_288
 CACHED_BYTES_MAX: Final = 2_048
 
-_FOREIGN: Final = (
+FOREIGN: Final = (
     "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'limpet_*' AND name NOT GLOB 'sqlite_*'"
 )
 _OPTIONS: Final = ("synchronous", "migrate", "journal")
@@ -211,6 +211,7 @@ class SqliteEngine:
         self._synchronous = synchronous
         self._clock = clock
         self._may_switch = switches
+        self.taken: tuple[str, ...] = ()
         self._closed = False
         self._latest_ms = 0
         self._budget = Budget(others=self._is_writing)
@@ -796,6 +797,7 @@ class SqliteEngine:
         if identity is None:
             raise Corrupt(f"{self._path} does not say what store it is: its table limpet_store is empty")
         store_id, epoch = identity
+        warn_of_taken(self.taken, self._path)
         return store_id.decode(), epoch
 
     def _identify(self) -> tuple[str | None, Sequence[Any] | None]:
@@ -813,6 +815,7 @@ class SqliteEngine:
                 # Of another revision, nobody knows what its tables look like.
                 if revision == REVISION:
                     identity = writer.execute(_STORE).fetchone()
+                    self.taken = tuple(name.decode() for (name,) in writer.execute(TAKEN_ON_SQLITE))
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
@@ -876,7 +879,7 @@ class SqliteEngine:
         if self._may_switch:
             return
         (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-        if mode != b"wal" and connection.execute(_FOREIGN).fetchone() is not None:
+        if mode != b"wal" and connection.execute(FOREIGN).fetchone() is not None:
             raise InvalidValue(
                 f"{self._path} holds tables that are not Limpet's, and its journal mode is {mode.decode()}: Limpet "
                 "needs WAL, and the file would stay so. Give Limpet a file of its own, or allow the change with "
@@ -927,9 +930,11 @@ class SqliteEngine:
             return PermissionDenied(f"cannot use {self._path}: {error}")
         if name.startswith("SQLITE_CANTOPEN") and not _is_writable(os.path.dirname(self._path)):
             return PermissionDenied(f"cannot use {self._path}: its folder may not be written, and the WAL lies there")
-        # A trigger that is not ours says what it likes.
-        words = name if name.startswith("SQLITE_CONSTRAINT") else error
-        return Unavailable(f"{self._path} cannot serve now: {words}")
+        if name.startswith("SQLITE_CONSTRAINT"):
+            # A trigger that is not ours says what it likes. The driver's error stays the cause of ours, and whoever
+            # logs that prints it.
+            error.args = (name,)
+        return Unavailable(f"{self._path} cannot serve now: {error}")
 
 
 # What is not here will pass, or an operator can mend it: a full disk, no descriptor left, a file that was moved.

@@ -125,7 +125,8 @@ class StateStore:
     async def touch(self, key: str, ttl: float | timedelta | None) -> bool:
         """Change only how long a record lasts; None lets it last for ever. False when there is none."""
         store, name = self._place(key)
-        return await store.touch(name, ttl) is not None
+        commit = await store.batch().touch(name, ttl)._briefly().commit()
+        return commit.entries[0] is not None
 
     # Fields -------------------------------------------------------------------
 
@@ -148,7 +149,8 @@ class StateStore:
     ) -> None:
         """Write some fields and leave the others alone; None clears one. The record is made when there is none."""
         store, name = self._place(key)
-        await store.record(name).set(_with_clearings(fields), fence=fence)
+        draft = store.batch().set(name, _with_clearings(fields))._briefly()
+        await (draft if fence is None else draft.fence(fence)).commit()
 
     async def compare_and_swap(
         self,

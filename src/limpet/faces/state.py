@@ -224,7 +224,8 @@ def _open(pool: asyncpg.Pool) -> asyncio.Task[_PoolStore]:
         clock = SystemClock()
         # Whoever has set the keys for a process means all that it stores.
         keyring = find_keyring(None, None)
-        engine: Engine = await postgres.open_over(pool)
+        # Butlers and whatever reads another program's table of that name would each see a state of their own.
+        engine: Engine = await postgres.open_over(pool, claims=("state",))
         engine = engine if keyring is None else seal_engine(engine, keyring, clock)
         return _PoolStore(Session(engine, clock), NAMESPACE)
 

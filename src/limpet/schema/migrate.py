@@ -23,7 +23,15 @@ from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import quote
 
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
-from limpet.schema import REVISION, REVISIONS, VERSION_TABLE, in_schema, require
+from limpet.schema import (
+    REVISION,
+    REVISIONS,
+    TAKEN_ON_POSTGRES,
+    TAKEN_ON_SQLITE,
+    VERSION_TABLE,
+    in_schema,
+    require,
+)
 
 try:
     import sqlalchemy as sa
@@ -88,6 +96,17 @@ Place = SqlitePlace | PostgresPlace
 def found(place: Place) -> str | None:
     """The revision that a schema is at, known or not; None where there are no tables."""
     return _run(place, lambda connection: _current(connection, place), locks=False)
+
+
+def taken(place: Place) -> list[str]:
+    """The names of our views that something else has there."""
+
+    def work(connection: sa.Connection) -> list[str]:
+        if place.schema is None:
+            return list(connection.scalars(sa.text(TAKEN_ON_SQLITE)))
+        return list(connection.scalars(sa.text(TAKEN_ON_POSTGRES.format(schema=":schema")), {"schema": place.schema}))
+
+    return _run(place, work, locks=False)
 
 
 def up(place: Place, target: str = REVISION) -> str | None:

@@ -503,6 +503,10 @@ END $$;
 
 DO $$
 BEGIN
+    IF (SELECT relnamespace FROM pg_class WHERE oid = (SELECT max(tableoid) FROM {schema}.limpet_store))
+        = to_regnamespace('public') THEN
+        RETURN;
+    END IF;
     CREATE VIEW {schema}.state
     (key, value, version, updated_at) AS
     SELECT key, CASE WHEN kind = 'bytes' THEN to_jsonb('\x' || encode(stored, 'hex')) ELSE value END, version,

@@ -1,6 +1,8 @@
 """Revision 0002: views for people and tools that read with plain SQL.
 
-A name that somebody else's table or view has already is left to them, and so it is on the way back.
+A name that another program's table or view has already is left to it, and so it is on the way back. In the schema
+``public``, which all programs share by default, the name ``state`` is left to others from the start: a view would be in
+the way of an application's own table.
 """
 
 from __future__ import annotations
@@ -52,13 +54,19 @@ _POSTGRES = {
 
 # Asked for by trying, because a name in a schema of any name is hard to quote in a text.
 _UNLESS_TAKEN = """DO $$
-BEGIN
+BEGIN{unless}
     CREATE VIEW {{schema}}.{view}{definition};
     CREATE TRIGGER limpet_refuse INSTEAD OF INSERT OR UPDATE OR DELETE ON {{schema}}.{view}
     FOR EACH ROW EXECUTE FUNCTION {{schema}}.limpet_refuse();
 EXCEPTION WHEN duplicate_table OR duplicate_object THEN
     RAISE NOTICE 'limpet: there is something else called {view} in this schema, so this view is left out';
 END $$"""
+
+_UNLESS_SHARED = """
+    IF (SELECT relnamespace FROM pg_class WHERE oid = (SELECT max(tableoid) FROM {schema}.limpet_store))
+        = to_regnamespace('public') THEN
+        RETURN;
+    END IF;"""
 
 _OURS = """SELECT c.relname FROM pg_trigger t
 JOIN pg_class c ON c.oid = t.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -72,7 +80,8 @@ def upgrade() -> None:
         return
     run(_REFUSE)
     for view, definition in _POSTGRES.items():
-        run(_UNLESS_TAKEN.format(view=view, definition=definition))
+        unless = _UNLESS_SHARED if view == "state" else ""
+        run(_UNLESS_TAKEN.format(view=view, definition=definition, unless=unless))
 
 
 def downgrade() -> None:
