@@ -8,6 +8,7 @@ that the engine answers with the first result if there was one.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,8 @@ class Session:
         self.sweeper = Sweeper(engine, clock, window or Window())
         self.turns = Turns()
         self._ended = threading.Event()
+        # What works on behalf of this session beside the sweeper and the hubs. It ends with the session.
+        self.background: set[asyncio.Task[None]] = set()
         self._hubs: dict[str, Hub] = {}
 
     def limited(self, value_bytes_max: int) -> Session:
@@ -110,6 +113,7 @@ class Session:
     def forget_loop(self) -> None:
         """Drop what lived on an event loop that is no more, as in a child after a fork."""
         self._hubs.clear()
+        self.background.clear()
         self.sweeper.forget_loop()
 
     async def close(self) -> None:
@@ -118,6 +122,10 @@ class Session:
             return
         self._ended.set()
         await self.sweeper.stop()
+        if self.background:
+            for task in (background := [*self.background]):
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
         for hub in self._hubs.values():
             await hub.close()
         await self.engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 from collections.abc import AsyncIterator
@@ -424,12 +425,13 @@ async def test_what_expires_is_absent_at_once_and_may_be_written_again(kept: Sem
     assert (await put(kept, {"n": 2}, expected_version=0)).version == 1
 
 
-async def test_what_expired_can_be_recovered_for_a_while(store: limpet.Store) -> None:
-    kept = SemanticStore(store, audit=audit())
+async def test_what_expired_can_be_recovered_for_a_while(kept: SemanticStore) -> None:
     semantics = {**CHECKPOINT, "ttlSeconds": SHORT_S}
-    await put(kept, {"n": 1}, semantics=semantics, spec_ref="adr/7")
+    await put(kept, {"n": 1}, OTHER, semantics={**CHECKPOINT, "ttlSeconds": 3600})
     with pytest.raises(VersionConflict):
-        await kept.recover(KEY, writer="operator")
+        await kept.recover(OTHER, writer="operator")
+    await kept.kv_delete(OTHER, writer=WRITER)
+    await put(kept, {"n": 1}, semantics=semantics, spec_ref="adr/7")
     await gone(kept, KEY)
     await kept.seal()
 
@@ -448,7 +450,57 @@ async def test_what_expired_can_be_recovered_for_a_while(store: limpet.Store) ->
     for key in (KEY, OTHER):
         with pytest.raises(NotFound):
             await kept.recover(key, writer="operator")
-    assert (await kept.verify()).problems == ()
+
+
+async def test_what_ended_otherwise_is_not_recovered(kept: SemanticStore) -> None:
+    """A copy of what expired, or would have, is no copy of what was put since."""
+    await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": 60})
+    await put(kept, {"n": 2})
+    await kept.kv_delete(KEY, writer=WRITER)
+    await put(kept, {"n": 1}, OTHER, semantics={**CHECKPOINT, "ttlSeconds": SHORT_S})
+    await gone(kept, OTHER)
+    await kept.seal()
+    await put(kept, {"n": 2}, OTHER)
+    await kept.kv_delete(OTHER, writer=WRITER)
+
+    for key in (KEY, OTHER):
+        with pytest.raises(NotFound):
+            await kept.recover(key, writer="operator")
+
+
+async def test_ending_what_expired_leaves_it_to_be_recovered(kept: SemanticStore) -> None:
+    await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": SHORT_S})
+    await gone(kept, KEY)
+
+    assert await kept.kv_delete(KEY, writer=WRITER) is False
+
+    assert (await kept.recover(KEY, writer="operator")).value == {"n": 1}
+
+
+async def test_recovery_ends_with_the_grace_that_the_store_was_given(store: limpet.Store) -> None:
+    kept = SemanticStore(store, grace_s=SHORT_S)
+    await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": SHORT_S})
+    await asyncio.sleep(3 * SHORT_S)
+
+    with pytest.raises(NotFound):
+        await kept.recover(KEY, writer="operator")
+    with pytest.raises(InvalidValue):
+        SemanticStore(store, grace_s=0)
+
+
+async def test_a_copy_goes_with_its_entry_and_is_in_no_listing(store: limpet.Store) -> None:
+    """What has no time to live has none, and what was ended by hand leaves none."""
+    kept = SemanticStore(store)
+    await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": 60})
+    assert [copy.live is not None for copy in await kept._copies.look([KEY, OTHER])] == [True, False]
+    assert [entry.key async for entry in store.scan()] == [KEY]
+
+    await put(kept, {"n": 2})
+    await put(kept, {"n": 1}, OTHER, semantics={**CHECKPOINT, "ttlSeconds": 60})
+    await kept.kv_delete(OTHER, writer=WRITER)
+
+    for copy in await kept._copies.look([KEY, OTHER]):
+        assert (copy.live, copy.over) == (None, None)
 
 
 async def test_recovery_ends_with_the_grace(store: limpet.Store) -> None:
@@ -506,17 +558,91 @@ async def test_an_observer_is_told_of_successes_and_conflicts(store: limpet.Stor
     ]
 
 
-async def test_an_expiry_is_logged_with_what_it_was_for(store: limpet.Store, caplog: pytest.LogCaptureFixture) -> None:
+def expiries(caplog: pytest.LogCaptureFixture) -> list[Any]:
+    return [record for record in caplog.records if record.__dict__.get("event") == "kvExpire"]
+
+
+async def logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not expiries(caplog):  # noqa: ASYNC110 - nothing tells of a line in the log
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("form", ["audited", "entered", "not entered", "put by another"])
+async def test_an_expiry_is_logged_with_what_it_was_for(
+    store: limpet.Store, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
     caplog.set_level(logging.INFO, logger="limpet.semantic")
-    async with SemanticStore(store, audit=audit()) as kept:
-        await put(kept, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
-        async with asyncio.timeout(PATIENCE_S):
-            while not any(record.__dict__.get("event") == "kvExpire" for record in caplog.records):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-    (expiry,) = (record for record in caplog.records if record.__dict__.get("event") == "kvExpire")
+    kept = SemanticStore(store, audit=audit() if form == "audited" else None)
+    async with contextlib.AsyncExitStack() as entered:
+        if form != "not entered":
+            await entered.enter_async_context(kept)
+        putting = SemanticStore(store) if form == "put by another" else kept
+        if form == "put by another":
+            # As if the process that put it were gone.
+            putting._copies.expect = lambda *_: None  # type: ignore[method-assign]
+        await put(putting, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
+        await logged(caplog)
+    (expiry,) = expiries(caplog)
+    assert expiry.__dict__["version"] == 1
     assert (expiry.__dict__["purpose"], expiry.__dict__["directive"]) == ("lock", "nightly-sync")
     assert expiry.__dict__["semantics"] == lock_of(SHORT_S)
     assert expiry.levelname == "INFO"
+
+
+async def test_an_expiry_is_logged_once_whoever_notices(store: limpet.Store, caplog: pytest.LogCaptureFixture) -> None:
+    """The process that put it, two that look after everything, and one that acquires the lock again."""
+    caplog.set_level(logging.INFO, logger="limpet.semantic")
+    async with SemanticStore(store) as one, SemanticStore(store) as two:
+        for number in range(3):
+            await put(one, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
+            await gone(one, KEY)
+            await asyncio.gather(one.seal(), two.seal(), two.seal(), two.kv_delete(OTHER, writer=WRITER))
+            await put(two, {"by": "w2"}, semantics=lock_of(SHORT_S), expected_version=0)
+            await gone(one, KEY)
+            await asyncio.gather(one.seal(), two.seal())
+            assert len(expiries(caplog)) == 2 * (number + 1)
+
+
+async def test_an_expiry_is_logged_when_the_lock_is_acquired_again(
+    store: limpet.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="limpet.semantic")
+    kept = SemanticStore(store)
+    kept._copies.expect = lambda *_: None  # type: ignore[method-assign]
+    await put(kept, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
+    await gone(kept, KEY)
+
+    await put(kept, {"by": "w2"}, semantics=lock_of(60), expected_version=0)
+
+    assert [record.__dict__["event"] for record in caplog.records] == ["kvPut", "kvExpire", "kvPut"]
+
+
+async def test_what_is_renewed_or_ended_is_not_logged_as_expired(
+    store: limpet.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="limpet.semantic")
+    async with SemanticStore(store) as kept:
+        held = await put(kept, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
+        with contextlib.suppress(VersionConflict):
+            await put(kept, {"by": "w1"}, semantics=lock_of(60), expected_version=held.version)
+        was_late = bool(expiries(caplog))
+        await put(kept, {"n": 1}, OTHER, semantics={**CHECKPOINT, "ttlSeconds": 60})
+        await kept.kv_delete(OTHER, writer=WRITER)
+        await asyncio.sleep(3 * SHORT_S)
+        await kept.seal()
+
+    assert was_late or expiries(caplog) == []
+
+
+async def test_closing_the_store_ends_what_waits_for_expiries(store: limpet.Store) -> None:
+    await put(SemanticStore(store), {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": 3600})
+    assert store._session.background
+
+    await store.close()
+
+    assert not store._session.background
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "limpet-expiries"]
 
 
 # Watching ---------------------------------------------------------------------

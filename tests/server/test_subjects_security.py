@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from limpet.server.deliveries import is_answerable
 from limpet.server.subjects import settle
 from tests.server.subjects_support import PATIENCE_S, Plugins, RawLine, connected, eventually, opened, serving
 
@@ -200,6 +201,51 @@ async def test_no_subject_that_is_not_the_plugins_reaches_it(sqlite_nats: Plugin
     }
 
 
+@pytest.mark.parametrize("reply", ["elsewhere", "_INBOX_victim.1", "_LIMPET.1", "_INBOXES.1"])
+@pytest.mark.parametrize("subject", ["db.kv.attacker.set", "db.kv.Odd!.set", "db.kv.attacker.none", "$SRV.PING"])
+async def test_an_answer_goes_to_an_inbox_of_the_caller_alone(sqlite_nats: Plugins, subject: str, reply: str) -> None:
+    """Anywhere else it would be a message of the server, which may say what the caller may not."""
+    if subject == "$SRV.PING":
+        # It names no plugin, so any inbox will do.
+        reply = reply.replace("_INBOX_victim", "_LIMPETS")
+    heard: list[bytes] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.data)
+
+    await sqlite_nats.client.subscribe(reply, cb=hear)
+    await settle(sqlite_nats.client)
+    before = len(sqlite_nats.observer.calls)
+
+    await sqlite_nats.client.publish(subject, b'{"key":"mine","value":1}', reply=reply)
+    # The next request on the same line comes after it.
+    found = await sqlite_nats.ask("get", "attacker", key="mine")
+    await settle(sqlite_nats.client)
+
+    assert heard == []
+    assert found["exists"] is False
+    errors = [call.error is not None for call in sqlite_nats.observer.calls[before:]]
+    assert errors == ([False] if subject == "$SRV.PING" else [True, False])
+
+
+@pytest.mark.parametrize("reply", ["_INBOX.1", "_INBOX_attacker.1.2"])
+async def test_an_answer_goes_to_any_inbox_of_the_caller(sqlite_nats: Plugins, reply: str) -> None:
+    listening = await sqlite_nats.client.subscribe(reply)
+
+    await sqlite_nats.client.publish("db.kv.attacker.set", b'{"key":"mine","value":1}', reply=reply)
+
+    assert json.loads((await listening.next_msg(PATIENCE_S)).data)["success"]
+
+
+def test_what_nats_puts_in_the_place_of_an_inbox_is_answered() -> None:
+    """A request from another account, or through a gateway, has a reply subject that NATS made."""
+    assert is_answerable("_R_.aB3xYz", "trivia")
+    assert is_answerable("_GR_.clstr.srvr._INBOX.1.2", "trivia")
+    assert is_answerable("_GR_.clstr.srvr._INBOX_trivia.1", "trivia")
+    assert not is_answerable("_GR_.clstr.srvr._INBOX_quote.1", "trivia")
+    assert not is_answerable("_R_.*", "trivia")
+
+
 @pytest.mark.parametrize("reply", ["db.kv.victim.set", "db.kv.victim.delete", "$JS.API.STREAM.DELETE.x", "$SRV.PING"])
 async def test_the_server_cannot_be_made_to_ask_for_somebody(sqlite_nats: Plugins, reply: str) -> None:
     """Its answer to one plugin, sent to the subject of another, would be a request that NATS lets through."""
@@ -350,14 +396,14 @@ async def test_malformed_requests_are_answered_and_leave_no_value_in_a_log(caplo
         answered.append(json.loads(message.data))
 
     async with opened("memory:") as session, serving(session) as served, connected() as client:
-        await client.subscribe("fuzz-replies.*", cb=hear)
+        await client.subscribe("_INBOX.fuzz-replies.*", cb=hear)
         await settle(client)
         line = RawLine()
         for first in range(0, COUNT, 250):
             frames = bytearray()
             for number in range(first, first + 250):
                 name, body = next(wrong)
-                reply = b"fuzz-replies.%d" % number
+                reply = b"_INBOX.fuzz-replies.%d" % number
                 frames += b"PUB %b %b %d\r\n%b\r\n" % (subject_of(dice, name), reply, len(body), body)
                 # The same once more, without anybody to answer to.
                 frames += b"PUB %b %d\r\n%b\r\n" % (subject_of(dice, name), len(body), body)

@@ -32,6 +32,7 @@ import msgspec
 from limpet.codec import Stored, encode_field
 from limpet.engine import Engine
 from limpet.errors import Conflict, Corrupt, InvalidValue
+from limpet.faces.copies import GRACE_S, log_expiry
 from limpet.faces.semantic_model import Semantics, directive_of
 from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write
 from limpet.store import Store
@@ -41,8 +42,6 @@ __all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "new_key", "sign
 log = logging.getLogger("limpet.semantic")
 
 SECRET_BYTES_MIN: Final = 32
-GRACE_S: Final = 86_400.0
-"""How long what expired can be recovered, unless told otherwise."""
 
 Op = Literal["put", "delete", "expire", "recover"]
 
@@ -330,21 +329,7 @@ class Trail:
         except Conflict:
             # It is there again, or was told of, or its copy went its way. The next look shows.
             return False
-        log.info(
-            "kvExpire key=%s purpose=%s directive=%s version=%d",
-            key,
-            planned.row.purpose,
-            planned.row.directive,
-            head.version,
-            extra={
-                "event": "kvExpire",
-                "key": key,
-                "purpose": planned.row.purpose,
-                "directive": planned.row.directive,
-                "semantics": head.semantics,
-                "version": head.version,
-            },
-        )
+        log_expiry(key, {"writer": head.writer, "semantics": head.semantics, "version": head.version})
         return True
 
     async def recoverable(self, key: str) -> tuple[Entry, Entry] | None:

@@ -21,6 +21,7 @@ from limpet.errors import Closed, InvalidValue
 from limpet.faces import deadletters as _deadletters
 from limpet.faces import semantic as _semantic
 from limpet.faces.audit import Audit
+from limpet.faces.copies import GRACE_S
 from limpet.faces.deadletters import KEEP_S
 from limpet.faces.policy import OutageAlert, RetryPolicy
 from limpet.faces.semantic import Observation
@@ -34,9 +35,9 @@ __all__ = ["DeadLetters", "SemanticStore", "Watch"]
 class SemanticStore(Face):
     """Semantic entries in a namespace, without await.
 
-    With ``with`` an audited one also seals its trail in the background; the store stays its owner's. The arguments are
-    those of `limpet.faces.semantic.SemanticStore`. ``observer``, ``on_outage`` and the ``progress`` of `prune` may be
-    called on the loop of the store, and so must not call the store.
+    With ``with`` it also notices in the background what has expired, and an audited one seals its trail; the store
+    stays its owner's. The arguments are those of `limpet.faces.semantic.SemanticStore`. ``observer``, ``on_outage`` and
+    the ``progress`` of `prune` may be called on the loop of the store, and so must not call the store.
     """
 
     _twin: _semantic.SemanticStore
@@ -53,6 +54,7 @@ class SemanticStore(Face):
         observer: Callable[[Observation], None] | None = None,
         on_outage: Callable[[OutageAlert], None] | None = None,
         dice: Callable[[], float] = random.random,
+        grace_s: float = GRACE_S,
     ) -> None:
         if dead_letters is not None:
             dead_letters._check_beside(store)
@@ -66,6 +68,7 @@ class SemanticStore(Face):
             observer=observer,
             on_outage=on_outage,
             dice=dice,
+            grace_s=grace_s,
         )
         super().__init__(twin, store._runner)
         self.store = store

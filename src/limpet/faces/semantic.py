@@ -25,6 +25,7 @@ from limpet.codec import Stored, encode_field
 from limpet.engine import new_request_id
 from limpet.errors import Conflict, Corrupt, LimpetError, NotFound
 from limpet.faces.audit import Audit, Trail
+from limpet.faces.copies import GRACE_S, Copies, Copy, log_expiry
 from limpet.faces.deadletters import DeadLetter, DeadLetters
 from limpet.faces.policy import Escalated, Outage, OutageAlert, RetryPolicy, retrying
 from limpet.faces.sealing import Pruned, Report, Sealer, prune, verify
@@ -48,7 +49,7 @@ from limpet.faces.semantic_model import (
     shaped,
 )
 from limpet.keys import PAGE_BYTES
-from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version
+from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy, Revision, Version, Write
 from limpet.retry import jitter_s
 from limpet.store import Store, take_turn
 from limpet.transition import read_receipt
@@ -141,11 +142,12 @@ class _Asked(msgspec.Struct):
 class SemanticStore:
     """Semantic entries in a namespace.
 
-    With ``async with`` an audited one also seals its trail in the background; the store stays its owner's.
+    With ``async with`` it also notices in the background what has expired, whoever put it, and an audited one seals its
+    trail. The store stays its owner's.
 
     Args:
         store: The namespace.
-        audit: Leaves a row of every change; None for no trail, and for an expiry that leaves nothing.
+        audit: Leaves a row of every change; None for no trail.
         anchor: The end of the trail as it was last known, from a log or a report: what is sealed must go through it.
         clock: What to wait on between attempts; the store's own when not given.
         policy: What `advance` and `submit` do about failures.
@@ -153,6 +155,7 @@ class SemanticStore:
         observer: Is told of each success and each conflict.
         on_outage: Is told of an outage that lasts.
         dice: A number from 0 to 1, for jitter.
+        grace_s: How long an entry that expired can be recovered. An audited namespace goes by its `Audit`.
     """
 
     def __init__(
@@ -167,6 +170,7 @@ class SemanticStore:
         observer: Callable[[Observation], None] | None = None,
         on_outage: Callable[[OutageAlert], None] | None = None,
         dice: Callable[[], float] = random.random,
+        grace_s: float = GRACE_S,
     ) -> None:
         self.store = store
         self.dead_letters = dead_letters
@@ -174,19 +178,18 @@ class SemanticStore:
         self._audit = audit
         self._trail = None if audit is None else Trail(store, audit)
         self._sealer = None if audit is None else Sealer(store, audit, anchor=anchor)
+        self._copies = Copies(store, grace_s)
         self._clock = clock or store._session.clock
         self._observer = observer
         self._outage = Outage(store.name, self._clock, self.policy.outage_alert_s, on_outage)
         self._dice = dice
 
     async def __aenter__(self) -> Self:
-        if self._sealer is not None:
-            self._sealer.start()
+        (self._copies if self._sealer is None else self._sealer).start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._sealer is not None:
-            await self._sealer.stop()
+        await (self._copies if self._sealer is None else self._sealer).stop()
 
     # Names --------------------------------------------------------------------
 
@@ -335,26 +338,30 @@ class SemanticStore:
 
         Raises:
             VersionConflict: The key is there.
-            NotFound: It did not expire, or too long ago, or the namespace is not audited.
+            NotFound: It did not expire, or too long ago.
         """
-        trail = self._trail
         check_key(key)
-        if trail is None:
-            raise NotFound(key)
-        (head,) = await trail.heads([key])
         entry = await self.store.entry(key)
-        if head is not None and trail.is_pending(entry, head):
-            await trail.record_expiry(key, head)
-        found = await trail.recoverable(key)
-        if found is None and entry is None:
+        ghost = await self._recoverable(key, entry)
+        if ghost is None and entry is None:
             raise NotFound(key)
-        if found is None:
+        if ghost is None:
             raise VersionConflict(key, expected_version=0, current=entry, request_id=request_id or new_request_id())
-        ghost = found[0]
         semantics = semantics_of(ghost.meta["semantics"])
         asked = _Asked(key, ghost.value, semantics, 0, ghost.meta.get("specRef"), "kvRecover")
         commit, _ = await self._change([asked], writer, request_id)
         return _envelope(commit, 0)
+
+    async def _recoverable(self, key: str, entry: Entry | None) -> Entry | None:
+        """The copy of what a key held when it expired."""
+        trail = self._trail
+        if trail is None:
+            return await self._copies.recoverable(key)
+        (head,) = await trail.heads([key])
+        if head is not None and trail.is_pending(entry, head):
+            await trail.record_expiry(key, head)
+        found = await trail.recoverable(key)
+        return None if found is None else found[0]
 
     def _asked_put(
         self,
@@ -448,14 +455,19 @@ class SemanticStore:
             started_at = self._clock.monotonic()
             found: list[Entry | None] = [None] * len(asked)
             heads: list[Entry | None] = [None] * len(asked)
+            copies: list[Copy] = []
             if trail is not None:
                 heads = await trail.heads(keys)
                 found = await self._entries(keys)
-                # Last of all: what this request may have made of them earlier is not taken for another's work.
-                if is_given and (earlier := await self._earlier(request_id, request, asked)) is not None:
-                    return earlier
-                if await self._record_expiries(trail, keys, found, heads):
-                    continue
+            else:
+                copies = await self._copies.look(keys)
+            # Last of all: what this request may have made of them earlier is not taken for another's work.
+            if is_given and (earlier := await self._earlier(request_id, request, asked)) is not None:
+                return earlier
+            if trail is not None and await self._record_expiries(trail, keys, found, heads):
+                continue
+            if await self._notice_expiries(keys, copies):
+                continue
             draft = self.store.batch(request_id=request_id if is_given else None)
             if held is not None:
                 draft.include(guards=[Guard(check_key(held.key), HeldBy(held.token))])
@@ -483,9 +495,14 @@ class SemanticStore:
                     spec_ref=one.spec_ref,
                 )
                 draft.include(*planned.writes, guards=planned.guards)
+            for one, copy in zip(asked, copies, strict=trail is None):
+                writes, guards = self._copy(one, copy, writer)
+                draft.include(*writes, guards=guards)
             draft.include(request=request)
             try:
-                return await draft.commit()
+                commit = await draft.commit()
+                self._expect_expiries(asked, copies, commit)
+                return commit
             except Conflict as conflict:
                 if conflict.reason == "stale_request":
                     raise await self._stale(asked, request_id) from None
@@ -526,6 +543,33 @@ class SemanticStore:
                 await trail.record_expiry(key, head)
                 any_expired = True
         return any_expired
+
+    async def _notice_expiries(self, keys: list[str], copies: list[Copy]) -> bool:
+        """Tell of what expired under these keys, of which there are copies alone. False when nothing did."""
+        any_expired = False
+        for key, copy in zip(keys, copies, strict=False):
+            if copy.live is not None and await self.store.entry(key) is None:
+                await self._copies.notice(key, copy.live)
+                any_expired = True
+        return any_expired
+
+    def _copy(self, one: _Asked, copy: Copy, writer: str) -> tuple[list[Write], list[Guard]]:
+        """What a change makes of the copy of its key."""
+        stored = None if one.value is None else encode_field(one.value)
+        version = None if one.expected_version is None else one.expected_version + 1
+        return self._copies.plan(one.key, copy, stored, one.semantics, writer, one.spec_ref, version)
+
+    def _expect_expiries(self, asked: list[_Asked], copies: list[Copy], commit: Commit) -> None:
+        """Look at what was put when its time is over; and tell of what expired just before it was written over."""
+        if commit.replayed:
+            return
+        for number, (one, copy) in enumerate(zip(asked, copies, strict=False)):
+            entry = commit.entries[number]
+            if entry is None:
+                continue
+            if copy.live is not None and entry.version == 1:
+                log_expiry(one.key, copy.live.meta)
+            self._copies.expect(one.key, entry)
 
     # Conflicts ----------------------------------------------------------------
 
@@ -826,7 +870,10 @@ class SemanticStore:
         Returns:
             How many rows were sealed.
         """
-        return 0 if self._sealer is None else await self._sealer.turn()
+        if self._sealer is not None:
+            return await self._sealer.turn()
+        await self._copies.notice_all()
+        return 0
 
     async def verify(self, *, anchor: str | None = None) -> Report:
         """Verify the trail, and that the entries are as it tells. See `limpet.faces.sealing.verify`."""

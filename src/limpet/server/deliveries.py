@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-__all__ = ["SERVERS", "Deliveries", "Delivery"]
+__all__ = ["SERVERS", "Deliveries", "Delivery", "is_answerable"]
 
 SERVERS: Final = "_LIMPET"
 """The first word of subjects on which servers talk to each other."""
@@ -205,12 +205,34 @@ class Deliveries:
 
 def check_subject(subject: str, plugin: str) -> str:
     """The subject that a plugin wants its events on: an inbox, and no other plugin's."""
-    # An event looks like a request to set a key. Sent to any subject that a plugin names, it would be one, of the
-    # server, which may ask for everybody.
-    word, dot, rest = subject.partition(".")
-    if word not in ("_INBOX", f"_INBOX_{plugin}") or not dot or not _LITERAL.match(rest):
+    if not is_inbox(subject, plugin):
         raise InvalidValue(f"events are delivered to a subject below _INBOX or _INBOX_{plugin}", path="$.deliver")
     return subject
+
+
+def is_inbox(subject: str, plugin: str | None) -> bool:
+    """Whether a subject is an inbox that this plugin may have; with no plugin, anybody's.
+
+    An answer or an event looks like a request. Sent to any subject that a plugin names, it would be one, of the server,
+    which may ask for everybody; and sent to the inbox of another plugin, it would be taken for the answer to that one.
+    """
+    word, dot, rest = subject.partition(".")
+    if not dot or not _LITERAL.match(rest):
+        return False
+    return word == "_INBOX" or (word.startswith("_INBOX_") if plugin is None else word == f"_INBOX_{plugin}")
+
+
+def is_answerable(reply: str, plugin: str | None) -> bool:
+    """Whether a reply subject is an inbox, or one that NATS has put in its place on the way here.
+
+    NATS writes ``_R_.…`` for a request from another account, and puts ``_GR_.<cluster>.<server>.`` before the inbox of
+    a request that came through a gateway, and lets no client name a reply subject that starts so.
+    """
+    if reply.startswith("_R_."):
+        return bool(_LITERAL.match(reply))
+    if reply.startswith("_GR_."):
+        reply = reply.split(".", 3)[-1]
+    return is_inbox(reply, plugin)
 
 
 _LITERAL: Final = re.compile(r"[^\s.*>]+(?:\.[^\s.*>]+)*\Z")

@@ -14,6 +14,7 @@ import msgspec
 
 import limpet
 from limpet.server import requests
+from limpet.server.deliveries import is_answerable
 from limpet.server.operations import Operation
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class MicroService:
 
     def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
         async def heard(message: Msg) -> None:
-            if message.reply:
+            if is_answerable(message.reply, None):
                 await self._connection.publish(message.reply, msgspec.json.encode(answer()))
 
         return heard

@@ -55,6 +55,13 @@ class InvalidSubject(InvalidValue):
         super().__init__(f"Invalid subject format: {shown}")
 
 
+class InvalidReply(InvalidValue):
+    """The answer would go to a subject that is no inbox of the caller. It gets none, and the request is not run."""
+
+    def __init__(self, plugin: str) -> None:
+        super().__init__(f"an answer goes to a subject below _INBOX or _INBOX_{plugin}: choose such a reply subject")
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked. Members that nobody knows are ignored, as the first plugins were promised."""
 

@@ -33,7 +33,7 @@ from limpet.errors import (
 )
 from limpet.keys import check_namespace
 from limpet.server import requests
-from limpet.server.deliveries import Deliveries
+from limpet.server.deliveries import Deliveries, is_answerable
 from limpet.server.desk import Desk, Everybody
 from limpet.server.micro import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
 from limpet.server.operations import OPERATIONS, Operation, Reach
@@ -114,7 +114,6 @@ class Subjects:
         self._desk = desk
         self._connection = connection
         self._prefix = check_prefix(prefix)
-        self._not_answered = ("$", f"{prefix}.")
         self._queue = queue
         self._at_once = at_once
         self._slow_s = slow_s
@@ -242,10 +241,8 @@ class Subjects:
                 raise requests.InvalidSubject(subject)
             endpoint.requests += 1
             check_namespace(plugin)
-            if reply.startswith(self._not_answered):
-                # The answer would be a request of the server, which may ask for everybody.
-                reply = ""
-                raise requests.InvalidSubject(subject)
+            if reply and not is_answerable(reply, plugin):
+                raise requests.InvalidReply(plugin)
             asked = _understood(endpoint, body)
         except Exception as error:
             self._refuse(plugin, name, reply, error)
@@ -370,7 +367,7 @@ class Subjects:
         else:
             self._desk.refused(self._caller(plugin), plugin, name, error)
         body = _encode(reply_of(error)) if endpoint is None else self._error(endpoint, error)
-        if reply:
+        if reply and is_answerable(reply, plugin):
             self._running += 1
             self._spawn(self._send_refusal(reply, body))
 
