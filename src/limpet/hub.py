@@ -9,6 +9,7 @@ writer, never makes a queue grow and never misses a change without being told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
 from bisect import bisect_right
 from collections import deque
@@ -19,9 +20,11 @@ from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
 from limpet.model import Change, Event, Feed, Op, Status, Synced
-from limpet.retry import retrying
+from limpet.retry import Outage, retrying
 
 __all__ = ["Hub", "Watch", "event_of"]
+
+log = logging.getLogger("limpet.hub")
 
 TAIL_MAX: Final = 1024
 TAIL_BYTES_MAX: Final = 16_000_000
@@ -31,7 +34,11 @@ DROP_BEYOND: Final = 64
 
 
 class Hub:
-    """Follows the log of one namespace while anybody watches it."""
+    """Follows the log of one namespace while anybody watches it.
+
+    Attributes:
+        is_failing: Whether the log could not be read when it was last tried.
+    """
 
     def __init__(self, engine: Engine, namespace: str, clock: Clock) -> None:
         self.engine = engine
@@ -45,6 +52,7 @@ class Hub:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._news: asyncio.Event = asyncio.Event()
         self._end: LimpetError | None = None
+        self.is_failing = False
 
     async def join(self) -> Status:
         """Start following, for one more watcher. Returns the namespace as it was just before."""
@@ -105,15 +113,25 @@ class Hub:
             self._follower = None
 
     async def _follow(self) -> None:
+        outage = Outage(log, f"reading the log of namespace {self.namespace}")
         while True:
             try:
                 feed = await self.engine.changes(self.namespace, self._head, wait_s=WAIT_S)
             except TransientError:
+                self.is_failing = True
                 await self.clock.sleep(RETRY_S)
                 continue
             except LimpetError as error:
+                self.is_failing = True
                 self._finish(error)
                 return
+            except Exception as error:
+                # Nobody may be left waiting for a task that has ended.
+                self.is_failing = True
+                await self.clock.sleep(outage.failed(error))
+                continue
+            self.is_failing = False
+            outage.over()
             self._tail.extend(feed.changes)
             self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
             if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
