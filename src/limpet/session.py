@@ -38,11 +38,19 @@ class Session:
         self.sweeper = Sweeper(engine, clock, window or Window())
         self._ended = threading.Event()
         self._hubs: dict[str, Hub] = {}
+        self._followed: Engine | None = None
 
     def limited(self, value_bytes_max: int) -> Session:
         """The same session under a limit of its own for values. Closing one closes both."""
         twin = copy.copy(self)
         twin.value_bytes_max = value_bytes_max
+        return twin
+
+    def through(self, engine: Engine) -> Session:
+        """The same session with another engine in front. Both share their hubs, which follow the engine behind."""
+        twin = copy.copy(self)
+        twin.engine = engine
+        twin._followed = self._followed or self.engine
         return twin
 
     @property
@@ -92,7 +100,7 @@ class Session:
         self.check_open()
         found = self._hubs.get(namespace)
         if found is None:
-            found = self._hubs[namespace] = Hub(self.engine, namespace, self.clock)
+            found = self._hubs[namespace] = Hub(self._followed or self.engine, namespace, self.clock)
         return found
 
     def watched(self) -> dict[str, list[int]]:

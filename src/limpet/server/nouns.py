@@ -28,6 +28,7 @@ from limpet.keys import (
     check_key,
 )
 from limpet.model import (
+    ABSENT,
     Add,
     Batch,
     Equals,
@@ -47,7 +48,15 @@ from limpet.model import (
 )
 from limpet.sweep import SWEEP_MAX
 
-__all__ = ["check_changes", "check_due", "check_read", "check_scan", "check_window", "checked_batch"]
+__all__ = [
+    "check_changes",
+    "check_due",
+    "check_read",
+    "check_scan",
+    "check_window",
+    "checked_batch",
+    "is_ownership_proven",
+]
 
 KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
@@ -189,6 +198,13 @@ def _check_lock(write: Write, any_form: bool) -> None:
             sound = True
     if not sound and not any_form:
         raise InvalidValue(f"{write.key!r}: a lock has a holder and a time to live")
+
+
+def is_ownership_proven(write: Write, batch: Batch) -> bool:
+    """Whether a write of a lock is its holder's: the batch names the holder's token, or makes a lock that is free."""
+    conditions = [guard.condition for guard in batch.guards if (guard.family, guard.key) == (write.family, write.key)]
+    takes_free = isinstance(write, Put) and ABSENT in conditions
+    return takes_free or any(isinstance(condition, HeldBy) for condition in conditions)
 
 
 def _names_holder(stored: bytes) -> bool:
