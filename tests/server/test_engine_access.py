@@ -31,6 +31,7 @@ from limpet.model import (
     Window,
 )
 from limpet.server.limits import gates_of, limits_of
+from limpet.server.logs import Logs
 from limpet.transition import read_receipt
 from tests.server.engine_support import Guests, Running, Scope, Somebody, running
 
@@ -580,7 +581,11 @@ async def test_an_admin_ends_a_lock_with_a_reason_which_is_noted(
 
     assert b"commit" in bytes(outcome)
     assert await server.session.engine.read("trivia", ["bob/door"], family="lock") == [None]
-    assert getattr(server.book.calls[-1].asked, "reason", None) == "its holder is gone"
+    caplog.clear()
+    Logs().done(server.book.calls[-1])
+    assert [record.getMessage() for record in caplog.records] == [
+        'KV engine.commit of a lock by force: plugin=trivia lock=bob/door caller=admin reason="its holder is gone"'
+    ]
 
 
 # Who it is ------------------------------------------------------------------------

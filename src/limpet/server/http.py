@@ -418,7 +418,8 @@ def make_app(
 
     async def readiness(_: Request) -> Response:
         if not ready():
-            raise Problem(503, "not_ready", "the server is starting, or about to end", headers={"Retry-After": "1"})
+            detail = "the server starts or stops, or its store does not answer; try again later"
+            raise Problem(503, "not_ready", detail, headers={"Retry-After": "1"})
         return json_response({"status": "ready"})
 
     async def openapi(_: Request) -> Response:

@@ -202,6 +202,8 @@ def _facts(call: Call) -> dict[str, Any]:
         if isinstance(text, str) and (text or member == "key"):
             # `name` is taken: a record's own is that of its logger.
             facts["lock" if member == "name" else member] = _cut(text)
+    if isinstance(asked, requests.Primitive) and asked.reason is not None:
+        facts["lock"] = _cut(", ".join(write.key for write in asked.what.writes if write.family == "lock"))
     ttl = getattr(asked, "ttl", UNSET)
     if ttl is None or isinstance(ttl, int | float):
         facts["ttl"] = ttl
