@@ -37,7 +37,7 @@ class Hub:
     """Follows the log of one namespace while anybody watches it.
 
     Attributes:
-        is_failing: Whether the log could not be read when it was last tried.
+        failing_since: Since when the log cannot be read, by the monotonic clock; None while it can.
     """
 
     def __init__(self, engine: Engine, namespace: str, clock: Clock) -> None:
@@ -52,7 +52,7 @@ class Hub:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._news: asyncio.Event = asyncio.Event()
         self._end: LimpetError | None = None
-        self.is_failing = False
+        self.failing_since: float | None = None
 
     async def join(self) -> Status:
         """Start following, for one more watcher. Returns the namespace as it was just before."""
@@ -116,21 +116,23 @@ class Hub:
         outage = Outage(log, f"reading the log of namespace {self.namespace}")
         while True:
             try:
-                feed = await self.engine.changes(self.namespace, self._head, wait_s=WAIT_S)
+                # After a failure without waiting for news, so that it is known at once when the log can be read again.
+                wait_s = WAIT_S if self.failing_since is None else 0.0
+                feed = await self.engine.changes(self.namespace, self._head, wait_s=wait_s)
             except TransientError:
-                self.is_failing = True
+                self._note_failure()
                 await self.clock.sleep(RETRY_S)
                 continue
             except LimpetError as error:
-                self.is_failing = True
+                self._note_failure()
                 self._finish(error)
                 return
             except Exception as error:
                 # Nobody may be left waiting for a task that has ended.
-                self.is_failing = True
+                self._note_failure()
                 await self.clock.sleep(outage.failed(error))
                 continue
-            self.is_failing = False
+            self.failing_since = None
             outage.over()
             self._tail.extend(feed.changes)
             self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
@@ -139,6 +141,10 @@ class Hub:
             if feed.head > self._head:
                 self._head = feed.head
                 self.ring()
+
+    def _note_failure(self) -> None:
+        if self.failing_since is None:
+            self.failing_since = self.clock.monotonic()
 
     def _shorten(self) -> None:
         """Forget the older half; whoever still needs it reads the log."""

@@ -21,8 +21,9 @@ from limpet.errors import Closed, Corrupt, Unavailable
 from limpet.faces.audit import Audit
 from limpet.faces.sealing import SEAL_S, Sealer
 from limpet.faces.semantic import SemanticStore
+from limpet.model import Batch, Put
 from limpet.retry import OUTAGE_S_MAX, Outage, reason_of
-from limpet.server.access import Issued, Scope, Tokens, create_token, revoke_token
+from limpet.server.access import TRUST_S, Issued, Scope, Tokens, create_token, revoke_token
 from limpet.server.desk import OWN_NAMESPACE
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
@@ -176,6 +177,44 @@ async def test_a_token_is_not_called_invalid_while_nobody_can_tell(caplog: pytes
         await tokens.close()
         with pytest.raises(Closed):
             await tokens.caller_of(issued.secret, None)
+
+
+async def test_tokens_are_trusted_for_a_moment_while_their_log_cannot_be_read() -> None:
+    """A failure that passes refuses nobody; one that lasts would hide that a token was revoked."""
+    clock = ManualClock()
+    async with limpet.open("memory:", namespace=OWN_NAMESPACE, clock=clock, sweep=False) as own:
+        issued = await create_token(own, "shop", [SCOPE])
+        tokens = Tokens(own._session)
+        await tokens.start()
+        hub = own._session.hub(OWN_NAMESPACE)
+        hub.failing_since = clock.monotonic()
+        assert not tokens.is_following
+        clock.advance(TRUST_S)
+        assert (await tokens.caller_of(issued.secret, None)).is_valid()
+        clock.advance(0.1)
+        with pytest.raises(Unavailable, match="try again later"):
+            await tokens.caller_of(issued.secret, None)
+        hub.failing_since = None
+        assert (await tokens.caller_of(issued.secret, None)).is_valid()
+        await tokens.close()
+
+
+async def test_a_hub_that_failed_knows_at_once_when_the_log_can_be_read_again() -> None:
+    async with limpet.open("memory:", namespace="shop", sweep=False) as store:
+        failing = Failing(store._session)
+        async with store.watch() as watch:
+            hub = store._session.hub("shop")
+            for error in (Unavailable("away"), ValueError("away")):
+                failing.error = error
+                # Wakes the follower, whose next look fails.
+                own = failing._engine
+                await own.commit("shop", Batch((), (Put("a", b"1"),)))
+                await until(lambda: hub.failing_since is not None)
+                failing.error = None
+                await until(lambda: hub.failing_since is None)
+            events = [await anext(watch) for _ in range(2)]
+
+        assert [event.key for event in events] == ["a", "a"]
 
 
 class Failing(Behind):

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from nats.errors import TimeoutError as NoMessage
 
 from limpet.server.subjects import settle
 from tests.server.subjects_support import PATIENCE_S, Plugins, RawLine, connected, eventually, opened, serving
@@ -198,6 +199,29 @@ async def test_no_subject_that_is_not_the_plugins_reaches_it(sqlite_nats: Plugin
         # A scan with a value, which has no such member, before anybody asks whose it is.
         "VALIDATION_ERROR",
     }
+
+
+@pytest.mark.parametrize(
+    "reply", ["_INBOX_victim.events", "_INBOX_victim", "_LIMPET.abc", "$JS.API.STREAM.DELETE.x", "db.kv.victim.set"]
+)
+@pytest.mark.parametrize("subject", ["db.kv.attacker.get", "db.kv.attacker.none", "db.kv.At-Tacker.get", "db.kv.x"])
+async def test_no_reply_goes_where_its_caller_has_no_business(sqlite_nats: Plugins, subject: str, reply: str) -> None:
+    """Not even that there is no such operation, or no such plugin."""
+    listening = await sqlite_nats.client.subscribe(reply)
+    await sqlite_nats.client.publish(subject, b'{"key":"secret"}', reply=reply)
+    await sqlite_nats.ask("get", "attacker", key="after")
+
+    with pytest.raises(NoMessage):
+        await listening.next_msg(0.2)
+    noted = next(call for call in sqlite_nats.observer.calls if call.error is not None)
+    assert not noted.has_reply
+
+
+async def test_a_plugin_is_answered_in_its_own_inbox(sqlite_nats: Plugins) -> None:
+    for reply in ("_INBOX_trivia.a.b", "_INBOX.x", "replies.of.mine"):
+        listening = await sqlite_nats.client.subscribe(reply)
+        await sqlite_nats.client.publish("db.kv.trivia.get", b'{"key":"k"}', reply=reply)
+        assert json.loads((await listening.next_msg(PATIENCE_S)).data)["success"]
 
 
 @pytest.mark.parametrize("reply", ["db.kv.victim.set", "db.kv.victim.delete", "$JS.API.STREAM.DELETE.x", "$SRV.PING"])

@@ -56,6 +56,9 @@ RIGHTS: Final[tuple[Right, ...]] = ("read", "write", "lock", "reveal", "admin")
 SCOPES_MAX: Final = 64
 TIME_S: Final = 30.0
 RETRY_S: Final = 0.5
+TRUST_S: Final = 10.0
+"""For how long tokens are taken as they were known while the log of the store cannot be read."""
+_UNKNOWN: Final = "tokens cannot be checked now; try again later"
 
 _PREFIX: Final = "token/"
 _FORM: Final = re.compile(r"lmp_([0-9a-f]{12})_[0-9a-f]{64}", re.ASCII)
@@ -329,6 +332,8 @@ class Tokens:
         if self._broken is not None:
             # A new one each time: an error that is raised again and again would grow with every traceback.
             raise type(self._broken)(str(self._broken))
+        if (self._failing_s() or 0.0) > TRUST_S:
+            raise Unavailable(_UNKNOWN)
         if token is None:
             raise Unauthenticated("this server needs a token")
         form = _FORM.fullmatch(token)
@@ -348,7 +353,12 @@ class Tokens:
     @property
     def is_following(self) -> bool:
         """Whether it hears of tokens that are made and revoked."""
-        return self._broken is None and not self._session.hub(OWN_NAMESPACE).is_failing
+        return self._broken is None and self._failing_s() is None
+
+    def _failing_s(self) -> float | None:
+        """For how long nothing could be heard of tokens; None while it can."""
+        since = None if self._session.closed else self._session.hub(OWN_NAMESPACE).failing_since
+        return None if since is None else self._clock.monotonic() - since
 
     async def changed(self) -> None:
         """Wait until a token is made, changed or revoked."""
@@ -386,7 +396,7 @@ class Tokens:
                 await self._clock.sleep(RETRY_S)
                 continue
             # A token that was revoked could not be told from one that was not.
-            self._broken = Unavailable("tokens cannot be checked now; try again later")
+            self._broken = Unavailable(_UNKNOWN)
             await self._clock.sleep(self._outage.failed(error))
 
     async def _watch(self, loaded: asyncio.Future[None]) -> None:

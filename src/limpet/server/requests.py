@@ -49,11 +49,11 @@ class MissingField(InvalidValue):
 
 
 class InvalidSubject(InvalidValue):
-    """There is nothing to ask on that subject."""
+    """There is nothing to ask on that subject, or its reply would go where the caller has no business."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, problem: str = "Invalid subject format") -> None:
         shown = subject if len(subject) <= 120 else f"{subject[:117]}..."
-        super().__init__(f"Invalid subject format: {shown}")
+        super().__init__(f"{problem}: {shown}")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ from limpet.errors import (
 from limpet.keys import check_namespace
 from limpet.retry import reason_of
 from limpet.server import requests
-from limpet.server.deliveries import Deliveries
+from limpet.server.deliveries import SERVERS, Deliveries
 from limpet.server.desk import Desk, Everybody
 from limpet.server.logs import failure_of
 from limpet.server.micro import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
@@ -62,6 +62,7 @@ COMPLAIN_S: Final = 1.0
 NAME_SHOWN_MAX: Final = 100
 
 _WAITING: Final = "limpet-lock-wait"
+_INBOX_OF: Final = "_INBOX_"
 _PAGES: Final = ("list", "scan", "kv_list")
 _AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status", "kv_list"})
 
@@ -114,7 +115,7 @@ class Subjects:
         self._desk = desk
         self._connection = connection
         self._prefix = check_prefix(prefix)
-        self._not_answered = ("$", f"{prefix}.")
+        self._not_answered = ("$", f"{prefix}.", f"{SERVERS}.")
         self._queue = queue
         self._at_once = at_once
         self._slow_s = slow_s
@@ -231,22 +232,21 @@ class Subjects:
         else:
             plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
             # Where not even refusals get away any more, silence is all that is left.
-            heard = reply if len(self._tasks) < REFUSALS_MAX else ""
+            heard = reply if len(self._tasks) < REFUSALS_MAX and self._is_answered(plugin, reply) else ""
             error = RateLimited("too many requests wait already", retry_after=1.0)
             self._refuse(plugin, name, heard, error, subject)
 
     def _begin(self, subject: str, reply: str, body: bytes, came: float) -> None:
         plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
+        wanted, reply = reply, reply if self._is_answered(plugin, reply) else ""
         try:
             endpoint = self._endpoints.get(name)
             if endpoint is None:
                 raise requests.InvalidSubject(subject)
+            if reply != wanted:
+                raise requests.InvalidSubject(wanted, "the reply is wanted on a subject that is not the plugin's")
             endpoint.requests += 1
             check_namespace(plugin)
-            if reply.startswith(self._not_answered):
-                # The answer would be a request of the server, which may ask for everybody.
-                reply = ""
-                raise requests.InvalidSubject(subject)
             asked = _understood(endpoint, body)
         except Exception as error:
             self._refuse(plugin, name, reply, error, subject)
@@ -266,6 +266,16 @@ class Subjects:
         self._running += 1
         if self._order.enter(place):
             self._spawn(self._serve(place))
+
+    def _is_answered(self, plugin: str, reply: str) -> bool:
+        """Whether the server may send to the subject where a reply is wanted.
+
+        A reply to a subject of the server, or of NATS itself, would be a request of the server, which may ask for
+        everybody; and one to the inbox of another plugin would be taken there for an answer or an event.
+        """
+        word = reply.partition(".")[0]
+        is_anothers = word.startswith(_INBOX_OF) and word != _INBOX_OF + plugin
+        return not reply.startswith(self._not_answered) and not is_anothers
 
     def _begin_waiting(self, request: _Request) -> None:
         """Let somebody wait for a lock, beside what runs at once: it may take half a minute, and does no work."""
