@@ -26,6 +26,7 @@ from starlette.responses import PlainTextResponse
 from limpet.clock import SystemClock
 from limpet.engines.memory import MemoryEngine
 from limpet.keys import Span
+from limpet.model import Window
 from limpet.server.desk import Desk
 from limpet.server.operations import Right
 from limpet.server.primitives import routes
@@ -75,7 +76,9 @@ class Places:
             clock.set_ms = json.loads(await Request(scope, receive).body())
             await PlainTextResponse("turned")(scope, receive, send)
             return
-        await app({**scope, "root_path": f"/{place}"}, receive, send)
+        # Tests of the primitives write locks in forms that no lock has, as an admin with a reason may.
+        headers = [*scope["headers"], (b"limpet-reason", b"tests of the primitives")]
+        await app({**scope, "headers": headers, "root_path": f"/{place}"}, receive, send)
 
     def end(self) -> None:
         self._ending.set()
@@ -87,7 +90,8 @@ class Places:
                 is_file = place.startswith("file")
                 url = f"sqlite:///{self._folder}/{place}.db?synchronous=normal" if is_file else "memory:"
                 # Nobody sweeps here: when that happens is for the tests to say.
-                session = await open_session(url, clock=clock, max_value_bytes=10_000_000, window=None)
+                window = Window(age_ms_min=0)
+                session = await open_session(url, clock=clock, max_value_bytes=10_000_000, window=window)
                 if isinstance(session.engine, MemoryEngine):
                     # To clients, whose processes it outlives.
                     session.engine.traits = msgspec.structs.replace(session.engine.traits, durability="process")

@@ -9,6 +9,7 @@ writer, never makes a queue grow and never misses a change without being told.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import weakref
 from bisect import bisect_right
@@ -20,9 +21,11 @@ from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
 from limpet.model import BEGINNING, Change, Event, Feed, Op, Status, Synced, Traits, fingerprint
-from limpet.retry import retrying
+from limpet.retry import Outage, retrying
 
 __all__ = ["Hub", "Watch", "event_of"]
+
+log = logging.getLogger("limpet.hub")
 
 TAIL_MAX: Final = 1024
 TAIL_BYTES_MAX: Final = 16_000_000
@@ -34,7 +37,11 @@ SKEW_MS: Final = 5_000
 
 
 class Hub:
-    """Follows the log of one namespace while anybody watches it."""
+    """Follows the log of one namespace while anybody watches it.
+
+    Attributes:
+        failing_since: Since when the log cannot be read, by the monotonic clock; None while it can.
+    """
 
     def __init__(self, engine: Engine, namespace: str, clock: Clock) -> None:
         self.engine = engine
@@ -50,6 +57,7 @@ class Hub:
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._news: asyncio.Event = asyncio.Event()
         self._end: LimpetError | None = None
+        self.failing_since: float | None = None
 
     async def join(self) -> Status:
         """Start following, for one more watcher. Returns the namespace as it was just before."""
@@ -119,15 +127,27 @@ class Hub:
             self._follower = None
 
     async def _follow(self) -> None:
+        outage = Outage(log, f"reading the log of namespace {self.namespace}")
         while True:
             try:
-                feed = await self.engine.changes(self.namespace, self._head, wait_s=WAIT_S)
+                # After a failure without waiting for news, so that it is known at once when the log can be read again.
+                wait_s = WAIT_S if self.failing_since is None else 0.0
+                feed = await self.engine.changes(self.namespace, self._head, wait_s=wait_s)
             except TransientError:
+                self._note_failure()
                 await self.clock.sleep(RETRY_S)
                 continue
             except LimpetError as error:
+                self._note_failure()
                 self._finish(error)
                 return
+            except Exception as error:
+                # Nobody may be left waiting for a task that has ended.
+                self._note_failure()
+                await self.clock.sleep(outage.failed(error))
+                continue
+            self.failing_since = None
+            outage.over()
             if not is_same_history(feed.before, self._at, self.engine.traits):
                 self._finish(_other_history(self._head))
                 return
@@ -139,6 +159,10 @@ class Hub:
             if feed.head > self._head:
                 self._head = feed.head
                 self.ring()
+
+    def _note_failure(self) -> None:
+        if self.failing_since is None:
+            self.failing_since = self.clock.monotonic()
 
     def _shorten(self) -> None:
         """Forget the older half; whoever still needs it reads the log."""

@@ -1,21 +1,30 @@
-"""Trying again: how often, how long apart, and only what changes nothing."""
+"""Trying again: how often, how long apart, and only what changes nothing.
+
+A call gives up after a few attempts. Work in the background never does, as long as its store is open: an `Outage` says
+how long it waits, and writes one line when it begins to fail and one when it works again.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Final, TypeVar
 
 from limpet.clock import Clock
-from limpet.errors import TransientError
+from limpet.errors import LimpetError, TransientError
 
-__all__ = ["ATTEMPTS", "jitter_s", "pause_s", "retrying"]
+__all__ = ["ATTEMPTS", "Outage", "jitter_s", "pause_s", "reason_of", "retrying"]
 
 T = TypeVar("T")
 
 ATTEMPTS: Final = 5
 JITTER_S_MIN: Final = 0.0005
 JITTER_S_MAX: Final = 0.02
+OUTAGE_S: Final = 1.0
+OUTAGE_S_MAX: Final = 10.0
+CAUSES_MAX: Final = 8
 
 
 def pause_s(attempt: int, *, first: float = 0.02, longest: float = 1.0) -> float:
@@ -41,3 +50,59 @@ async def retrying(clock: Clock, call: Callable[[], Awaitable[T]], *, attempt: i
             await clock.sleep(pause_s(attempt))
             attempt += 1
     return await call()
+
+
+class Outage:
+    """A failure of some work in the background, from its beginning to its end."""
+
+    def __init__(self, log: logging.Logger, what: str) -> None:
+        self._log = log
+        self._what = what
+        self._failures = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the last attempt failed."""
+        return self._failures > 0
+
+    def failed(self, error: BaseException) -> float:
+        """Take note of a failed attempt. Returns how many seconds to wait before the next."""
+        if not self._failures:
+            code = error.code if isinstance(error, LimpetError) else "internal"
+            text = "%s failed and is tried again until it works: code=%s reason=%s"
+            facts = {"error_code": code, "reason": reason_of(error)}
+            self._log.error(text, self._what, code, facts["reason"], extra=facts)
+        self._failures += 1
+        return min(OUTAGE_S_MAX, OUTAGE_S * 2.0 ** (self._failures - 1))
+
+    def over(self) -> None:
+        """Take note of an attempt that worked."""
+        if self._failures:
+            self._log.info("%s works again, after %d failed attempts", self._what, self._failures)
+        self._failures = 0
+
+
+_SQLSTATE: Final = re.compile(r"[0-9A-Z]{5}", re.ASCII)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, for a log: the kinds of the errors from the outside in, and the SQLSTATE if there is one.
+
+    What they say is left out: the words of a driver may quote a value, name a file or hold an address.
+    """
+    return " from ".join(dict.fromkeys(_kind(one) for one in _chain(error)))
+
+
+def _kind(error: BaseException) -> str:
+    state = getattr(error, "sqlstate", None)
+    name = type(error).__name__
+    return f"{name} {state}" if isinstance(state, str) and _SQLSTATE.fullmatch(state) else name
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    found: BaseException | None = error
+    for _ in range(CAUSES_MAX):
+        if found is None:
+            return
+        yield found
+        found = found.__cause__ or (None if found.__suppress_context__ else found.__context__)

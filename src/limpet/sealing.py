@@ -338,10 +338,10 @@ class Keyring:
                 return
             self._seen = stamp
             try:
-                keys, plain = _parsed(file.read_text(encoding="utf-8"), str(file))
+                keys, plain = _parsed(file.read_text(encoding="utf-8"), "the file")
                 self._ring = _checked(keys, None, plain)
             except (OSError, UnicodeDecodeError, InvalidValue) as error:
-                log.warning("the encryption keys stay as they were: cannot read %s: %s", file, _why(error))
+                log.warning("the encryption keys stay as they were: their file cannot be used: %s", _why(error))
 
     def __repr__(self) -> str:
         return f"Keyring({', '.join(self._ring.ids)}; current {self._ring.current})"

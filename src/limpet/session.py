@@ -44,11 +44,19 @@ class Session:
         # What works on behalf of this session beside the sweeper and the hubs. It ends with the session.
         self.background: set[asyncio.Task[None]] = set()
         self._hubs: dict[str, Hub] = {}
+        self._followed: Engine | None = None
 
     def limited(self, value_bytes_max: int) -> Session:
         """The same session under a limit of its own for values. Closing one closes both."""
         twin = copy.copy(self)
         twin.value_bytes_max = value_bytes_max
+        return twin
+
+    def through(self, engine: Engine) -> Session:
+        """The same session with another engine in front. Both share their hubs, which follow the engine behind."""
+        twin = copy.copy(self)
+        twin.engine = engine
+        twin._followed = self._followed or self.engine
         return twin
 
     @property
@@ -98,7 +106,7 @@ class Session:
         self.check_open()
         found = self._hubs.get(namespace)
         if found is None:
-            found = self._hubs[namespace] = Hub(self.engine, namespace, self.clock)
+            found = self._hubs[namespace] = Hub(self._followed or self.engine, namespace, self.clock)
         return found
 
     def watched(self) -> dict[str, list[int]]:

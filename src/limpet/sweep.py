@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 from limpet.clock import Clock
 from limpet.engine import Engine
-from limpet.errors import BrokenError, LimpetError
+from limpet.errors import Closed, TransientError
 from limpet.model import Batch, Commit, Window
+from limpet.retry import Outage
 
 log = logging.getLogger("limpet.sweep")
 
@@ -39,7 +40,7 @@ class Round(NamedTuple):
     """
 
     ended: Mapping[str, int]
-    failed: Mapping[str, LimpetError]
+    failed: Mapping[str, Exception]
     seconds: float
 
 
@@ -53,10 +54,12 @@ class Sweeper:
     def __init__(self, engine: Engine, clock: Clock, window: Window) -> None:
         self._engine = engine
         self._clock = clock
-        self._window = window
+        self.window = window
         self.listeners: list[Callable[[Round], None]] = []
         self._namespaces: set[str] = set()
         self._task: asyncio.Task[None] | None = None
+        self._outages: dict[str, Outage] = {}
+        self._retry_at: dict[str, float] = {}
 
     @property
     def namespaces(self) -> list[str]:
@@ -101,7 +104,7 @@ class Sweeper:
     async def trim(self, namespace: str) -> int:
         """Drop what the log need not keep. Returns how many changes this call dropped."""
         total = 0
-        while dropped := await self._engine.trim(namespace, self._window):
+        while dropped := await self._engine.trim(namespace, self.window):
             total += dropped
         return total
 
@@ -114,7 +117,7 @@ class Sweeper:
                 trim_at = self._clock.monotonic() + TRIM_S
             try:
                 done = await self._round(trims=trims)
-            except BrokenError:
+            except Closed:
                 return
             for listener in self.listeners:
                 listener(done)
@@ -122,16 +125,29 @@ class Sweeper:
     async def _round(self, *, trims: bool) -> Round:
         began = self._clock.monotonic()
         ended: dict[str, int] = {}
-        failed: dict[str, LimpetError] = {}
+        failed: dict[str, Exception] = {}
         for namespace in self.namespaces:
+            if self._retry_at.get(namespace, began) > began:
+                continue
             try:
                 if count := await self.sweep(namespace):
                     ended[namespace] = count
                 if trims:
                     await self.trim(namespace)
-            except BrokenError:
+            except Closed:
                 raise
-            except LimpetError as error:
-                log.warning("sweep of namespace %s failed and will be tried again: %s", namespace, error)
+            except Exception as error:
                 failed[namespace] = error
+                self._postpone(namespace, error)
+            else:
+                self._retry_at.pop(namespace, None)
+                if namespace in self._outages:
+                    self._outages.pop(namespace).over()
         return Round(ended, failed, self._clock.monotonic() - began)
+
+    def _postpone(self, namespace: str, error: Exception) -> None:
+        """Leave a namespace that fails alone, a little longer each time unless the failure is one that passes."""
+        outage = self._outages.setdefault(namespace, Outage(log, f"sweep of namespace {namespace}"))
+        pause_s = outage.failed(error)
+        if not isinstance(error, TransientError):
+            self._retry_at[namespace] = self._clock.monotonic() + pause_s

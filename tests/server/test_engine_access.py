@@ -6,15 +6,41 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import httpx2
+import msgspec
 import pytest
 
 import limpet
 from limpet.conformance.support import next_event
 from limpet.engine import Engine
-from limpet.errors import Compacted, Conflict, LimpetError, LockHeld, PermissionDenied, RateLimited, ValueTooLarge
+from limpet.engines import http_wire as wire
+from limpet.errors import (
+    Compacted,
+    Conflict,
+    InvalidKey,
+    LimpetError,
+    LockHeld,
+    PermissionDenied,
+    RateLimited,
+    ValueTooLarge,
+)
 from limpet.keys import Span, prefix_span
-from limpet.model import Batch, Delete, Entry, Expire, Guard, Patch, Put, Touch, Version, Window
+from limpet.model import (
+    Batch,
+    Delete,
+    Entry,
+    Expire,
+    FieldEquals,
+    Guard,
+    HeldBy,
+    Patch,
+    Put,
+    Touch,
+    Version,
+    Window,
+)
 from limpet.server.limits import gates_of, limits_of
+from limpet.server.logs import Logs
 from limpet.transition import read_receipt
 from tests.server.engine_support import Guests, Running, Scope, Somebody, running
 
@@ -27,6 +53,7 @@ GUESTS = Guests(
     Somebody("writer", Scope("trivia", "", "write")),
     Somebody("locker", Scope("trivia", "", "lock")),
     Somebody("stranger", Scope("quote", "", ALL)),
+    Somebody("admin", Scope("trivia", "", "admin")),
 )
 HIDDEN = b'"hunter2"'
 
@@ -212,18 +239,96 @@ async def test_a_receipt_is_for_who_may_see_what_it_tells(as_: As) -> None:
     assert await owner.outcome("bob counts") is not None
 
 
-async def test_another_request_under_ones_id_gets_nothing_of_the_first(as_: As) -> None:
-    """The id is known, and so is the hash, which a server therefore makes by itself."""
+async def test_a_request_id_of_a_prefix_is_its_own(as_: As) -> None:
+    """A predictable id is not used up by others, and repeating one tells nothing of what others sent under it."""
     alice, owner = await as_("alice"), await as_("owner")
     (receipt,) = await engine_of(owner).read("trivia", ["bob counts"], family="receipt")
     assert isinstance(receipt, Entry)
     known = read_receipt(receipt).digest
-    forged = Batch((), (Put("alice/1", b"1"), Put("alice/2", b"1")), "bob counts", known, 1000)
+    writes = (Put("alice/1", b"1"), Put("alice/2", b"1"))
 
-    outcome = await engine_of(alice).commit("trivia", forged)
+    first = await engine_of(alice).commit("trivia", Batch((), writes, "bob counts", known, 600_000))
+    again = await engine_of(alice).commit("trivia", Batch((), writes, "bob counts", known, 600_000))
+    other = await engine_of(alice).commit("trivia", Batch((), writes[:1], "bob counts", known, 600_000))
 
-    assert isinstance(outcome, limpet.model.Refusal)
-    assert (outcome.reason, outcome.found) == ("stale_request", None)
+    assert isinstance(first, limpet.model.Commit)
+    assert isinstance(again, limpet.model.Commit)
+    assert (first.replayed, again.replayed, again.revision) == (False, True, first.revision)
+    assert isinstance(other, limpet.model.Refusal)
+    assert (other.reason, other.key, other.found) == ("stale_request", "bob counts", None)
+    found = await alice.outcome("bob counts")
+    assert found is not None
+    assert found.revision == first.revision
+    assert await owner.add("bob/count", 7, request_id="bob counts") == 7
+
+
+async def test_a_change_names_its_cause_as_its_own_caller_gave_it(as_: As) -> None:
+    alice, owner = await as_("alice"), await as_("owner")
+    await alice.put("alice/3", "c", request_id="mine")
+    with pytest.raises(Conflict, match="request id 'mine' was used before") as stale:
+        await alice.put("alice/4", "d", request_id="mine")
+
+    assert stale.value.key == "mine"
+    assert [event.cause async for event in alice.history("alice/3")] == ["mine"]
+    # Others see whose it is, and find its outcome by that.
+    assert [event.cause async for event in owner.history("alice/3")] == ["alice/mine"]
+    assert await owner.outcome("alice/mine") is not None
+    assert await owner.outcome("mine") is None
+
+
+async def test_a_request_id_of_ones_own_that_is_too_long_is_refused(as_: As) -> None:
+    alice = await as_("alice")
+    await alice.put("alice/3", "c", request_id="x" * (1024 - len("alice/")))
+    with pytest.raises(InvalidKey, match="up to 1018 bytes"):
+        await alice.put("alice/3", "c", request_id="x" * 1024)
+    assert await alice.outcome("x" * 1024) is None
+
+
+async def test_a_repeated_request_tells_nothing_to_who_may_not_see_values(as_: As) -> None:
+    """By a known id, the answer would tell whether the value is the one that was sent under it."""
+    owner, writer = await as_("owner"), await as_("writer")
+    await owner.put("bob/pin", 4711, request_id="first")
+    await owner.put("bob/pin", 4711, request_id="second")
+    await owner.take("bob/1", request_id="taken")
+    engine = engine_of(writer)
+
+    for request_id, guess in (("first", b"1"), ("second", b"4711")):
+        outcome = await engine.commit("trivia", Batch((), (Put("bob/pin", guess),), request_id, b"", 600_000))
+        assert isinstance(outcome, limpet.model.Commit)
+        assert not outcome.replayed
+    # The log would give the value that was taken.
+    forged = Batch((), (Put("bob/1", b"1"),), "taken", retry_since=0)
+    outcome = await engine.commit("trivia", forged)
+    assert isinstance(outcome, limpet.model.Commit)
+    assert outcome.ended == (None,)
+    assert HIDDEN not in repr(outcome).encode()
+
+
+GUESSES = {
+    "a value": Guard("bob/count", limpet.equals(7)),
+    "a value that is wrong": Guard("bob/count", limpet.equals(8)),
+    "a field": Guard("bob/count", FieldEquals("pin", b"7")),
+    "that there is no such field": Guard("bob/count", FieldEquals("pin", limpet.ABSENT)),
+    "a value of the trail": Guard("head/x", limpet.equals(7), "audit"),
+    "a value that can be recovered": Guard("live/x", limpet.equals(7), "ghost"),
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+async def test_a_guess_of_a_value_takes_the_right_to_see_it(as_: As, guess: str) -> None:
+    """A batch that is granted or refused by a value tells it to a caller who asks often enough."""
+    writer, owner = engine_of(await as_("writer")), engine_of(await as_("owner"))
+
+    for writes in ((), (Put("bob/other", b"1"),)):
+        with pytest.raises(PermissionDenied, match="may not reveal"):
+            await commit(writer, GUESSES[guess], *writes)
+    await commit(owner, GUESSES[guess])
+
+
+async def test_a_counter_is_not_measured_by_what_overflows_it(as_: As) -> None:
+    writer = engine_of(await as_("writer"))
+    with pytest.raises(PermissionDenied, match="may not reveal"):
+        await commit(writer, limpet.model.Add("bob/count", 2**63 - 7))
 
 
 async def test_who_may_read_but_not_reveal_gets_no_value(as_: As) -> None:
@@ -418,7 +523,114 @@ async def test_pages_end_where_an_answer_is_large_enough() -> None:
         assert len([entry async for entry in store.scan()]) == 12
 
 
-async def test_the_window_of_a_trim_is_one(server: Running, as_: As) -> None:
-    owner = await as_("owner")
+# What overrules others ------------------------------------------------------------
 
-    assert await engine_of(owner).trim("trivia", Window(changes=1, age_ms_min=0)) == 3
+GREEDY = Window(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("caller", ["owner", "writer", "alice"])
+async def test_the_log_is_trimmed_by_an_admin_alone(server: Running, as_: As, caller: str) -> None:
+    log_changes = (await server.session.engine.status("trivia")).log_changes
+
+    assert await engine_of(await as_(caller)).trim("trivia", GREEDY) == 0
+
+    assert isinstance(server.book.calls[-1].error, PermissionDenied)
+    assert (await server.session.engine.status("trivia")).log_changes == log_changes
+
+
+async def test_an_admin_leaves_the_last_minute_of_the_log_too() -> None:
+    clock = limpet.ManualClock()
+    async with (
+        running(GUESTS, clock=clock) as server,
+        limpet.open(server.as_("admin"), namespace="trivia", sweep=False) as admin,
+        limpet.open(server.as_("owner"), namespace="trivia", sweep=False) as owner,
+    ):
+        await owner.put("old", 1)
+        clock.advance(59.999)
+        assert await engine_of(admin).trim("trivia", GREEDY) == 0
+        clock.advance(0.001)
+        await owner.put("new", 1)
+        assert await engine_of(admin).trim("trivia", GREEDY) == 1
+        assert await engine_of(admin).trim("trivia", Window(changes=0, age_ms_min=3_600_000)) == 0
+
+
+HELD_BY_BOB = Guard("bob/door", HeldBy(4), "lock")
+BY_FORCE: dict[str, tuple[Any, ...]] = {
+    "delete": (Delete("bob/door", family="lock"),),
+    "take": (Delete("bob/door", take=True, family="lock"),),
+    "touch": (Touch("bob/door", 600_000, family="lock"),),
+    "put over it": (Put("bob/door", b'{"holder":"me"}', 1000, family="lock"),),
+    "put where it is there": (
+        Guard("bob/door", limpet.PRESENT, "lock"),
+        Put("bob/door", b'{"holder":"me"}', 1000, family="lock"),
+    ),
+    "under a guard of another lock": (Guard("bob/gate", limpet.ABSENT, "lock"), Delete("bob/door", family="lock")),
+    "under a guard of a key of that name": (Guard("bob/door", HeldBy(4)), Delete("bob/door", family="lock")),
+    "under its version": (Guard("bob/door", Version(1), "lock"), Delete("bob/door", family="lock")),
+    "a delete of what is not there": (Guard("bob/door", limpet.ABSENT, "lock"), Delete("bob/door", family="lock")),
+}
+
+
+@pytest.mark.parametrize("caller", ["owner", "locker", "admin"])
+@pytest.mark.parametrize("way", BY_FORCE)
+async def test_a_lock_is_written_by_its_holder_alone(server: Running, as_: As, way: str, caller: str) -> None:
+    """An admin included, who gives no reason."""
+    before = await server.session.engine.read("trivia", ["bob/door"], family="lock")
+
+    with pytest.raises(PermissionDenied, match=r"written by its holder|may not write there"):
+        await commit(engine_of(await as_(caller)), *BY_FORCE[way])
+
+    assert await server.session.engine.read("trivia", ["bob/door"], family="lock") == before
+
+
+async def test_under_its_token_a_lock_is_refreshed_and_given_back(as_: As) -> None:
+    locker = engine_of(await as_("locker"))
+    await commit(locker, HELD_BY_BOB, Touch("bob/door", 5000, family="lock"))
+    wrong = await commit(locker, Guard("bob/door", HeldBy(3), "lock"), Delete("bob/door", family="lock"))
+    done = await commit(locker, HELD_BY_BOB, Delete("bob/door", family="lock"))
+
+    assert isinstance(wrong, limpet.model.Refusal)
+    assert done.ended[0] is not None
+
+
+async def test_an_admin_ends_a_lock_with_a_reason_which_is_noted(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def send(token: str, reason: str | None) -> tuple[int, Any]:
+        batch = wire.encode_batch(Batch((), (Delete("bob/door", family="lock"),), limpet.new_request_id()))
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": wire.MEDIA}
+        if reason is not None:
+            headers["Limpet-Reason"] = reason
+        async with httpx2.AsyncClient(base_url=server.url, headers=headers) as client:
+            body = wire.encode(wire.Commits([msgspec.Raw(batch)]))
+            answered = await client.post("/v1/trivia/engine/commit", content=body)
+            return answered.status_code, wire.decode(answered.content, wire.Outcomes)[0]
+
+    for token, reason in (("owner", "mine now"), ("locker", "mine now"), ("admin", None), ("admin", "")):
+        _, outcome = await send(token, reason)
+        assert b"permission_denied" in bytes(outcome), (token, reason)
+    _, outcome = await send("admin", "its holder is gone")
+
+    assert b"commit" in bytes(outcome)
+    assert await server.session.engine.read("trivia", ["bob/door"], family="lock") == [None]
+    caplog.clear()
+    Logs().done(server.book.calls[-1])
+    assert [record.getMessage() for record in caplog.records] == [
+        'KV engine.commit of a lock by force: plugin=trivia lock=bob/door caller=admin reason="its holder is gone"'
+    ]
+
+
+# Who it is ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/engine", "/v1/trivia/engine/status"])
+async def test_two_authorization_headers_are_refused(server: Running, path: str) -> None:
+    """Or what stands in front of the server may have looked at the other one."""
+    tokens = [("Authorization", "Bearer owner"), ("Authorization", "Bearer reader"), ("Content-Type", wire.MEDIA)]
+    async with httpx2.AsyncClient(base_url=server.url) as client:
+        for headers in (tokens, [tokens[0], tokens[0], tokens[2]], [("Authorization", "Basic owner"), tokens[2]]):
+            method = "GET" if path == "/v1/engine" else "POST"
+            answered = await client.request(method, path, headers=headers, content=b"\x80")
+            assert answered.status_code == 401
+        answered = await client.request(method, path, headers=[tokens[0], tokens[2]], content=b"\x80")
+        assert answered.status_code == 200

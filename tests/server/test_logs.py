@@ -17,11 +17,15 @@ from limpet.errors import Conflict, Corrupt, LimpetError, RateLimited, Unavailab
 from limpet.server import logs
 from limpet.server.desk import Call, Desk, Everybody
 from limpet.server.logs import Logs, configure, shown
+from limpet.server.metrics import Metrics
 from limpet.server.operations import OPERATIONS
-from limpet.server.requests import InvalidJSON, MissingField, request_of
+from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField, request_of
 from limpet.sweep import SWEEP_S, Round
 from tests.engines import url_of
+from tests.server.subjects_support import Plugins
 from tests.server.test_access import until
+
+pytest_plugins = ["tests.server.subjects_fixtures"]
 
 SECRET = "hunter2-hunter2"
 
@@ -153,7 +157,7 @@ def test_waiting_for_a_lock_is_not_slowness(clock: ManualClock, lines: pytest.Lo
 # Failures ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [Unavailable("the database is away"), Corrupt("damaged"), ValueError(SECRET)])
+@pytest.mark.parametrize("error", [Unavailable(SECRET), Corrupt(SECRET), ValueError(SECRET)])
 def test_what_the_server_did_wrong_is_an_error_with_a_traceback(
     error: Exception, clock: ManualClock, lines: pytest.LogCaptureFixture
 ) -> None:
@@ -161,47 +165,121 @@ def test_what_the_server_did_wrong_is_an_error_with_a_traceback(
 
     (record,) = lines.records
     code = "DATABASE_ERROR" if isinstance(error, LimpetError) else "INTERNAL_ERROR"
+    kind = type(error).__name__
     assert record.levelno == logging.ERROR
-    assert record.getMessage() == f"KV set failed: plugin=trivia key=k error={code}"
-    assert vars(record)["error_code"] == code
+    assert record.getMessage() == f"KV set failed: plugin=trivia key=k error={code} reason={kind}"
+    assert (vars(record)["error_code"], vars(record)["reason"]) == (code, kind)
     assert "in raised" in lines.text
-    assert type(error).__name__ in lines.text
-    assert SECRET not in lines.text
+    assert str(error) not in lines.text
 
 
 def test_the_words_of_a_driver_are_kept_back_with_the_chain_of_causes_shown(
     clock: ManualClock, lines: pytest.LogCaptureFixture
 ) -> None:
     cause = raised(KeyError(SECRET), raised(OSError(SECRET)))
-    Logs(clock).done(call(error=raised(Unavailable("the database is away"), cause)))
+    Logs(clock).done(call(error=raised(Unavailable(SECRET), cause)))
 
-    assert "Unavailable: the database is away" in lines.text
-    assert "KeyError (what it says may hold a value)" in lines.text
-    assert "OSError (what it says may hold a value)" in lines.text
+    assert 'error=DATABASE_ERROR reason="Unavailable from KeyError from OSError"' in lines.text
+    for kind in ("Unavailable", "KeyError", "OSError"):
+        assert f"Failure: {kind}" in lines.text
     assert SECRET not in lines.text
 
 
-@pytest.mark.parametrize(
-    ("error", "level", "code"),
-    [
-        (limpet.errors.InvalidKey("k", "it is not"), logging.INFO, "VALIDATION_ERROR"),
-        (limpet.errors.PermissionDenied("no"), logging.INFO, "PERMISSION_DENIED"),
-        (limpet.errors.InvalidNamespace("X"), logging.INFO, "INVALID_PLUGIN_NAME"),
-        (MissingField("key"), logging.INFO, "MISSING_FIELD"),
-        (InvalidJSON("Invalid JSON"), logging.INFO, "INVALID_JSON"),
-        (Conflict("k", expected="x", current=None), logging.DEBUG, "CONFLICT"),
-        (limpet.errors.NotFound("k"), logging.DEBUG, "NOT_FOUND"),
-        (RateLimited("too fast", retry_after=1), logging.DEBUG, "RATE_LIMITED"),
-    ],
-)
+MISTAKES: list[tuple[Exception, int, str, str]] = [
+    (limpet.errors.InvalidKey("k", "it is not"), logging.INFO, "VALIDATION_ERROR", "key 'k' is not allowed: it is not"),
+    (limpet.errors.InvalidTTL("is zero"), logging.INFO, "VALIDATION_ERROR", "ttl is zero; give seconds above zero"),
+    (limpet.errors.PermissionDenied("no"), logging.INFO, "PERMISSION_DENIED", "no"),
+    (limpet.errors.InvalidNamespace("X"), logging.INFO, "INVALID_PLUGIN_NAME", "namespace 'X' is not allowed"),
+    (MissingField("key"), logging.INFO, "MISSING_FIELD", "Missing required field: key"),
+    (InvalidJSON("Invalid JSON"), logging.INFO, "INVALID_JSON", "Invalid JSON"),
+    (InvalidSubject("db.kv.x"), logging.INFO, "INVALID_SUBJECT", "Invalid subject format: db.kv.x"),
+    (Conflict("k", expected="x", current=None), logging.DEBUG, "CONFLICT", "conflict on 'k': expected x"),
+    (limpet.errors.NotFound("k"), logging.DEBUG, "NOT_FOUND", "'k' does not exist"),
+    (RateLimited("too fast", retry_after=1), logging.DEBUG, "RATE_LIMITED", "too fast; try again in 1.0 s"),
+]
+
+
+@pytest.mark.parametrize(("error", "level", "code", "reason"), MISTAKES)
 def test_what_a_caller_did_wrong_is_no_error_of_the_server(
-    error: Exception, level: int, code: str, clock: ManualClock, lines: pytest.LogCaptureFixture
+    error: Exception, level: int, code: str, reason: str, clock: ManualClock, lines: pytest.LogCaptureFixture
 ) -> None:
     Logs(clock).done(call(error=raised(error)))
 
     (record,) = lines.records
     assert (record.levelno, record.exc_info) == (level, None)
-    assert record.getMessage() == f"KV get failed: plugin=trivia key=k error={code}"
+    assert record.getMessage().startswith(f"KV get failed: plugin=trivia key=k error={code} reason=")
+    assert vars(record)["error_code"] == code
+    assert vars(record)["reason"].startswith(reason)
+    assert vars(record).get("field") == getattr(error, "field", None)
+
+
+@pytest.mark.parametrize(("error", "level", "code", "reason"), MISTAKES)
+def test_what_nobody_waits_for_a_reply_of_is_a_warning(
+    error: Exception, level: int, code: str, reason: str, clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    """The log is the only place where its sender can learn of it. A spent rate would flood it."""
+    Logs(clock).done(call(error=raised(error))._replace(has_reply=False))
+
+    assert lines.records[0].levelno == (logging.DEBUG if isinstance(error, RateLimited) else logging.WARNING)
+    assert (vars(lines.records[0])["plugin"], vars(lines.records[0])["op"]) == ("trivia", "get")
+
+
+async def test_publish_only_requests_can_be_understood_from_the_log(
+    sqlite_nats: Plugins, lines: pytest.LogCaptureFixture
+) -> None:
+    """With the subject, the plugin, the operation, the code and the reason; and counted under that code."""
+    metrics = Metrics(sqlite_nats.session, names="both")
+    sqlite_nats.served._desk._observers = [sqlite_nats.observer, Logs(), metrics]
+    await sqlite_nats.ask("set", "trivia", key="k", value=1)
+    lines.clear()
+    for subject, body in (
+        ("db.kv.trivia.set", b'{"key": "k"}'),
+        ("db.kv.trivia.set", b'{"key": "k", "value": 1, "ttl": -1}'),
+        ("db.kv.trivia.set", f'{{"key": "k", "value": "{SECRET}"'.encode()),
+        ("db.kv.trivia.frobnicate", b"{}"),
+        ("db.kv.trivia", b"{}"),
+        ("db.kv.Trivia.set", b"{}"),
+        ("db.kv.trivia.cas", b'{"key": "k", "value": 2, "expect": {"version": 9}}'),
+    ):
+        await sqlite_nats.publish(subject, body)
+    await until(lambda: len([one for one in lines.records if one.levelno == logging.WARNING]) >= 7)
+    await sqlite_nats.ask("get", "trivia", key="k")
+
+    failed = {vars(one)["subject"]: one.getMessage() for one in lines.records if "subject" in vars(one)}
+    messages = [one.getMessage() for one in lines.records if one.levelno == logging.WARNING]
+    assert failed["db.kv.trivia.frobnicate"] == (
+        "KV frobnicate failed: plugin=trivia subject=db.kv.trivia.frobnicate error=INVALID_SUBJECT "
+        'reason="Invalid subject format: db.kv.trivia.frobnicate"'
+    )
+    assert failed["db.kv.trivia"].startswith(
+        "KV request failed: plugin=trivia subject=db.kv.trivia error=INVALID_SUBJECT"
+    )
+    assert failed["db.kv.Trivia.set"].startswith(
+        "KV set failed: plugin=Trivia subject=db.kv.Trivia.set error=INVALID_PLUGIN_NAME reason="
+    )
+    assert any("error=MISSING_FIELD" in one and "field: value" in one for one in messages)
+    assert any("error=VALIDATION_ERROR" in one and "ttl is a whole number" in one for one in messages)
+    assert any("error=INVALID_JSON" in one for one in messages)
+    assert any(one.startswith("KV cas failed: plugin=trivia key=k error=CONFLICT") for one in messages)
+    assert SECRET not in lines.text
+
+    counted = (await metrics.render()).decode()
+    assert 'rosey_kv_errors_total{error_code="INVALID_SUBJECT",plugin="trivia"} 2.0' in counted
+    assert 'rosey_kv_errors_total{error_code="INVALID_PLUGIN_NAME",plugin="other"} 1.0' in counted
+    assert "Trivia" not in counted
+
+
+def test_ending_a_lock_by_force_is_a_warning_with_its_reason(
+    clock: ManualClock, lines: pytest.LogCaptureFixture
+) -> None:
+    Logs(clock).done(call("unlock", name="job", reason="its holder is gone\nforged")._replace(caller="ops#1"))
+
+    (record,) = lines.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        "KV unlock of a lock by force: plugin=trivia lock=job hit=true caller=ops#1 "
+        r'reason="its holder is gone\nforged"'
+    )
 
 
 def test_an_error_that_a_face_made_for_itself_says_how_bad_it_is(
@@ -219,7 +297,11 @@ def test_an_error_that_a_face_made_for_itself_says_how_bad_it_is(
 async def test_a_request_that_was_refused_early_is_a_line_too(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
     talk.desk.refused(Everybody(), "trivia\nforged", "se t", MissingField("key"))
 
-    assert lines.records[0].getMessage() == r'KV "se t" failed: plugin="trivia\nforged" error=MISSING_FIELD'
+    assert lines.records[0].getMessage() == (
+        r'KV "se t" failed: plugin="trivia\nforged" error=MISSING_FIELD reason="Missing required field: key"'
+    )
+    # Programs read the attributes, which are as they are.
+    assert (vars(lines.records[0])["plugin"], vars(lines.records[0])["op"]) == ("trivia\nforged", "se t")
 
 
 async def test_an_operation_that_was_cancelled_says_so(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
@@ -338,7 +420,11 @@ def test_what_the_sweeper_removed_is_summed_up_every_five_minutes(
     lines.clear()
     clock.advance(300)
     found.swept(Round({}, {}, 0.0))
-    assert lines.records[0].getMessage() == "KV cleanup: removed 0 expired keys in 0.00s"
+    assert lines.records == []
+
+    clock.advance(300)
+    found.swept(Round({}, {"b": Unavailable("away")}, 0.0))
+    assert [record.getMessage() for record in lines.records] == ["KV cleanup: 1 rounds failed"]
 
 
 def test_a_slow_round_of_the_sweeper_is_a_warning_at_once(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
@@ -408,7 +494,22 @@ def test_json_lines_are_for_programs(clock: ManualClock) -> None:
     assert (first["level"], first["logger"], first["key"], first["hit"]) == ("DEBUG", "limpet.server", "k", True)
     assert first["at"].endswith("Z")
     assert "in raised" in second["traceback"]
-    assert second["error_code"] == "DATABASE_ERROR"
+    assert (second["error_code"], second["reason"]) == ("DATABASE_ERROR", "Unavailable")
+
+
+@pytest.mark.usefixtures("restored")
+def test_members_of_a_json_line_are_plain_values(clock: ManualClock) -> None:
+    """A search for a key must find it, so nothing in them is quoted twice."""
+    stream = io.StringIO()
+    configure("DEBUG", "json", stream)
+    found = Logs(clock)
+    found.done(call(key='high score é "1"')._replace(caller="plugin trivia"))
+    found.done(call(error=raised(MissingField("value")), key="")._replace(namespace="", subject="db.kv."))
+
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["key"], first["caller"], first["plugin"]) == ('high score é "1"', "plugin trivia", "trivia")
+    assert (second["key"], second["plugin"], second["subject"], second["field"]) == ("", "", "db.kv.", "value")
+    assert second["reason"] == "Missing required field: value"
 
 
 @pytest.mark.usefixtures("restored")

@@ -354,7 +354,11 @@ def test_an_error_without_a_code_of_its_own_is_known_by_its_reply(reply: Any, ki
 
 
 def test_a_database_is_told_of_in_words_that_give_nothing_away() -> None:
-    for error in (errors.Unavailable("postgresql://host/db is away"), errors.Corrupt("table x"), errors.Closed("y")):
+    for error in (
+        errors.Unavailable("postgresql://host/db is away"),
+        errors.Corrupt("table x"),
+        errors.Closed("file /y"),
+    ):
         told = reply_of(error)
         assert told["error_code"] == "DATABASE_ERROR"
         assert str(error) not in told["message"]

@@ -530,13 +530,21 @@ async def test_kv_logging_error_cases(nats: Plugins) -> None:
     assert {(plugin, operation) for plugin, operation, _ in told} == {("broken-plugin", "set")}
 
 
-async def test_words_that_are_no_names_are_not_told_as_names(sqlite_nats: Plugins) -> None:
-    """A metric has a series for each name: whoever asks must not be able to make them up."""
-    for subject in ("db.kv.Made-Up.get", "db.kv.a.made-up", "db.kv.made.up.too"):
+async def test_a_subject_that_is_wrong_is_told_to_observers_as_it_was(sqlite_nats: Plugins) -> None:
+    """An operator must find the plugin that sends it. What gets a label in a metric is decided there."""
+    subjects = ["db.kv.Made-Up.get", "db.kv.a.made-up", "db.kv.made.up.too", f"db.kv.{'x' * 300}.get"]
+    for subject in subjects:
         await sqlite_nats.say(subject, b"{}")
 
-    told = [(call.caller, call.namespace, call.operation) for call in sqlite_nats.observer.calls[-3:]]
-    assert told == [("somebody", "", "get"), ("somebody", "", ""), ("somebody", "", "")]
+    calls = sqlite_nats.observer.calls[-4:]
+    assert [call.subject for call in calls] == subjects
+    assert [(call.namespace, call.operation) for call in calls[:3]] == [
+        ("Made-Up", "get"),
+        ("a", "made-up"),
+        ("made", "up.too"),
+    ]
+    assert len(calls[3].namespace) == 100
+    assert not {"Made-Up", "made", "x" * 300} & set(sqlite_nats.served._callers)
 
 
 # Fire and forget --------------------------------------------------------------
@@ -551,7 +559,7 @@ async def test_what_goes_wrong_without_a_reply_subject_is_noted_and_nothing_more
     assert (await sqlite_nats.ask("list"))["keys"] == []
     (noted,) = [call for call in sqlite_nats.observer.calls if call.operation == "set"]
     assert noted.error is not None
-    assert noted.caller == "plugin my-plugin"
+    assert (noted.caller, noted.has_reply) == ("plugin my-plugin", False)
 
 
 async def test_reads_without_a_reply_subject_do_no_harm(sqlite_nats: Plugins) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 import limpet
 from limpet.conformance.support import PATIENCE_S, assert_told, fail, next_event, session_of, stands_still, tells
-from limpet.errors import Conflict, InvalidTTL, LockLost, NotFound
+from limpet.errors import Conflict, Corrupt, InvalidTTL, LimpetError, LockLost, NotFound, Unavailable
 from limpet.model import Batch
 
 if TYPE_CHECKING:
@@ -1212,6 +1212,37 @@ async def test_the_sweeper_runs_for_every_namespace_that_was_opened(
         await elapse(2.5)
 
         assert (await next_event(watch)).op == "expire"
+
+
+@pytest.mark.parametrize("error", [Unavailable("it is away"), Corrupt("a table is away")], ids=["passing", "broken"])
+async def test_the_sweeper_outlives_a_failure(
+    open_store: OpenStore,
+    elapse: Elapse,
+    clock: limpet.ManualClock,
+    monkeypatch: pytest.MonkeyPatch,
+    error: LimpetError,
+) -> None:
+    """The sweeper goes on by itself after the engine has failed."""
+    swept = await open_store()
+    await asleep(swept, clock, 1)
+    engine = session_of(swept).sweeper._engine
+    due, failures = engine.due, [error]
+
+    async def fail_once(namespace: str, *, limit: int = 500) -> Any:
+        if failures:
+            raise failures.pop()
+        return await due(namespace, limit=limit)
+
+    monkeypatch.setattr(engine, "due", fail_once)
+    async with swept.watch() as watch:
+        await swept.put("key", 1, ttl=0.5)
+        assert (await next_event(watch)).op == "put"
+        for _ in range(4):
+            await asleep(swept, clock, 1)
+            await elapse(1.1)
+
+        assert (await next_event(watch)).op == "expire"
+    assert failures == []
 
 
 # The clock --------------------------------------------------------------------

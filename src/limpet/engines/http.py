@@ -157,8 +157,9 @@ class HttpEngine(Gathering):
         self._line: _Line | None = None
         self._urls: dict[tuple[str, str], httpx2.URL] = {}
         self._polls: set[asyncio.Task[Feed]] = set()
-        # Where the server sweeps and trims alone, because it does not let us.
+        # Where the server sweeps, or trims, alone, because it does not let us.
         self._swept: set[str] = set()
+        self._trimmed: set[str] = set()
 
     async def prepare(self) -> None:
         """Ask the server what it is."""
@@ -221,14 +222,14 @@ class HttpEngine(Gathering):
             return []
 
     async def trim(self, namespace: str, window: Window) -> int:
-        """See `Engine.trim`. Who may not trim has nothing to do: the server does it by itself."""
+        """See `Engine.trim`. Without the right `admin` there is nothing to do: the server trims by itself."""
         self._check_open()
-        if namespace in self._swept:
+        if namespace in self._trimmed:
             return 0
         try:
             return await self._ask(namespace, "trim", window, int)
         except PermissionDenied:
-            self._swept.add(namespace)
+            self._trimmed.add(namespace)
             return 0
 
     async def status(self, namespace: str) -> Status:

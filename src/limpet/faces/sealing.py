@@ -29,11 +29,12 @@ from typing import Any, Final, Literal, ParamSpec, TypeVar
 import msgspec
 
 from limpet.codec import encode_field
-from limpet.errors import BrokenError, Conflict, Corrupt, InvalidValue, LimpetError, LockExpired, LockHeld, LockLost
+from limpet.errors import Closed, Conflict, Corrupt, InvalidValue, LockExpired, LockHeld, LockLost
 from limpet.faces.audit import Audit, Head, Keys, Row, Trail, head_key, new_key, read_head, signed
 from limpet.keys import Span, prefix_span
 from limpet.lock import Lock
 from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, Slice, Write
+from limpet.retry import Outage
 from limpet.store import Store
 
 __all__ = [
@@ -318,16 +319,19 @@ class Sealer:
 
     async def _run(self) -> None:
         clock = self._store._session.clock
+        outage = Outage(log, f"sealing of namespace {self._store.name}")
+        pause_s = SEAL_S
         while True:
-            await clock.sleep(SEAL_S)
+            await clock.sleep(pause_s)
             try:
                 await self.turn()
-            except BrokenError as error:
-                if isinstance(error, Corrupt):
-                    log.error("sealing of namespace %s ended: %s", self._store.name, error)
+            except Closed:
                 return
-            except LimpetError as error:
-                log.warning("sealing of namespace %s failed and will be tried again: %s", self._store.name, error)
+            except Exception as error:
+                pause_s = max(SEAL_S, outage.failed(error))
+            else:
+                outage.over()
+                pause_s = SEAL_S
 
 
 # Verifying ------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from limpet.engine import Engine, seal_engine
 from limpet.errors import Closed, Conflict, InvalidValue, LimpetError
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Version, Window
+from limpet.retry import reason_of
 from limpet.sealing import find_keyring
 from limpet.session import Session
 from limpet.store import Store
@@ -249,4 +250,4 @@ async def _written(store: Store) -> None:
         # Once, which drops more than was written since. The caller waits, and should not wait long.
         await store._session.engine.trim(store.name, Window())
     except LimpetError as error:
-        log.warning("trimming the log of %s failed and will be tried again: %s", store, error)
+        log.warning("trimming the log of %s failed and will be tried again: %s", store, reason_of(error))

@@ -26,9 +26,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from limpet.clock import ttl_to_ms
-from limpet.errors import BrokenError, Closed, InvalidValue, LimpetError, NotFound, PermissionDenied
+from limpet.errors import Closed, Compacted, InvalidValue, NotFound, PermissionDenied, Unavailable
 from limpet.keys import Span, check_namespace, prefix_span
 from limpet.model import ABSENT, Entry, Event, Synced
+from limpet.retry import Outage
 from limpet.server.desk import OWN_NAMESPACE
 from limpet.server.logs import shown
 from limpet.server.operations import Right
@@ -55,6 +56,9 @@ RIGHTS: Final[tuple[Right, ...]] = ("read", "write", "lock", "reveal", "admin")
 SCOPES_MAX: Final = 64
 TIME_S: Final = 30.0
 RETRY_S: Final = 0.5
+TRUST_S: Final = 10.0
+"""For how long tokens are taken as they were known while the log of the store cannot be read."""
+_UNKNOWN: Final = "tokens cannot be checked now; try again later"
 
 _PREFIX: Final = "token/"
 _FORM: Final = re.compile(r"lmp_([0-9a-f]{12})_[0-9a-f]{64}", re.ASCII)
@@ -284,14 +288,21 @@ class Bearer:
 
 
 class Tokens:
-    """All tokens of a store, kept as they are there."""
+    """All tokens of a store, kept as they are there.
+
+    While they cannot be followed, nobody can say which of them were revoked. Every caller is then told to come back
+    later, and the following is tried again until it works.
+    """
 
     def __init__(self, session: Session) -> None:
+        self._session = session
         self._store = Store(session, OWN_NAMESPACE)
         self._clock = session.clock
+        self._outage = Outage(log, "following the tokens")
+        self._news = asyncio.Event()
         self._known: dict[str, Token] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._broken: LimpetError | None = Closed("the tokens were not loaded yet")
+        self._broken: Closed | Unavailable | None = Closed("the tokens were not loaded yet")
         self._ahead_ms = 0.0
 
     async def start(self) -> None:
@@ -319,7 +330,10 @@ class Tokens:
     async def caller_of(self, token: str | None, client: str | None) -> Bearer:
         """Who comes with this token. Raises `Unauthenticated`, which tells only the holder of a secret why."""
         if self._broken is not None:
-            raise self._broken
+            # A new one each time: an error that is raised again and again would grow with every traceback.
+            raise type(self._broken)(str(self._broken))
+        if (self._failing_s() or 0.0) > TRUST_S:
+            raise Unavailable(_UNKNOWN)
         if token is None:
             raise Unauthenticated("this server needs a token")
         form = _FORM.fullmatch(token)
@@ -336,12 +350,29 @@ class Tokens:
         """The token of an id, if there is one and somebody still follows them."""
         return None if self._broken is not None else self._known.get(id)
 
+    @property
+    def is_following(self) -> bool:
+        """Whether it hears of tokens that are made and revoked."""
+        return self._broken is None and self._failing_s() is None
+
+    def _failing_s(self) -> float | None:
+        """For how long nothing could be heard of tokens; None while it can."""
+        since = None if self._session.closed else self._session.hub(OWN_NAMESPACE).failing_since
+        return None if since is None else self._clock.monotonic() - since
+
+    async def changed(self) -> None:
+        """Wait until a token is made, changed or revoked."""
+        await self._news.wait()
+
     def now_ms(self) -> int:
         """The engine's time, as carried forward by the monotonic clock since it was last read."""
         return int(self._clock.monotonic() * 1000 + self._ahead_ms)
 
     def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
-        log.info("KV access refused: client=%s token=%s reason=%s", shown(client or "-"), id or "-", shown(problem))
+        facts = {"client": client or "-", "token_id": id or "-", "reason": problem}
+        log.info(
+            "KV access refused: client=%s token=%s reason=%s", *(shown(fact) for fact in facts.values()), extra=facts
+        )
         return Unauthenticated("this token is not valid" if name is None else f"token {name!r} is {problem}")
 
     async def _follow(self, loaded: asyncio.Future[None]) -> None:
@@ -349,17 +380,24 @@ class Tokens:
         while True:
             try:
                 await self._watch(loaded)
-                error: LimpetError = Closed()
-            except LimpetError as raised:
+                error: Exception = Closed()
+            except Exception as raised:
                 error = raised
+            if self._session.closed:
+                self._broken = Closed("the server is closing")
+                error = self._broken
             if not loaded.done():
                 loaded.set_exception(error)
-            if isinstance(error, BrokenError):
-                # Nobody could be told from somebody whose token was revoked.
-                self._broken = error
                 return
-            log.warning("tokens are loaded again: %s", error)
-            await self._clock.sleep(RETRY_S)
+            if isinstance(error, Closed):
+                return
+            if isinstance(error, Compacted):
+                log.warning("tokens are loaded again: the log was trimmed before it was read")
+                await self._clock.sleep(RETRY_S)
+                continue
+            # A token that was revoked could not be told from one that was not.
+            self._broken = Unavailable(_UNKNOWN)
+            await self._clock.sleep(self._outage.failed(error))
 
     async def _watch(self, loaded: asyncio.Future[None]) -> None:
         """Load everything, then follow. What was known stays until everything is loaded."""
@@ -368,20 +406,32 @@ class Tokens:
             async for event in events:
                 if isinstance(event, Synced):
                     self._known, self._broken = known, None
+                    self._outage.over()
                     if not loaded.done():
                         loaded.set_result(None)
                 else:
                     _apply(known, event)
+                self._tell()
+
+    def _tell(self) -> None:
+        # Those who wait hold the old event; who comes later waits for the next.
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     async def _keep_time(self) -> None:
+        outage = Outage(log, "reading the time of the engine")
+        pause_s = TIME_S
         while True:
-            await self._clock.sleep(TIME_S)
+            await self._clock.sleep(pause_s)
             try:
                 await self._read_time()
-            except BrokenError:
+            except Closed:
                 return
-            except LimpetError as error:
-                log.warning("the engine did not tell its time: %s", error)
+            except Exception as error:
+                pause_s = outage.failed(error)
+            else:
+                outage.over()
+                pause_s = TIME_S
 
     async def _read_time(self) -> None:
         now_ms = (await self._store.status()).now_ms

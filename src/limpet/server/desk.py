@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from limpet.errors import LimpetError, PermissionDenied
+from limpet.errors import PermissionDenied
 from limpet.faces.semantic import SemanticStore, VersionConflict
 from limpet.keys import Span, check_namespace, key_span
+from limpet.server.fronts import own_ids, put_boundary
 from limpet.server.operations import Operation, Right
 from limpet.server.requests import Request
 from limpet.session import Session
@@ -28,6 +29,8 @@ OWN_NAMESPACE: Final = "limpet-server"
 Face = Literal["nats", "http"]
 
 _TO_SEE: Final[tuple[Right, ...]] = ("read", "reveal")
+_TO_SHARE_IDS: Final[tuple[Right, ...]] = ("read", "reveal", "write")
+_EVERYTHING: Final = (Span("", None),)
 
 
 class Caller(Protocol):
@@ -74,7 +77,12 @@ class Gate(Protocol):
 
 
 class Call(NamedTuple):
-    """What came of a request, for whoever observes. Values are in ``asked`` and ``answer``, and go no further."""
+    """What came of a request, for observers. Values are in ``asked`` and ``answer``, and go no further.
+
+    Attributes:
+        has_reply: Whether the caller is told what came of it. Where not, only the log tells.
+        subject: Where it was sent, if it was refused because of that.
+    """
 
     face: Face
     caller: str
@@ -84,6 +92,8 @@ class Call(NamedTuple):
     seconds: float
     answer: dict[str, Any] | None = None
     error: Exception | None = None
+    has_reply: bool = True
+    subject: str | None = None
 
 
 class Observer(Protocol):
@@ -107,7 +117,7 @@ class Desk:
         read_only: bool = False,
         semantic: Callable[[Store], SemanticStore] = SemanticStore,
     ) -> None:
-        self._session = session
+        self._session = put_boundary(session)
         self._face: Face = face
         self._gates = gates
         self._observers = observers
@@ -125,9 +135,12 @@ class Desk:
             found = self._stores[namespace] = Store(self._session, namespace)
         return found
 
-    async def run(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> dict[str, Any]:
-        """Run an operation for a caller."""
+    async def run(
+        self, operation: Operation, namespace: str, asked: Request, caller: Caller, *, has_reply: bool = True
+    ) -> dict[str, Any]:
+        """Run an operation for a caller, who is told what comes of it or not."""
         began = time.perf_counter()
+        call = Call(self._face, caller.name, namespace, operation.name, asked, 0.0, has_reply=has_reply)
         try:
             store = await self.admit(operation, namespace, asked, caller)
             answer = await operation.run(self._semantic(store) if operation.is_semantic else store, asked)
@@ -136,9 +149,9 @@ class Desk:
                 spans = [key_span(error.key)]
                 error.is_shown = all(caller.may(namespace, right, spans) for right in _TO_SEE)
             kept = error if isinstance(error, Exception) else None
-            self._tell(Call(self._face, caller.name, namespace, operation.name, asked, _since(began), error=kept))
+            self._tell(call._replace(seconds=_since(began), error=kept))
             raise
-        self._tell(Call(self._face, caller.name, namespace, operation.name, asked, _since(began), answer))
+        self._tell(call._replace(seconds=_since(began), answer=answer))
         return answer
 
     async def admit(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> Store:
@@ -150,11 +163,33 @@ class Desk:
             await gate.check(store, operation, asked)
         if namespace not in self._noted and operation.right_for(asked) != "read":
             await self._note(namespace)
-        return store
+        session = self.session_of(caller, namespace)
+        return store if session is self._session else Store(session, namespace)
 
-    def refused(self, caller: Caller, namespace: str, name: str, error: Exception) -> None:
+    def session_of(self, caller: Caller, namespace: str) -> Session:
+        """The session as a caller has it.
+
+        Who sees and writes the whole namespace shares its request ids with everybody else who does. The ids of any
+        other caller are its own: they cannot use up an id of others, nor tell whether a guess of what was sent under
+        one is right. A token keeps its name when it is rotated, and with it its ids.
+        """
+        if all(caller.may(namespace, right, _EVERYTHING) for right in _TO_SHARE_IDS):
+            return self._session
+        return self._session.through(own_ids(self._session.engine, caller.name))
+
+    def refused(
+        self,
+        caller: Caller,
+        namespace: str,
+        name: str,
+        error: Exception,
+        *,
+        has_reply: bool = True,
+        subject: str | None = None,
+    ) -> None:
         """Take note of a request that did not get as far as an operation."""
-        self._tell(Call(self._face, caller.name, namespace, name, None, 0.0, error=error))
+        call = Call(self._face, caller.name, namespace, name, None, 0.0, error=error)
+        self._tell(call._replace(has_reply=has_reply, subject=subject))
 
     def check_rights(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> None:
         """Raise `PermissionDenied` unless the caller may. A stream asks again from time to time."""
@@ -192,8 +227,3 @@ class Desk:
 
 def _since(began: float) -> float:
     return time.perf_counter() - began
-
-
-def told(error: Exception) -> str:
-    """An error's message as a caller may read it: one that is not ours may hold anything."""
-    return str(error) if isinstance(error, LimpetError) else "internal error"

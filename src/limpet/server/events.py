@@ -21,16 +21,20 @@ import msgspec
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from limpet.errors import Closed, LimpetError, RateLimited, TransientError
+from limpet.errors import Closed, RateLimited, RequestError, StateError, TransientError
 from limpet.hub import Watch
 from limpet.model import Event
+from limpet.retry import reason_of
+from limpet.server.desk import Callers
 from limpet.server.problems import Problem, document_of
 from limpet.wire import event_as_json
 
-__all__ = ["Streams", "WatchResponse"]
+__all__ = ["Streams", "WatchResponse", "until_refused"]
+
+log = logging.getLogger("limpet.server")
 
 HEARTBEAT_S: Final = 15.0
-RECHECK_S: Final = 5.0
+RECHECK_S: Final = 1.0
 RETRY_MS: Final = 1000
 GRACE_S: Final = 1.0
 STREAMS_MAX: Final = 1000
@@ -87,15 +91,28 @@ class Streams:
 class WatchResponse(EventSourceResponse):
     """The events of a watch that has begun.
 
-    Attributes:
+    Args:
+        watch: Where the events come from.
+        streams: What ends them all.
         caller: Who watches.
+        until_refused: Waits until the caller may watch no longer, and returns why.
+        given_id: Makes a request id of the log what the caller gave, where that differs.
     """
 
-    def __init__(self, watch: Watch, streams: Streams, caller: str, recheck: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        watch: Watch,
+        streams: Streams,
+        caller: str,
+        *,
+        until_refused: Callable[[], Awaitable[Exception]],
+        given_id: Callable[[str | None], str | None] | None = None,
+    ) -> None:
         self.caller = caller
         self._watch = watch
         self._streams = streams
-        self._recheck = recheck
+        self._until_refused = until_refused
+        self._given_id = given_id
         self._ended = anyio.Event()
         self._limit = asyncio.timeout(None)
         super().__init__(
@@ -128,46 +145,65 @@ class WatchResponse(EventSourceResponse):
         yield ServerSentEvent(comment="watching", id=self._watch.position, retry=RETRY_MS)
         ended: asyncio.Future[Any] = asyncio.ensure_future(self._ended.wait())
         coming: asyncio.Future[Any] = _next_of(self._watch)
+        refused: asyncio.Future[Exception] = asyncio.ensure_future(self._until_refused())
         loop = asyncio.get_running_loop()
-        heard = checked = loop.time()
+        heard = loop.time()
         try:
             while not ended.done():
-                pause_s = max(0.0, min(heard + HEARTBEAT_S, checked + RECHECK_S) - loop.time())
-                await asyncio.wait((coming, ended), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
-                if loop.time() >= checked + RECHECK_S:
-                    await self._check_again()
-                    checked = loop.time()
+                pause_s = max(0.0, heard + HEARTBEAT_S - loop.time())
+                await asyncio.wait((coming, ended, refused), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+                if refused.done():
+                    raise refused.result()
                 if coming.done():
                     event = coming.result()
                     if event is None:
                         return
-                    yield _message(event)
+                    yield self._message(event)
                     coming, heard = _next_of(self._watch), loop.time()
                 elif loop.time() >= heard + HEARTBEAT_S:
                     yield ServerSentEvent(comment="still here", id=self._watch.position)
                     heard = loop.time()
-        except (LimpetError, Problem) as error:
-            # The log was trimmed past a slow client, or the token is no longer good.
+        except Exception as error:
+            # The log was trimmed past a slow client, the token is no longer good, or the store fails.
+            if not isinstance(error, StateError | RequestError | Problem):
+                log.error("KV watch failed: caller=%s reason=%s", self.caller, reason_of(error))
             document = document_of(error)
             yield ServerSentEvent(_json(document), event=document["code"])
         finally:
-            coming.cancel()
-            ended.cancel()
-            await asyncio.gather(coming, ended, return_exceptions=True)
+            for task in (coming, ended, refused):
+                task.cancel()
+            await asyncio.gather(coming, ended, refused, return_exceptions=True)
 
-    async def _check_again(self) -> None:
-        """Raise when the caller may watch no longer."""
-        # Where nobody can tell just now, it goes on: it was allowed, and the next look is soon.
-        with contextlib.suppress(TransientError):
-            await self._recheck()
+    def _message(self, event: Event) -> ServerSentEvent:
+        document = event_as_json(event)
+        if self._given_id is not None:
+            document["cause"] = self._given_id(event.cause)
+        return ServerSentEvent(_json(document), event=event.op, id=event.position)
+
+
+async def until_refused(check: Callable[[], Awaitable[None]], callers: Callers) -> Exception:
+    """Wait until a check raises, and return what it raised. It is made when rights change, and every second."""
+    while True:
+        await _rights_changed(callers, RECHECK_S)
+        try:
+            await check()
+        except TransientError:
+            # It was allowed, and for the moment nobody can say whether it still is. The next check is soon.
+            continue
+        except Exception as error:
+            return error
+
+
+async def _rights_changed(callers: Callers, longest_s: float) -> None:
+    """Wait until the rights of callers may have changed, and at most so long."""
+    changed = getattr(callers, "changed", None)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(longest_s):
+            await (asyncio.Event().wait() if changed is None else changed())
 
 
 def _next_of(watch: Watch) -> asyncio.Future[Event | None]:
     return asyncio.ensure_future(anext(watch, None))
-
-
-def _message(event: Event) -> ServerSentEvent:
-    return ServerSentEvent(_json(event_as_json(event)), event=event.op, id=event.position)
 
 
 def _json(document: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from limpet.errors import Closed, PermissionDenied
 from limpet.server.desk import Caller, Callers, Desk, Everybody
-from limpet.server.events import Streams, WatchResponse
+from limpet.server.events import Streams, WatchResponse, until_refused
+from limpet.server.fronts import OwnIds
 from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import Parameter, add, gather, query_of
 from limpet.server.problems import Problem
@@ -31,6 +32,8 @@ __all__ = [
     "Answered",
     "Endpoint",
     "Exchange",
+    "TokenRefused",
+    "bearer_of",
     "caller_of",
     "json_response",
 ]
@@ -133,11 +136,20 @@ class Exchange:
     async def run_while_wanted(self, name: str, members: Mapping[str, Any]) -> dict[str, Any]:
         """Run an operation that may wait for long, until the client goes or the server ends."""
         running = asyncio.ensure_future(self.run(name, members))
-        others = [asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._streams.ended())]
+
+        async def check() -> None:
+            caller = await caller_of(self.request, self._callers)
+            operation = OPERATIONS[name]
+            self._desk.check_rights(operation, self.namespace, request_of(operation.request, members), caller)
+
+        refused = asyncio.ensure_future(until_refused(check, self._callers))
+        others = [asyncio.ensure_future(self._gone()), asyncio.ensure_future(self._streams.ended()), refused]
         try:
             await asyncio.wait({running, *others}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 return running.result()
+            if refused.done():
+                raise refused.result()
             raise Closed("the server is about to end: ask another, or try again later")
         finally:
             for one in (running, *others):
@@ -153,11 +165,18 @@ class Exchange:
         watch = store.watch(asked.pattern, after=asked.after, initial=asked.initial)
         await watch.__aenter__()
 
-        async def recheck() -> None:
+        async def check() -> None:
             caller = await caller_of(self.request, self._callers)
             self._desk.check_rights(operation, self.namespace, asked, caller)
 
-        return WatchResponse(watch, self._streams, self.caller.name, recheck)
+        engine = self._desk.session_of(self.caller, self.namespace).engine
+        return WatchResponse(
+            watch,
+            self._streams,
+            self.caller.name,
+            until_refused=lambda: until_refused(check, self._callers),
+            given_id=engine.given if isinstance(engine, OwnIds) else None,
+        )
 
     async def _gone(self) -> None:
         while (await self.request.receive())["type"] != "http.disconnect":
@@ -195,22 +214,34 @@ class Exchange:
         return given.strip().lower()
 
 
-async def caller_of(request: Request, callers: Callers) -> Caller:
-    """Who sent a request. Raises a `Problem` of status 401 when its token is missing or is not good."""
+class TokenRefused(PermissionDenied):
+    """The token of a request is missing, or is not good. ``problem`` is the word of RFC 6750, if there is one."""
+
+    def __init__(self, detail: str, problem: str | None) -> None:
+        super().__init__(detail)
+        self.problem = problem
+
+
+async def bearer_of(request: Request, callers: Callers) -> Caller:
+    """Who sent a request, by its one Authorization header. Every route that asks uses this. Raises `TokenRefused`."""
     given = request.headers.getlist("Authorization")
     scheme, _, token = given[0].partition(" ") if given else ("", "", "")
     if given and (len(given) > 1 or scheme.lower() != "bearer" or not token.strip()):
-        raise _unauthorized("send one Authorization header: Bearer and a token", "invalid_request")
+        raise TokenRefused("send one Authorization header: Bearer and a token", "invalid_request")
     client = None if request.client is None else request.client.host
     try:
         return await callers.caller_of(token.strip() if given else None, client)
     except PermissionDenied as error:
-        raise _unauthorized(str(error), "invalid_token" if given else None) from None
+        raise TokenRefused(str(error), "invalid_token" if given else None) from None
 
 
-def _unauthorized(detail: str, error: str | None) -> Problem:
-    challenge = 'Bearer realm="limpet"' + (f', error="{error}"' if error else "")
-    return Problem(401, "unauthorized", detail, headers={"WWW-Authenticate": challenge})
+async def caller_of(request: Request, callers: Callers) -> Caller:
+    """Who sent a request. Raises a `Problem` of status 401 when its token is missing or is not good."""
+    try:
+        return await bearer_of(request, callers)
+    except TokenRefused as error:
+        challenge = 'Bearer realm="limpet"' + (f', error="{error.problem}"' if error.problem else "")
+        raise Problem(401, "unauthorized", str(error), headers={"WWW-Authenticate": challenge}) from None
 
 
 def json_response(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

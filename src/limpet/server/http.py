@@ -25,8 +25,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import limpet
-from limpet.errors import Corrupt, LimpetError, NotFound, PermissionDenied, TypeMismatch
+from limpet.errors import LimpetError, NotFound, PermissionDenied, TypeMismatch
 from limpet.keys import Span
+from limpet.retry import reason_of
 from limpet.server import parameters, requests
 from limpet.server.desk import Callers, Desk
 from limpet.server.events import STREAMS_MAX, Streams
@@ -41,6 +42,7 @@ from limpet.server.exchange import (
     json_response,
 )
 from limpet.server.hosts import host_name, is_known
+from limpet.server.logs import failure_of, shown
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from limpet.server.parameters import (
@@ -61,6 +63,8 @@ from limpet.server.parameters import (
     POSITION,
     PREFIX,
     PURPOSE,
+    REASON,
+    REASON_QUERY,
     REQUEST_ID,
     TOKEN,
     TOKEN_QUERY,
@@ -151,7 +155,7 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint("GET", f"{SPACE}/locks", list_locks, _ok("Locks"), page),
         Endpoint("POST", LOCKS, acquire_lock, {201: Answered("LockAnswer")}, [], requests.Lock),
         Endpoint("PUT", LOCKS, refresh_lock, done, [TOKEN], requests.Refresh),
-        Endpoint("DELETE", LOCKS, release_lock, done, [TOKEN, TOKEN_QUERY]),
+        Endpoint("DELETE", LOCKS, release_lock, done, [TOKEN, TOKEN_QUERY, REASON, REASON_QUERY]),
         Endpoint("GET", f"{SPACE}/outcome/{{request_id:key}}", outcome, _ok("OutcomeAnswer")),
         Endpoint("GET", f"{SPACE}/status", status, _ok("StatusAnswer")),
         Endpoint("GET", SEMANTIC, get_semantic, _ok("Envelope")),
@@ -335,7 +339,7 @@ async def refresh_lock(exchange: Exchange) -> Response:
 
 
 async def release_lock(exchange: Exchange) -> Response:
-    """Give a lock back."""
+    """Give a lock back by its token; or end another's, with the right `admin` and a reason."""
     await exchange.run("unlock", await exchange.members())
     return Response(status_code=204)
 
@@ -446,7 +450,8 @@ def make_app(
 
     async def readiness(_: Request) -> Response:
         if not ready():
-            raise Problem(503, "not_ready", "the server is starting, or about to end", headers={"Retry-After": "1"})
+            detail = "the server starts or stops, or its store does not answer; try again later"
+            raise Problem(503, "not_ready", detail, headers={"Retry-After": "1"})
         return json_response({"status": "ready"})
 
     async def openapi(_: Request) -> Response:
@@ -566,11 +571,15 @@ class Doorway:
             self._check(scope)
             await self._app(scope, self._limited(body, receive), send_on)
         except Exception as error:
-            if has_begun:
+            if isinstance(error, ClientDisconnect) and has_begun:
                 raise
-            if not isinstance(error, LimpetError | Problem | ClientDisconnect) or isinstance(error, Corrupt):
-                # The path names a key. What was sent, and what is stored, stays out of the log.
-                log.exception("%s %s failed", scope["method"], scope["path"])
+            if has_begun or not isinstance(error, LimpetError | Problem | ClientDisconnect):
+                # The path names a key. What was sent, what is stored and what a driver says stay out of the log.
+                said = (scope["method"], shown(scope["path"]), reason_of(error))
+                log.error("%s %s failed: %s", *said, exc_info=failure_of(error))
+            if has_begun:
+                # The server in front of us would write the whole error into its own log.
+                raise failure_of(error) from None
             await problem_response(error)(scope, receive, send_on)
         finally:
             self._bodies_bytes -= body.taken_bytes

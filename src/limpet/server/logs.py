@@ -2,11 +2,12 @@
 
 Every operation is a DEBUG line, `KV set: plugin=trivia key=game_123 size=45`, and the same as attributes of the record.
 A slow one is a WARNING. What a caller did wrong is INFO; what is part of ordinary work (a conflict, a held lock, a rate
-that is spent) stays at DEBUG, where a flood of it costs nobody a disk. What the server or its engine did wrong is an
-ERROR with a traceback.
+that is spent) stays at DEBUG, where a flood of it costs nobody a disk. Where nobody waits for a reply, the log is the
+only place that tells, and both are a WARNING. What the server or its engine did wrong is an ERROR with a traceback.
 
-No line holds a value. Names are shown so that nobody can forge a line, or a part of one, by a key. Of an exception
-that is not ours only the kind is told, because its words may hold anything.
+A line about a failure has its code and its reason. No line holds a value. In the text, names are quoted where they
+could forge a line, or a part of one; the attributes of a record are as they are. Of an error that an engine or a driver
+raised only the kind is shown, because its words may hold anything.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from msgspec import UNSET
 
 from limpet.clock import Clock, SystemClock
 from limpet.codes import code_of
-from limpet.errors import LimpetError, StateError, TransientError
+from limpet.errors import LimpetError, RequestError, StateError, TransientError
+from limpet.retry import reason_of
 from limpet.server import requests
 from limpet.server.desk import Call
 from limpet.server.limits import additions_of
-from limpet.server.operations import OPERATIONS
+from limpet.server.replies import reply_code
+from limpet.server.wording import Public
 from limpet.sweep import Round
 
-__all__ = ["JSONFormatter", "Logs", "PlainFormatter", "configure", "reply_code", "shown", "status_of"]
+__all__ = ["JSONFormatter", "Logs", "PlainFormatter", "configure", "failure_of", "shown", "status_of"]
 
 log = logging.getLogger("limpet.server")
 
@@ -39,11 +42,12 @@ SAMPLED_ONE_OF: Final = 100
 CLEANUP_INTERVAL_S: Final = 300.0
 
 _SHOWN_MAX: Final = 200
+_FACT_MAX: Final = 1024
 _BREAKS_FIELDS: Final = frozenset(' "=\\')
 
 
 def shown(name: str) -> str:
-    """A name as it stands in a line: as it is, or quoted and escaped where it could be mistaken for more."""
+    """A name as it stands in a text line: as it is, or quoted and escaped where it could be mistaken for more."""
     cut = name if len(name) <= _SHOWN_MAX else f"{name[:_SHOWN_MAX]}…"
     if cut and cut.isprintable() and _BREAKS_FIELDS.isdisjoint(cut):
         return cut
@@ -55,15 +59,6 @@ def status_of(error: Exception) -> int:
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
     known = not isinstance(error, LimpetError) and isinstance(status, int)
     return status if known and status is not None else code_of(error).status
-
-
-def reply_code(error: Exception) -> str:
-    """The word that plugins know an error by."""
-    if isinstance(error, requests.InvalidJSON):
-        return "INVALID_JSON"
-    if isinstance(error, requests.MissingField):
-        return "MISSING_FIELD"
-    return code_of(error).reply if status_of(error) >= 500 or isinstance(error, LimpetError) else "VALIDATION_ERROR"
 
 
 class Logs:
@@ -93,22 +88,29 @@ class Logs:
         if error is not None:
             self._failed(call, error)
         elif call.answer is None:
-            log.debug("KV %s cancelled: %s", *_words(call, facts := _facts(call)), extra=facts)
+            log.debug("KV %s cancelled: %s", *_words(facts := _facts(call)), extra=facts)
+        elif (reason := getattr(call.asked, "reason", None)) is not None:
+            facts = {**_facts(call), "reason": reason}
+            text = "KV %s of a lock by force: %s caller=%s reason=%s"
+            log.warning(text, *_words(facts), shown(facts["caller"]), shown(reason), extra=facts)
         elif call.seconds - _waited_s(call) > self._slow_s:
             facts = _facts(call)
-            log.warning("KV %s slow: %s latency_ms=%.1f", *_words(call, facts), facts["latency_ms"], extra=facts)
+            log.warning("KV %s slow: %s latency_ms=%.1f", *_words(facts), facts["latency_ms"], extra=facts)
         elif log.isEnabledFor(logging.DEBUG) and self._sample.takes():
             facts = _facts(call)
-            log.debug("KV %s: %s", *_words(call, facts), extra=facts)
+            log.debug("KV %s: %s", *_words(facts), extra=facts)
 
     def _failed(self, call: Call, error: Exception) -> None:
-        level = _level_of(error)
+        level = _level_of(call, error)
         if not log.isEnabledFor(level) or (level == logging.DEBUG and not self._sample.takes()):
             return
-        code = reply_code(error)
-        facts = {**_facts(call), "error_code": code}
-        exc_info = _told(error) if level == logging.ERROR else None
-        log.log(level, "KV %s failed: %s error=%s", *_words(call, facts), code, extra=facts, exc_info=exc_info)
+        facts = {**_facts(call), "error_code": reply_code(error), "reason": _reason(error)}
+        field = getattr(error, "field", None)
+        if isinstance(field, str):
+            facts["field"] = field
+        told = (*_words(facts), facts["error_code"], shown(facts["reason"]))
+        exc_info = failure_of(error) if level == logging.ERROR else None
+        log.log(level, "KV %s failed: %s error=%s reason=%s", *told, extra=facts, exc_info=exc_info)
 
     def swept(self, done: Round) -> None:
         """Add a round of the sweeper to the next summary, and write that when it is due."""
@@ -124,9 +126,12 @@ class Logs:
 
     def _sum_up(self) -> None:
         facts = {"op": "cleanup", "removed": self._removed, "seconds": self._sweeping_s, "failures": self._failures}
-        failures = f" ({self._failures} rounds failed)" if self._failures else ""
-        text = "KV cleanup: removed %d expired keys in %.2fs%s"
-        log.info(text, self._removed, self._sweeping_s, failures, extra=facts)
+        if self._removed:
+            failures = f" ({self._failures} rounds failed)" if self._failures else ""
+            text = "KV cleanup: removed %d expired keys in %.2fs%s"
+            log.info(text, self._removed, self._sweeping_s, failures, extra=facts)
+        elif self._failures:
+            log.warning("KV cleanup: %d rounds failed", self._failures, extra=facts)
         self._sum_up_at = self._clock.monotonic() + self._interval_s
         self._removed, self._sweeping_s, self._failures = 0, 0.0, 0
 
@@ -154,11 +159,20 @@ class _Sample:
         return self._skipped == 0
 
 
-def _level_of(error: Exception) -> int:
+def _level_of(call: Call, error: Exception) -> int:
     if status_of(error) >= 500:
         return logging.ERROR
-    is_ordinary = isinstance(error, StateError | TransientError)
-    return logging.DEBUG if is_ordinary else logging.INFO
+    if isinstance(error, TransientError):
+        return logging.DEBUG
+    if not call.has_reply:
+        return logging.WARNING
+    return logging.DEBUG if isinstance(error, StateError) else logging.INFO
+
+
+def _reason(error: Exception) -> str:
+    """Why a request failed: in words where they are ours, and otherwise by the kinds of the errors."""
+    is_ours = isinstance(error, RequestError | StateError | TransientError | Public) and status_of(error) < 500
+    return _cut(str(error)) if is_ours else reason_of(error)
 
 
 def _waited_s(call: Call) -> float:
@@ -170,29 +184,36 @@ def _waited_s(call: Call) -> float:
 
 
 def _facts(call: Call) -> dict[str, Any]:
-    """What a record carries besides its message. Never a value."""
-    asked, plugin = call.asked, shown(call.namespace)
-    op = call.operation if call.operation in OPERATIONS else shown(call.operation)
+    """What a record carries besides its message, as it is. Never a value."""
+    asked, plugin, op = call.asked, _cut(call.namespace), _cut(call.operation)
     facts: dict[str, Any] = {
         "operation": f"kv_{op}",
         "op": op,
         "plugin": plugin,
         "namespace": plugin,
         "face": call.face,
-        "caller": shown(call.caller),
+        "caller": _cut(call.caller),
         "latency_ms": round(call.seconds * 1000, 3),
     }
+    if call.subject is not None:
+        facts["subject"] = _cut(call.subject)
     for member in ("key", "name", "prefix", "pattern"):
         text = getattr(asked, member, None)
         if isinstance(text, str) and (text or member == "key"):
             # `name` is taken: a record's own is that of its logger.
-            facts["lock" if member == "name" else member] = shown(text)
+            facts["lock" if member == "name" else member] = _cut(text)
+    if isinstance(asked, requests.Primitive) and asked.reason is not None:
+        facts["lock"] = _cut(", ".join(write.key for write in asked.what.writes if write.family == "lock"))
     ttl = getattr(asked, "ttl", UNSET)
     if ttl is None or isinstance(ttl, int | float):
         facts["ttl"] = ttl
     if call.answer is not None:
         facts |= _outcome(asked, call.answer)
     return facts
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _FACT_MAX else f"{text[:_FACT_MAX]}…"
 
 
 def _outcome(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
@@ -209,16 +230,22 @@ def _outcome(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_TOLD: Final = ("key", "lock", "prefix", "pattern", "size", "hit", "deleted", "swapped", "count", "truncated", "ttl")
+_TOLD: Final = (
+    *("subject", "key", "lock", "prefix", "pattern"),
+    *("size", "hit", "deleted", "swapped", "count", "truncated", "ttl"),
+)
 
 
-def _words(call: Call, facts: dict[str, Any]) -> tuple[str, str]:
-    told = [f"plugin={facts['plugin']}"]
+def _words(facts: dict[str, Any]) -> tuple[str, str]:
+    """The operation and the facts of a line, in a form that nobody can forge by a name."""
+    told = [f"plugin={shown(facts['plugin'])}"]
     told += [f"{name}={_plain(facts[name])}" for name in _TOLD if facts.get(name) is not None]
-    return facts["op"], " ".join(told)
+    return shown(facts["op"] or "request"), " ".join(told)
 
 
 def _plain(fact: Any) -> str:
+    if isinstance(fact, str):
+        return shown(fact)
     return str(fact).lower() if isinstance(fact, bool) else str(fact)
 
 
@@ -226,13 +253,12 @@ class Failure(Exception):
     """What went wrong, as a log may show it."""
 
 
-def _told(error: BaseException, depth: int = 8) -> Failure:
-    """An exception and what caused it, with their tracebacks, and words only where they are ours."""
-    kind = type(error).__qualname__
-    told = Failure(f"{kind}: {error}" if isinstance(error, LimpetError) else f"{kind} (what it says may hold a value)")
+def failure_of(error: BaseException, depth: int = 8) -> Failure:
+    """An exception and what caused it, with their tracebacks: by their kinds, without their words."""
+    made = Failure(reason_of(error).partition(" from ")[0])
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    told.__cause__ = None if cause is None or depth == 0 else _told(cause, depth - 1)
-    return told.with_traceback(error.__traceback__)
+    made.__cause__ = None if cause is None or depth == 0 else failure_of(cause, depth - 1)
+    return made.with_traceback(error.__traceback__)
 
 
 # Setting them up --------------------------------------------------------------

@@ -29,9 +29,10 @@ from limpet.errors import Conflict, LimpetError
 from limpet.faces.semantic import Observation
 from limpet.faces.semantic_model import Purpose
 from limpet.keys import Span
+from limpet.retry import reason_of
 from limpet.server.desk import OWN_NAMESPACE, Call
-from limpet.server.logs import reply_code
 from limpet.server.operations import OPERATIONS
+from limpet.server.replies import reply_code
 from limpet.session import Session
 from limpet.sweep import Round
 
@@ -180,7 +181,7 @@ class Metrics:
                     # One that holds something was not made up, and is known by its name after a restart, too.
                     self._label(name, welcome=held.keys > 0)
         except LimpetError as error:
-            log.debug("metrics show what was held before: %s", error)
+            log.debug("metrics show what was held before: %s", reason_of(error))
         except TimeoutError:
             log.debug("metrics show what was held before: the engine takes its time")
 

@@ -27,12 +27,14 @@ from limpet.keys import (
     check_key,
 )
 from limpet.model import (
+    ABSENT,
     Add,
     Batch,
     Equals,
     Expire,
     FieldEquals,
     Guard,
+    HeldBy,
     Patch,
     Put,
     Touch,
@@ -40,7 +42,7 @@ from limpet.model import (
 )
 from limpet.sweep import SWEEP_MAX
 
-__all__ = ["check_changes", "check_due", "check_read", "check_scan", "checked_batch"]
+__all__ = ["check_changes", "check_due", "check_read", "check_scan", "checked_batch", "is_ownership_proven"]
 
 KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
@@ -165,6 +167,13 @@ def _check_lock(write: Write, any_form: bool) -> None:
             sound = True
     if not sound and not any_form:
         raise InvalidValue(f"{write.key!r}: a lock has a holder and a time to live")
+
+
+def is_ownership_proven(write: Write, batch: Batch) -> bool:
+    """Whether a write of a lock is its holder's: the batch names the holder's token, or makes a lock that is free."""
+    conditions = [guard.condition for guard in batch.guards if (guard.family, guard.key) == (write.family, write.key)]
+    takes_free = isinstance(write, Put) and ABSENT in conditions
+    return takes_free or any(isinstance(condition, HeldBy) for condition in conditions)
 
 
 def _names_holder(stored: bytes) -> bool:

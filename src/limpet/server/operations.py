@@ -14,17 +14,31 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import limpet
-from limpet.batch import Draft
+from limpet.batch import Draft, Expectation
 from limpet.codec import Fields
 from limpet.errors import InvalidValue
 from limpet.faces.semantic import Envelope, SemanticStore
 from limpet.keys import PAGE_BYTES, PAGE_MAX, Span, check_key, fit, key_span, pattern_span, prefix_span
-from limpet.model import ABSENT, ANY, KEEP, Filter, Mark
+from limpet.model import (
+    ABSENT,
+    ANY,
+    KEEP,
+    Add,
+    Batch,
+    Commit,
+    Condition,
+    Delete,
+    Equals,
+    FieldEquals,
+    Filter,
+    Mark,
+    Write,
+)
 from limpet.server import requests
 from limpet.store import Store, latest_changes, lock_page
 from limpet.wire import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
 
-__all__ = ["OPERATIONS", "Operation", "Reach", "Right"]
+__all__ = ["OPERATIONS", "Operation", "Reach", "Right", "depends_on_value"]
 
 Right = Literal["read", "write", "lock", "reveal", "admin"]
 """What a caller may be allowed. ``read`` shows keys, numbers and times; values take ``reveal`` besides."""
@@ -194,8 +208,23 @@ async def _refresh(store: Store, asked: requests.Refresh) -> Answer:
 
 
 async def _unlock(store: Store, asked: requests.Unlock) -> Answer:
-    await store.lock(asked.name, ttl=1, token=asked.token).release()
-    return {}
+    if asked.token is not None:
+        if asked.reason is not None:
+            raise InvalidValue("a lock is given back by its token, or ended for a reason: give one of them")
+        await store.lock(asked.name, ttl=1, token=asked.token).release()
+        return {}
+    if asked.reason is None:
+        raise requests.MissingField("token")
+    if not asked.reason.strip() or len(asked.reason) > requests.REASON_MAX:
+        raise InvalidValue(f"a reason has 1 to {requests.REASON_MAX} characters", path="$.reason")
+    return {"released": await end_lock(store, asked.name)}
+
+
+async def end_lock(store: Store, name: str) -> bool:
+    """End a lock, whoever holds it. Returns whether anybody did."""
+    batch = Batch((), (Delete(check_key(name), family="lock"),))
+    outcome = await store._session.commit(store.name, batch)
+    return isinstance(outcome, Commit) and outcome.ended[0] is not None
 
 
 async def _locks(store: Store, asked: requests.Locks) -> Answer:
@@ -338,10 +367,27 @@ def _of_batch(asked: requests.Batch) -> Reach:
     return Reach([key_span(key) for key in (*written, *others)], written)
 
 
+def depends_on_value(part: Expectation | Condition | Filter | Write) -> bool:
+    """Whether the answer to a request with this part depends on a value that is stored.
+
+    A caller who may repeat such a request learns the value, by its answer or by guessing, so it takes ``reveal``: a
+    condition on a value or a field, a filter, a take, and an add, whose refusal tells how large the counter is. What
+    depends on versions, revisions, times, sizes and kinds alone does not.
+    """
+    return isinstance(part, Equals | FieldEquals | Filter | Add) or (isinstance(part, Delete) and part.take)
+
+
 def _guesses(asked: Any) -> bool:
-    """Whether a request is granted only if a value is what the caller thinks: whoever asks often learns it."""
+    """Whether a request has an expectation, or a write of a batch, that depends on a value."""
     expected = [getattr(asked, "expect", None), *(guard.expect for guard in getattr(asked, "guards", ()))]
-    return any(one is not None and (one.value is not UNSET or one.field is not UNSET) for one in expected)
+    writes = asked.writes if isinstance(asked, requests.Batch) else ()
+    return any(one is not None and depends_on_value(one.expectation()) for one in expected) or any(
+        depends_on_value(_VALUE_WRITES[write.op]) for write in writes if write.op in _VALUE_WRITES
+    )
+
+
+# The writes of a batch that are not decided by their kind alone, as the rule above knows them.
+_VALUE_WRITES: Final[dict[str, Write]] = {"add": Add("", 0), "take": Delete("", take=True)}
 
 
 def _asks_for_fields(asked: requests.FieldsOf) -> bool:
@@ -352,8 +398,8 @@ def _only_sets_fields(asked: requests.FieldsOf) -> bool:
     return asked.get is UNSET and asked.swap is UNSET
 
 
-def _takes_nothing(asked: requests.Batch) -> bool:
-    return all(write.op != "take" for write in asked.writes)
+def _is_forced(asked: requests.Unlock) -> bool:
+    return asked.token is None and asked.reason is not None
 
 
 def _looks_at_no_value(asked: requests.Scan) -> bool:
@@ -368,6 +414,7 @@ class Operation(NamedTuple):
         reach: Which keys and locks a request is about.
         reveals: Whether its answer may hold a value.
         only_reads: Tells of a request whether it changes nothing though others of this name do.
+        is_care: Tells of a request whether it overrules other callers, which takes the right ``admin``.
         conceals: Tells of a request whether it shows no value though others of this name do.
         is_semantic: Whether it runs on the semantic entries of a namespace, and not on the namespace itself.
     """
@@ -381,9 +428,12 @@ class Operation(NamedTuple):
     only_reads: Callable[[Any], bool] | None = None
     conceals: Callable[[Any], bool] | None = None
     is_semantic: bool = False
+    is_care: Callable[[Any], bool] | None = None
 
     def right_for(self, asked: Any) -> Right:
         """What a certain request takes."""
+        if self.is_care is not None and self.is_care(asked):
+            return "admin"
         return "read" if self.only_reads is not None and self.only_reads(asked) else self.right
 
     def reveals_for(self, asked: Any) -> bool:
@@ -422,13 +472,13 @@ OPERATIONS: Final = _table(
         only_reads=_asks_for_fields,
         conceals=_only_sets_fields,
     ),
-    Operation("batch", requests.Batch, "write", _batch, _of_batch, reveals=True, conceals=_takes_nothing),
+    Operation("batch", requests.Batch, "write", _batch, _of_batch),
     Operation("scan", requests.Scan, "read", _scan, _of_prefix, reveals=True, conceals=_looks_at_no_value),
     Operation("history", requests.History, "read", _history, _of_key, reveals=True),
     Operation("watch", requests.Watch, "read", _watch, _of_pattern, reveals=True),
     Operation("lock", requests.Lock, "lock", _lock, _of_name),
     Operation("refresh", requests.Refresh, "lock", _refresh, _of_name),
-    Operation("unlock", requests.Unlock, "lock", _unlock, _of_name),
+    Operation("unlock", requests.Unlock, "lock", _unlock, _of_name, is_care=_is_forced),
     Operation("locks", requests.Locks, "read", _locks, _of_prefix),
     Operation("outcome", requests.Outcome, "read", _outcome, lambda _: _EVERYTHING),
     Operation("status", requests.Status, "read", _status, lambda _: _EVERYTHING),

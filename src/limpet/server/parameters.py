@@ -315,6 +315,10 @@ META: Final = Parameter(
 )
 TOKEN: Final = Parameter("header", "Limpet-Token", _whole("token"), _INTEGER, "The token of the lock.")
 TOKEN_QUERY: Final = Parameter("query", "token", _whole("token"), _INTEGER, "As `Limpet-Token`.")
+REASON: Final = Parameter(
+    "header", "Limpet-Reason", _text("reason"), _STRING, "Why another's lock is ended, by an admin."
+)
+REASON_QUERY: Final = Parameter("query", "reason", _text("reason"), _STRING, "As `Limpet-Reason`.")
 
 PURPOSE: Final = Parameter("query", "purpose", _text("purpose"), _STRING, "Only what is for this.")
 LAST_WRITER: Final = Parameter(

@@ -36,11 +36,9 @@ from limpet.errors import (
 )
 from limpet.keys import PAGE_MAX, Span, fit, key_span
 from limpet.model import (
-    Add,
     Batch,
     Change,
     Commit,
-    Delete,
     Entry,
     Expire,
     Family,
@@ -56,8 +54,11 @@ from limpet.model import (
 )
 from limpet.server import nouns
 from limpet.server.desk import Caller, Callers, Desk
-from limpet.server.operations import Operation, Reach, Right
-from limpet.server.requests import Primitive
+from limpet.server.events import until_refused
+from limpet.server.exchange import TokenRefused, bearer_of
+from limpet.server.operations import Operation, Reach, Right, depends_on_value
+from limpet.server.requests import REASON_MAX, Primitive
+from limpet.server.wording import Public, public_error
 from limpet.session import Session
 from limpet.store import Store
 from limpet.sweep import SWEEP_MAX
@@ -75,6 +76,8 @@ CHANGES_MAX: Final = 1_000
 
 BODY_S: Final = 30.0
 RETRY_AFTER_S: Final = 1
+
+REASON: Final = "Limpet-Reason"
 
 _EVERYTHING: Final = (Span("", None),)
 
@@ -125,9 +128,19 @@ class _Visit(NamedTuple):
         """Whether it may read what is under a name in a family."""
         return self.sees(key, with_value=with_value) if family in _BY_KEY else self.sees_all
 
+    def sees_value(self, write: Write) -> bool:
+        """Whether it may see a value where it writes."""
+        return self.may("reveal", _spans_of(write.family, [write.key]))
+
     @property
     def sees_all(self) -> bool:
         return self.may("read", _EVERYTHING) and self.may("reveal", _EVERYTHING)
+
+    @property
+    def reason(self) -> str | None:
+        """Why it does what only an admin may, if it said so."""
+        given = self.incoming.headers.get(REASON, "").strip()
+        return given[:REASON_MAX] or None
 
     def demand(self, right: Right, spans: Sequence[Span], *others: Right) -> None:
         """Raise unless it has the right, or one of the others, on all of these keys."""
@@ -182,17 +195,16 @@ class _Counter:
             return _failed(error)
 
     async def _caller(self, incoming: Incoming) -> Caller:
-        scheme, _, token = incoming.headers.get("Authorization", "").partition(" ")
-        client = None if incoming.client is None else incoming.client.host
         try:
-            return await self._callers.caller_of(token.strip() if scheme.lower() == "bearer" else None, client)
-        except PermissionDenied as error:
+            return await bearer_of(incoming, self._callers)
+        except TokenRefused as error:
             raise _Unknown(str(error)) from error
 
-    async def _run(self, visit: _Visit, operation: Operation, what: Any) -> Any:
+    async def _run(self, visit: _Visit, operation: Operation, what: Any, reason: str | None = None) -> Any:
         """Have the desk run a primitive. What goes wrong there it has told its observers."""
         try:
-            answer = await self._desk.run(operation, visit.namespace, Primitive(what=what), visit.caller)
+            asked = Primitive(what=what, reason=reason)
+            answer = await self._desk.run(operation, visit.namespace, asked, visit.caller)
         except Exception as error:
             raise _Noted(error) from error
         return answer["answer"]
@@ -215,7 +227,7 @@ class _Counter:
         keys = what.keys
         # Each key once: whoever repeats a large one would otherwise have it read, and sent, a thousand times.
         once = list(dict.fromkeys(keys))
-        entries = await self._session.engine.read(store.name, once, family=what.family) if once else []
+        entries = await store._session.engine.read(store.name, once, family=what.family) if once else []
         found = entries
         if len(once) < len(keys):
             by_key = dict(zip(once, entries, strict=True))
@@ -239,9 +251,8 @@ class _Counter:
     async def _do_scan(self, store: Store, asked: Primitive) -> dict[str, Any]:
         what: wire.Scan = asked.what
         options: dict[str, Any] = {"family": what.family, "where": what.where, "values": what.values}
-        return {
-            "answer": await self._session.engine.scan(store.name, what.span, limit=min(what.limit, PAGE_MAX), **options)
-        }
+        engine = store._session.engine
+        return {"answer": await engine.scan(store.name, what.span, limit=min(what.limit, PAGE_MAX), **options)}
 
     async def _status(self, visit: _Visit, _: bytes) -> Any:
         status: Status = await self._run(visit, self._reading("status", self._do_status, Reach()), None)
@@ -251,7 +262,7 @@ class _Counter:
         return msgspec.structs.replace(status, keys=0, size_bytes=0, log_changes=0, log_bytes=0)
 
     async def _do_status(self, store: Store, _: Primitive) -> dict[str, Any]:
-        return {"answer": await self._session.engine.status(store.name)}
+        return {"answer": await store._session.engine.status(store.name)}
 
     # Following ------------------------------------------------------------------
 
@@ -262,7 +273,8 @@ class _Counter:
         operation = self._reading("changes", self._do_changes, reach, reveals=asked.span is not None)
         feed: Feed = await self._run(visit, operation, asked)
         if not feed.changes and asked.wait_s > 0:
-            feed = await self._news(visit, msgspec.structs.replace(asked, wait_s=min(asked.wait_s, LIMITS.wait_s)))
+            waiting = msgspec.structs.replace(asked, wait_s=min(asked.wait_s, LIMITS.wait_s))
+            feed = await self._news(visit, operation, waiting)
         feed = _short_feed(feed)
         if asked.span is None and not visit.sees_all:
             seen = [change for change in feed.changes if _is_seen(visit, change)]
@@ -272,32 +284,38 @@ class _Counter:
         return feed
 
     async def _do_changes(self, store: Store, asked: Primitive) -> dict[str, Any]:
-        return {"answer": await self._feed(store.name, asked.what, 0.0)}
+        return {"answer": await _feed(store._session, store.name, asked.what, 0.0)}
 
-    async def _feed(self, namespace: str, asked: wire.Changes, wait_s: float) -> Feed:
-        return await self._session.engine.changes(
-            namespace, asked.after, span=asked.span, limit=min(asked.limit, CHANGES_MAX), wait_s=wait_s
-        )
+    async def _news(self, visit: _Visit, operation: Operation, asked: wire.Changes) -> Feed:
+        """Wait for changes, while the caller is there and still allowed to see them.
 
-    async def _news(self, visit: _Visit, asked: wire.Changes) -> Feed:
-        """Wait for changes, as long as there is somebody to tell.
-
-        Observers have heard of the look before. How long nothing came, and that somebody left, is no news to them.
+        Observers have heard of the look before. How long nothing came, and that the caller left, is no news to them.
         """
-        news = asyncio.ensure_future(self._feed(visit.namespace, asked, asked.wait_s))
+        session = self._desk.session_of(visit.caller, visit.namespace)
+        news = asyncio.ensure_future(_feed(session, visit.namespace, asked, asked.wait_s))
         gone = asyncio.ensure_future(_gone(visit.incoming))
         ending = asyncio.ensure_future(self._ending.wait())
+        refused = asyncio.ensure_future(until_refused(lambda: self._check_again(visit, operation), self._callers))
+        waiting = (news, gone, ending, refused)
         try:
-            await asyncio.wait((news, gone, ending), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if news.done():
+                await self._check_again(visit, operation)
                 return news.result()
-            raise Unavailable("the server is ending" if ending.done() else "nobody waits for this any more")
+            if refused.done():
+                raise refused.result()
+            raise _Gone("the server is stopping" if ending.done() else "the caller has left")
         except Exception as error:
             raise _Noted(error) from error
         finally:
-            for task in (news, gone, ending):
+            for task in waiting:
                 task.cancel()
-            await asyncio.gather(news, gone, ending, return_exceptions=True)
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _check_again(self, visit: _Visit, operation: Operation) -> None:
+        """Raise unless the caller is still allowed to see what it waits for."""
+        caller = await self._caller(visit.incoming)
+        self._desk.check_rights(operation, visit.namespace, Primitive(what=None), caller)
 
     # Care -----------------------------------------------------------------------
 
@@ -307,15 +325,19 @@ class _Counter:
         return await self._run(visit, self._caring(visit, "due", self._do_due), asked)
 
     async def _do_due(self, store: Store, asked: Primitive) -> dict[str, Any]:
-        return {"answer": await self._session.engine.due(store.name, limit=min(asked.what.limit, SWEEP_MAX))}
+        return {"answer": await store._session.engine.due(store.name, limit=min(asked.what.limit, SWEEP_MAX))}
 
     async def _trim(self, visit: _Visit, body: bytes) -> Any:
         asked = wire.decode(body, Window)
         check_window(asked)
-        return await self._run(visit, self._caring(visit, "trim", self._do_trim), asked)
+        # Watchers of other callers count on the last of the log, and nobody may take it from them.
+        age_ms_min = max(asked.age_ms_min, self._session.sweeper.window.age_ms_min)
+        window = msgspec.structs.replace(asked, age_ms_min=age_ms_min)
+        operation = Operation("engine.trim", Primitive, "admin", self._do_trim, lambda _: Reach(_EVERYTHING))
+        return await self._run(visit, operation, window)
 
     async def _do_trim(self, store: Store, asked: Primitive) -> dict[str, Any]:
-        return {"answer": await self._session.engine.trim(store.name, asked.what)}
+        return {"answer": await store._session.engine.trim(store.name, asked.what)}
 
     # Committing -----------------------------------------------------------------
 
@@ -330,27 +352,31 @@ class _Counter:
         batch = Batch((), ())
         try:
             try:
-                any_lock = visit.may("admin", _EVERYTHING)
+                reason = visit.reason if visit.may("admin", _EVERYTHING) else None
                 batch = wire.decode_batch(sent)
-                batch = nouns.checked_batch(batch, value_bytes_max=self._session.value_bytes_max, any_lock=any_lock)
-                _check_rights(visit, batch)
+                batch = nouns.checked_batch(
+                    batch, value_bytes_max=self._session.value_bytes_max, any_lock=reason is not None
+                )
+                forced = _check_rights(visit, batch, reason)
             except Exception as error:
                 self._desk.refused(visit.caller, visit.namespace, "engine.commit", error)
                 raise
             outcome = await self._attempts.run(
-                visit, batch, lambda: self._run(visit, self._committing(visit, batch), batch)
+                visit,
+                batch,
+                lambda: self._run(visit, self._committing(visit, batch), batch, reason if forced else None),
             )
         except _Noted as noted:
             if not isinstance(noted.error, Refused):
-                return wire.encode_outcome(noted.error, batch)
+                return wire.encode_outcome(public_error(noted.error), batch)
             outcome = noted.error.refusal
         except Exception as error:
-            return wire.encode_outcome(error, batch)
+            return wire.encode_outcome(public_error(error), batch)
         return wire.encode_outcome(_concealed(visit, batch, outcome), batch)
 
     async def _do_commit(self, store: Store, asked: Primitive) -> dict[str, Any]:
         batch: Batch = asked.what
-        outcome = await self._session.commit(store.name, batch)
+        outcome = await store._session.commit(store.name, batch)
         if isinstance(outcome, Refusal):
             if outcome.reason == "stale_request" or (outcome.guard is not None and outcome.guard.family == "data"):
                 raise Refused(outcome)
@@ -381,7 +407,8 @@ class _Counter:
             right = "write" if visit.may("write", ()) else "admin"
         elif not spans:
             spans = [key_span(one.key) for one in asked]
-            right = "lock" if visit.may("lock", spans) else "write"
+            rights: Sequence[Right] = ("lock", "write", "admin")
+            right = next((one for one in rights if visit.may(one, spans)), "write")
         return Operation("engine.commit", Primitive, right, self._do_commit, lambda _: Reach(spans, keys))
 
 
@@ -429,18 +456,31 @@ def _spans_of(family: Family, keys: Sequence[str]) -> Sequence[Span]:
     return [key_span(key) for key in keys] if family in _BY_KEY else _EVERYTHING
 
 
-def _check_rights(visit: _Visit, batch: Batch) -> None:
-    """What a batch takes: the right to write each key that it writes or asks for, and to see what it answers."""
+def _check_rights(visit: _Visit, batch: Batch, reason: str | None) -> bool:
+    """What a batch takes: the right to write each key that it writes or names, and to see what its answer depends on.
+
+    Returns whether it writes a lock that its caller does not hold, which an admin may who gives a reason.
+    """
+    is_forced = False
     for write in batch.writes:
         spans = _spans_of(write.family, [write.key])
         if isinstance(write, Expire):
             # It ends only what has ended.
             visit.demand("write", spans, "lock", "admin")
         elif write.family == "lock":
-            visit.demand("lock", spans)
+            if nouns.is_ownership_proven(write, batch):
+                visit.demand("lock", spans)
+            elif reason is None:
+                raise PermissionDenied(
+                    f"lock {write.key!r} is written by its holder, under its token, or when it is free; "
+                    f"an admin ends it with a reason, in the header {REASON}"
+                )
+            else:
+                is_forced = True
         else:
             visit.demand("write", spans)
-            if _answers_with_value(write):
+            # A patch answers with the whole record.
+            if depends_on_value(write) or isinstance(write, Patch):
                 visit.demand("reveal", spans)
     for guard in batch.guards:
         spans = _spans_of(guard.family, [guard.key])
@@ -448,11 +488,9 @@ def _check_rights(visit: _Visit, batch: Batch) -> None:
             visit.demand("lock", spans, "write")
         else:
             visit.demand("write", spans)
-
-
-def _answers_with_value(write: Write) -> bool:
-    """Whether who asks for this needs the value that is answered. A put's own is known, and a touch does without."""
-    return isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take)
+            if depends_on_value(guard.condition):
+                visit.demand("reveal", spans)
+    return is_forced
 
 
 def _concealed(visit: _Visit, batch: Batch, outcome: Commit | Refusal) -> Commit | Refusal:
@@ -467,11 +505,15 @@ def _concealed(visit: _Visit, batch: Batch, outcome: Commit | Refusal) -> Commit
         entry.without_value() if entry is not None and write.family == "data" and not _may_have(visit, write) else entry
         for entry, write in zip(outcome.entries, batch.writes, strict=True)
     )
-    return msgspec.structs.replace(outcome, entries=entries)
+    ended = tuple(
+        entry.without_value() if entry is not None and not visit.sees_value(write) else entry
+        for entry, write in zip(outcome.ended, batch.writes, strict=True)
+    )
+    return msgspec.structs.replace(outcome, entries=entries, ended=ended)
 
 
 def _may_have(visit: _Visit, write: Write) -> bool:
-    return isinstance(write, Put) or visit.may("reveal", (key_span(write.key),))
+    return isinstance(write, Put) or visit.sees_value(write)
 
 
 def _is_seen(visit: _Visit, change: Change) -> bool:
@@ -515,7 +557,21 @@ class _Noted(Exception):
 
 
 class _Unknown(PermissionDenied):
-    """Nobody knows who this is, which HTTP tells apart from somebody who may not."""
+    """The caller is not known, which HTTP tells apart from one that lacks a right."""
+
+
+class _Gone(Public, Unavailable):
+    """The server or the caller goes away before there is an answer."""
+
+
+class _Late(Public, Unavailable):
+    """A request that takes too long to arrive."""
+
+
+async def _feed(session: Session, namespace: str, asked: wire.Changes, wait_s: float) -> Feed:
+    return await session.engine.changes(
+        namespace, asked.after, span=asked.span, limit=min(asked.limit, CHANGES_MAX), wait_s=wait_s
+    )
 
 
 async def _body(incoming: Incoming) -> bytes:
@@ -533,9 +589,9 @@ async def _body(incoming: Incoming) -> bytes:
                         incoming.url.path, size_bytes=len(body), limit_bytes=LIMITS.request_bytes, what="the request"
                     )
     except TimeoutError as error:
-        raise Unavailable("the request did not arrive in time") from error
+        raise _Late("the request did not arrive in time") from error
     except ClientDisconnect as error:
-        raise _Noted(Unavailable("whoever asked has left")) from error
+        raise _Noted(_Gone("the caller has left")) from error
     return bytes(body)
 
 
@@ -558,4 +614,4 @@ def _failed(error: Exception) -> Response:
         headers = {"Retry-After": str(math.ceil(error.retry_after))}
     elif isinstance(error, TransientError):
         headers = {"Retry-After": str(RETRY_AFTER_S)}
-    return Response(wire.encode(wire.failure_of(error)), status, headers, wire.MEDIA)
+    return Response(wire.encode(wire.failure_of(public_error(error))), status, headers, wire.MEDIA)

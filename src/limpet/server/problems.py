@@ -2,7 +2,8 @@
 
 An error of `limpet.errors` keeps its code and its status from `limpet.codes`, and brings along what it carries: the
 key, the version found, how long to wait. What HTTP alone can get wrong (a route, a method, a header) has a code of its
-own here. Anything else is the program's fault: the caller learns nothing but that, and the log has the rest.
+own here. Anything else is the program's fault: the caller learns nothing but that, and the log has the rest. What an
+engine says of a failure is not shown either; see `limpet.server.wording`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from limpet.codes import code_of
 from limpet.errors import LimpetError
 from limpet.faces.semantic import VersionConflict
 from limpet.server.semantics import conflict_document
+from limpet.server.wording import Public, public_error
 
 __all__ = ["PROBLEM_TYPE", "Problem", "document_of", "headers_of", "problem_response"]
 
@@ -33,7 +35,7 @@ _TOLD: Final = (
 _RENAMED: Final = {"actual_version": "version", "actual_revision": "revision"}
 
 
-class Problem(Exception):
+class Problem(Public):
     """Something that only HTTP can get wrong."""
 
     def __init__(self, status: int, code: str, detail: str, *, headers: Mapping[str, str] | None = None) -> None:
@@ -50,6 +52,7 @@ def problem_response(error: Exception) -> Response:
 
 def document_of(error: Exception) -> dict[str, Any]:
     """An error as a problem document."""
+    error = public_error(error)
     if isinstance(error, VersionConflict):
         document = _document(code_of(error).status, error.code, str(error))
         document |= {"retryable": error.retryable, "outcome": error.outcome}

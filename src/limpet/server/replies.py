@@ -2,7 +2,7 @@
 
 Every reply says whether it was a success. One that was not has an ``error_code``, by the table of `limpet.codes`, and
 a message for people. ``code`` is the error's own, for clients that raise it again, and some errors add what a program
-needs to go on. What went wrong inside a database is not told in its own words.
+needs to go on. What an engine says of a failure is not shown; see `limpet.server.wording`.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from typing import Any, Final
 from limpet import errors
 from limpet.codes import code_of
 from limpet.faces.semantic import InvalidField, InvalidKeyField, VersionConflict
-from limpet.server.desk import told
 from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField
 from limpet.server.semantics import conflict_document
+from limpet.server.wording import public_error, public_message
 
-__all__ = ["reply_of"]
+__all__ = ["reply_code", "reply_of"]
 
 _BY_SHAPE: Final = {
     InvalidJSON: "INVALID_JSON",
     MissingField: "MISSING_FIELD",
     InvalidSubject: "INVALID_SUBJECT",
-}
-
-_SAFE: Final = {
-    errors.Unavailable: "The database cannot be reached or cannot serve now; try again later",
-    errors.Corrupt: "The database holds something that cannot be read",
-    errors.Closed: "The server is stopping",
 }
 
 _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
@@ -48,13 +42,23 @@ _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
 """Which attributes of an error its reply has, by the member's name."""
 
 
+def reply_code(error: Exception) -> str:
+    """The word that plugins know an error by. One that a face made for itself is a mistake of its caller."""
+    if isinstance(error, errors.LimpetError):
+        return _BY_SHAPE.get(type(error)) or code_of(error).reply
+    status = getattr(error, "status", None) or getattr(error, "status_code", None)
+    is_mistake = isinstance(status, int) and status < 500
+    return "VALIDATION_ERROR" if is_mistake else code_of(error).reply
+
+
 def reply_of(error: Exception) -> dict[str, Any]:
     """The reply to a request that failed."""
     reply: dict[str, Any] = {
         "success": False,
-        "error_code": _BY_SHAPE.get(type(error)) or code_of(error).reply,
+        "error_code": reply_code(error),
         "message": _message(error),
     }
+    error = public_error(error)
     if isinstance(error, VersionConflict):
         reply |= conflict_document(error)
     elif isinstance(error, errors.LimpetError):
@@ -71,5 +75,4 @@ def _message(error: Exception) -> str:
             f"Value size exceeds {limit // 1024}KB limit (got {size / 1024:.1f}KB): "
             f"{size:,} bytes, and {limit:,} are allowed"
         )
-    safe = _SAFE.get(type(error))
-    return safe if safe is not None else told(error)
+    return public_message(error)

@@ -26,6 +26,7 @@ TTL = int | float | None
 Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
 """What every engine can compare."""
 KV_PAGE_MAX: Final = 1000
+REASON_MAX: Final = 500
 KV_KEY: Final = {
     "type": "string",
     "pattern": r"^tenant/[a-z0-9._~@:+=-]+/project/[a-z0-9._~@:+=-]+(/[a-z0-9._~@:+=-]+)+$",
@@ -48,11 +49,11 @@ class MissingField(InvalidValue):
 
 
 class InvalidSubject(InvalidValue):
-    """There is nothing to ask on that subject."""
+    """There is nothing to ask on that subject, or its reply would go where the caller has no business."""
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, problem: str = "Invalid subject format") -> None:
         shown = subject if len(subject) <= 120 else f"{subject[:117]}..."
-        super().__init__(f"Invalid subject format: {shown}")
+        super().__init__(f"{problem}: {shown}")
 
 
 class InvalidReply(InvalidValue):
@@ -328,10 +329,11 @@ class Refresh(Strict, frozen=True, kw_only=True):
 
 
 class Unlock(Strict, frozen=True, kw_only=True):
-    """Give a lease back."""
+    """Give a lease back by its token; or, for those with the right ``admin``, end another's and say why."""
 
     name: str
-    token: Int64
+    token: Int64 | None = None
+    reason: str | None = None
 
 
 class Locks(Strict, frozen=True, kw_only=True):
@@ -426,6 +428,8 @@ class Primitive(Request, frozen=True, kw_only=True):
     """A primitive of the engine: ``what`` is a batch, or what `limpet.engines.http_wire` has for the others."""
 
     what: Any
+    reason: str | None = None
+    """Why an admin writes a lock that it does not hold."""
 
 
 R = TypeVar("R", bound=Request)

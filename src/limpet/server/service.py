@@ -16,11 +16,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, cast
 
-from limpet.errors import InvalidValue, LimpetError, Unavailable
+from limpet.errors import Compacted, InvalidValue, Unavailable
 from limpet.faces.audit import Audit
 from limpet.faces.conflicts import ConflictAlarm
+from limpet.retry import Outage, reason_of
 from limpet.server.access import Tokens
 from limpet.server.desk import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
+from limpet.server.fronts import put_boundary
 from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
@@ -35,7 +37,9 @@ log = logging.getLogger("limpet.server")
 
 PLUGIN_VALUE_BYTES_MAX: Final = 65_536
 VALUE_BYTES_MAX: Final = 1_000_000
-LOOK_S: Final = 2.0
+LOOK_S: Final = 1.0
+_NO_KEY: Final = "none"
+"""A key that the server does not use. That it can be asked for is what counts."""
 CONNECT_S: Final = 5
 UNREAD_S: Final = 30.0
 FILES_MAX: Final = 65_536
@@ -54,12 +58,13 @@ class Service:
         self.places: dict[str, str] = {}
         self._parts = contextlib.AsyncExitStack()
         self._answers = False
+        self._tokens: Tokens | None = None
         self._failed: asyncio.Future[None] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are taken, and the engine answers."""
-        return self._answers
+        """Whether requests are taken, the engine answers, and tokens can be checked."""
+        return self._answers and (self._tokens is None or self._tokens.is_following)
 
     async def __aenter__(self) -> Service:
         self._failed = asyncio.get_running_loop().create_future()
@@ -87,6 +92,7 @@ class Service:
     async def _open(self) -> None:
         settings, enter = self.settings, self._parts.enter_async_context
         session = await open_session(settings.url, clock=None, max_value_bytes=VALUE_BYTES_MAX, window=None)
+        put_boundary(session)
         self._parts.push_async_callback(session.close)
         metrics = Metrics(session, names=settings.metric_names)
         logs = Logs(session.clock, cleanup_interval_s=settings.cleanup_interval)
@@ -118,19 +124,23 @@ class Service:
         log.info("Server ready: %s", ", ".join(f"{name} {place}" for name, place in self.places.items()))
 
     async def _look(self, session: Session) -> None:
-        """Ask the engine now and then whether it is there."""
+        """Ask the engine now and then whether it is there: for the state of a namespace, and for its log."""
+        outage = Outage(log, "asking the engine whether it serves")
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                await session.engine.status(OWN_NAMESPACE)
-            except LimpetError as error:
-                if self._answers:
-                    log.error("The engine does not answer: %s", error)
+                status = await session.engine.status(OWN_NAMESPACE)
+                await session.engine.read(OWN_NAMESPACE, [_NO_KEY])
+                await session.engine.changes(OWN_NAMESPACE, status.floor, limit=1)
+            except Compacted:
+                # Trimmed between the two questions, and so it serves.
+                pass
+            except Exception as error:
+                outage.failed(error)
                 self._answers = False
-            else:
-                if not self._answers:
-                    log.info("The engine answers again")
-                self._answers = True
+                continue
+            outage.over()
+            self._answers = True
 
     # HTTP -----------------------------------------------------------------------
 
@@ -156,7 +166,7 @@ class Service:
         async with contextlib.AsyncExitStack() as parts:
             callers: Callers = _Nobody()
             if self.settings.auth == "tokens":
-                callers = tokens = Tokens(session)
+                callers = tokens = self._tokens = Tokens(session)
                 await tokens.start()
                 parts.push_async_callback(tokens.close)
             ending = asyncio.Event()
@@ -275,7 +285,8 @@ class _Nobody:
 
 
 async def _complain(error: Exception) -> None:
-    log.warning("NATS: %s", str(error) or type(error).__name__)
+    # What a driver says may hold an address.
+    log.warning("NATS: %s", reason_of(error))
 
 
 async def _found_again() -> None:

@@ -32,9 +32,11 @@ from limpet.errors import (
     ValueTooLarge,
 )
 from limpet.keys import check_namespace
+from limpet.retry import reason_of
 from limpet.server import requests
 from limpet.server.deliveries import Deliveries, is_answerable
 from limpet.server.desk import Desk, Everybody
+from limpet.server.logs import failure_of
 from limpet.server.micro import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
 from limpet.server.operations import OPERATIONS, Operation, Reach
 from limpet.server.order import Order, Place
@@ -57,6 +59,7 @@ REFUSALS_MAX: Final = 4096
 LOCKS_WAITING_MAX: Final = 1024
 CALLERS_MAX: Final = 10_000
 COMPLAIN_S: Final = 1.0
+NAME_SHOWN_MAX: Final = 100
 
 _WAITING: Final = "limpet-lock-wait"
 _PAGES: Final = {"list": "keys", "scan": "entries", "kv_list": "entries", "history": "changes", "locks": "locks"}
@@ -70,7 +73,6 @@ async def _never(*_: Any) -> dict[str, Any]:
 
 
 _UNWATCH: Final = Operation("unwatch", requests.Unwatch, "read", _never, lambda _: Reach())
-_SOMEBODY: Final = Everybody("somebody")
 
 _encode = msgspec.json.Encoder().encode
 
@@ -231,7 +233,8 @@ class Subjects:
             plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
             # Where not even refusals get away any more, silence is all that is left.
             heard = reply if len(self._tasks) < REFUSALS_MAX else ""
-            self._refuse(plugin, name, heard, RateLimited("too many requests wait already", retry_after=1.0))
+            error = RateLimited("too many requests wait already", retry_after=1.0)
+            self._refuse(plugin, name, heard, error, subject)
 
     def _begin(self, subject: str, reply: str, body: bytes, came: float) -> None:
         plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
@@ -245,7 +248,7 @@ class Subjects:
                 raise requests.InvalidReply(plugin)
             asked = _understood(endpoint, body)
         except Exception as error:
-            self._refuse(plugin, name, reply, error)
+            self._refuse(plugin, name, reply, error, subject)
             return
         request = _Request(endpoint, plugin, asked, reply, self._caller(plugin), came)
         if name == "lock" and request.asked.wait > 0:
@@ -283,7 +286,7 @@ class Subjects:
         if not self._tasks and not self._backlog:
             self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a request could not be finished: %s", type(error).__name__, exc_info=error)
+            log.error("a request could not be finished: %s", reason_of(error), exc_info=failure_of(error))
 
     def _caller(self, plugin: str) -> Everybody:
         caller = self._callers.get(plugin)
@@ -325,7 +328,9 @@ class Subjects:
         began = time.perf_counter()
         endpoint = request.endpoint
         try:
-            answer = await self._desk.run(endpoint.operation, request.plugin, request.asked, request.caller)
+            answer = await self._desk.run(
+                endpoint.operation, request.plugin, request.asked, request.caller, has_reply=bool(request.reply)
+            )
             body = self._fitting(endpoint.operation.name, answer)
         except asyncio.CancelledError:
             body = self._error(endpoint, _cut_off(endpoint.operation, request.asked))
@@ -358,16 +363,18 @@ class Subjects:
         if request.reply:
             await self._send(request.reply, _encode({"success": True, "ended": ended}))
 
-    def _refuse(self, plugin: str, name: str, reply: str, error: Exception) -> None:
-        """Answer a request that did not get as far as an operation."""
+    def _refuse(self, plugin: str, name: str, reply: str, error: Exception, subject: str | None = None) -> None:
+        """Answer a request that did not get as far as an operation. The log has what its subject said."""
         endpoint = self._endpoints.get(name)
-        # Words of somebody who does not know the subjects are no names, in a log or of a metric.
-        if endpoint is None or isinstance(error, InvalidNamespace):
-            self._desk.refused(_SOMEBODY, "", "" if endpoint is None else name, error)
-        else:
-            self._desk.refused(self._caller(plugin), plugin, name, error)
+        reply = reply if is_answerable(reply, plugin) else ""
+        is_known = endpoint is not None and not isinstance(error, InvalidNamespace)
+        # A caller is remembered only by a name that is one.
+        caller = self._caller(plugin) if is_known else Everybody(f"plugin {plugin[:NAME_SHOWN_MAX]}")
+        self._desk.refused(
+            caller, plugin[:NAME_SHOWN_MAX], name[:NAME_SHOWN_MAX], error, has_reply=bool(reply), subject=subject
+        )
         body = _encode(reply_of(error)) if endpoint is None else self._error(endpoint, error)
-        if reply and is_answerable(reply, plugin):
+        if reply:
             self._running += 1
             self._spawn(self._send_refusal(reply, body))
 
