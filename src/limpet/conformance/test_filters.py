@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import operator
 from collections.abc import Callable, Mapping
@@ -661,15 +660,3 @@ async def test_neither_items_nor_letters_are_fields(store: limpet.Store) -> None
 
     for name in ("field", "0", "length", "f"):
         assert await matches(store, limpet.field(name).exists()) == []
-
-
-async def test_a_filter_is_bounded(store: limpet.Store) -> None:
-    """A filter has up to 32 tests, and a test up to 1,000 values; more is InvalidValue."""
-    await store.put("k", {"n": 999})
-    many = functools.reduce(operator.and_, [limpet.field("n") != number for number in range(32)])
-
-    assert [entry.key async for entry in store.scan(where=many)] == ["k"]
-    assert [entry.key async for entry in store.scan(where=limpet.field("n").in_(range(1000)))] == ["k"]
-    for where in (many & (limpet.field("n") == 999), limpet.field("n").in_(range(1001))):
-        with pytest.raises(InvalidValue):
-            _ = [entry async for entry in store.scan(where=where)]
