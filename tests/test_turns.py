@@ -233,6 +233,7 @@ def test_a_child_after_a_fork_waits_for_nobody() -> None:
 
     assert os.waitstatus_to_exitcode(status) == 0
     assert held.is_up
+    held.leave()
 
 
 # Turns that last too long -----------------------------------------------------
@@ -265,6 +266,8 @@ def test_a_thread_does_not_wait_for_ever_either() -> None:
     second = block(take(turns))
 
     assert (first.is_up, second.is_up) == (False, True)
+    second.leave()
+    first.leave()
 
 
 async def test_only_the_next_one_follows_a_turn_that_lasted_too_long() -> None:
@@ -286,41 +289,78 @@ async def test_only_the_next_one_follows_a_turn_that_lasted_too_long() -> None:
 
 async def test_code_inside_a_turn_and_tasks_started_there_are_told() -> None:
     turns = Turns()
+    assert not is_inside()
     turn = await take(turns)
 
     async def look() -> bool:
         return is_inside()
 
-    with turn.entered():
-        seen = [is_inside(), await asyncio.create_task(look()), await asyncio.to_thread(is_inside)]
-        started = asyncio.create_task(look())
+    seen = [is_inside(), await asyncio.create_task(look()), await asyncio.to_thread(is_inside)]
+    started = asyncio.create_task(look())
+    turn.leave()
 
     assert seen == [True, True, True]
     assert not is_inside()
-    turn.leave()
     # It is in a turn no more, though it was started in one.
     assert not await started
+
+
+async def test_code_that_waits_for_its_turn_is_not_inside() -> None:
+    turns = Turns()
+    second = turns.turn("n")
+
+    async def be_first() -> None:
+        first = await take(turns)
+        second_waits.set()
+        await go_on.wait()
+        first.leave()
+
+    second_waits, go_on = asyncio.Event(), asyncio.Event()
+    being = asyncio.create_task(be_first())
+    await second_waits.wait()
+    second.join()
+    assert not is_inside()
+    go_on.set()
+    await being
+    assert is_inside()
+    second.leave()
+    assert not is_inside()
 
 
 async def test_code_inside_a_turn_that_was_cut_short_holds_up_nobody() -> None:
     turns = Turns()
     first = await take(turns, lasts_s=SHORT_S)
 
-    with first.entered():
-        await asyncio.create_task(take(turns))
+    await asyncio.create_task(take(turns))
 
-        assert not is_inside()
+    assert not is_inside()
+    first.leave()
+    assert not is_inside()
 
 
 async def test_turns_inside_turns_end_one_by_one() -> None:
     turns = Turns()
     outer, inner = await take(turns, "a"), await take(turns, "b")
 
-    with outer.entered():
-        with inner.entered():
-            assert is_inside()
-        inner.leave()
-        assert is_inside()
+    assert (is_inside(), is_inside("a"), is_inside("b"), is_inside("c")) == (True, True, True, False)
+    inner.leave()
+    assert (is_inside(), is_inside("a"), is_inside("b")) == (True, True, False)
     outer.leave()
 
+    assert not is_inside()
+
+
+async def test_a_turn_that_joins_again_is_inside_once() -> None:
+    turns = Turns()
+    turn = turns.turn("n")
+    for _ in range(3):
+        turn.join()
+        turn.leave()
+    turn.join(lasts_s=SHORT_S)
+    other = await asyncio.create_task(take(turns))
+    turn.join()
+    other.leave()
+
+    assert is_inside("n")
+    turn.leave()
     assert not is_inside()

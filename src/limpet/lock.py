@@ -353,10 +353,11 @@ class Lock:
         while True:
             assert self._deadline is not None
             await clock.sleep(min(pause_s, max(0.0, self._deadline - clock.monotonic())))
-            is_late = clock.monotonic() >= self._deadline
+            now = clock.monotonic()
+            # An answer that does not come in time is a loss. A process that was paused is late, and tries once more.
+            until = self._deadline if now < self._deadline else now + self._ttl_ms / 3000
             try:
-                # A process that was paused tries once more; otherwise an answer that does not come in time is a loss.
-                if not await self._wait_until(math.inf if is_late else self._deadline, self.refresh()):
+                if not await self._wait_until(until, self.refresh()):
                     raise LockLost(self.name, token=self.token or 0)
                 pause_s = self._ttl_ms / 3000
             except (TransientError, Ambiguous):

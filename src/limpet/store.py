@@ -330,15 +330,11 @@ class Store:
         try:
             for attempt in range(1, UPDATE_ATTEMPTS + 1):
                 if attempt == 1 or not turn.is_up:
-                    # An update inside the function of another one waits for nobody at first: two that wait for each
-                    # other's turn would both stand still.
-                    if attempt > 1 or not is_inside():
-                        await take_turn(turn, attempt)
+                    await take_turn(turn, attempt)
                     found = await self.entry(key)
-                with turn.entered():
-                    value = change(None if found is None else found.value)
-                    if inspect.isawaitable(value):
-                        value = await value
+                value = change(None if found is None else found.value)
+                if inspect.isawaitable(value):
+                    value = await value
                 if value is UNCHANGED:
                     return found
                 asked = clock.monotonic()
@@ -575,7 +571,13 @@ class Store:
 
 
 async def take_turn(turn: Turn, attempt: int) -> None:
-    """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through."""
+    """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through.
+
+    An update inside the function of another one does not wait for a turn at first, because callers that hold one turn
+    and wait for another may wait for each other. It never waits for the turn that it is inside of.
+    """
+    if is_inside() and (attempt == 1 or is_inside(turn.key)):
+        return
     lasts_s = min(UPDATE_TURN_S_MAX, UPDATE_TURN_S * 2.0 ** (attempt - 1))
     if not turn.join(lasts_s=lasts_s):
         await turn.wait()

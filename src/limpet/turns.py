@@ -4,16 +4,15 @@ A turn saves work and is fair. It decides nothing: whether a write happens is de
 cut short, skipped, or forgotten after a fork, and nothing is lost by it. A waiter suspends on its event loop, or blocks
 its thread where there is no loop; the callers of one line may be on different loops and threads.
 
-While a turn runs code of the application (the function of an update), that code may wait for another caller in the
-same line, which would never be served. Two rules keep that from becoming a deadlock: code that runs inside a turn does
-not wait for another turn at first (`is_inside`), and a turn lasts for a limited time while others wait. Then the line
-moves on, and the caller that held the turn goes on without it.
+What runs between joining and leaving may be code of the application (the function of an update), and that code may
+wait for another caller in the same line, which would never be served. Two rules keep that from becoming a deadlock:
+code that runs inside a turn does not wait for another turn at first (`is_inside`), and a turn lasts for a limited time
+while others wait. Then the line moves on, and the caller that held the turn goes on without it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import math
 import os
@@ -21,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Literal
 
@@ -32,9 +31,10 @@ __all__ = ["Turn", "Turns", "is_inside"]
 _entered: ContextVar[tuple[Turn, ...]] = ContextVar("limpet_turns", default=())
 
 
-def is_inside() -> bool:
-    """Whether this code runs inside a turn that holds up others: directly, or in a task that was started there."""
-    return any(turn.is_up for turn in _entered.get())
+def is_inside(key: Hashable | None = None) -> bool:
+    """Whether this code runs inside a turn, at this key or at any: in the task that has it, or in one started there."""
+    entered = _entered.get()
+    return bool(entered) and any(turn.is_up and (key is None or turn.key == key) for turn in entered)
 
 
 class Turns:
@@ -102,7 +102,7 @@ class Turns:
 class Turn:
     """A caller's place in the line of a key. Whoever joins leaves in the end, whatever happened in between."""
 
-    __slots__ = ("__weakref__", "_ends", "_lasts_s", "_state", "_turns", "_wake", "key")
+    __slots__ = ("__weakref__", "_ends", "_lasts_s", "_outer", "_state", "_turns", "_wake", "key")
 
     def __init__(self, turns: Turns, key: Hashable) -> None:
         self.key = key
@@ -110,6 +110,8 @@ class Turn:
         self._state: Literal["out", "waiting", "up"] = "out"
         self._lasts_s = self._ends = math.inf
         self._wake: Callable[[], object] | None = None
+        # The turns that this one was joined inside of, while it is in line.
+        self._outer: tuple[Turn, ...] | None = None
 
     @property
     def is_up(self) -> bool:
@@ -124,8 +126,14 @@ class Turn:
                 clock: what must not happen is that this process stands still.
         """
         self._lasts_s, self._wake = lasts_s, None
+        outer = _entered.get()
+        if outer:
+            # A task that was started inside a turn may live on when that is over.
+            outer = tuple(turn for turn in outer if turn.is_up)
+        _entered.set((*outer, self))
+        self._outer = outer
         self._turns._join(self)
-        return self.is_up
+        return self._state == "up"
 
     async def wait(self) -> None:
         """Wait until everyone ahead has left, or held the turn for too long."""
@@ -139,16 +147,9 @@ class Turn:
     def leave(self) -> None:
         """Leave the line, from any place in it, and let the next caller be served."""
         self._turns._leave(self)
-
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Run code of the application inside this turn, which `is_inside` then tells."""
-        outer = tuple(turn for turn in _entered.get() if turn.is_up)
-        _entered.set((*outer, self))
-        try:
-            yield
-        finally:
-            _entered.set(outer)
+        if self._outer is not None:
+            _entered.set(self._outer)
+            self._outer = None
 
     def _begin(self) -> bool:
         """Be served from now on. False when nobody can be woken any more. The caller holds the lock."""

@@ -180,11 +180,13 @@ async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
 def test_a_child_after_a_fork_waits_for_nobody() -> None:
     with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
         session: Any = store._twin._session
-        assert session.engine._turns.turn(("default", "data", "n")).join()
+        turn = session.engine._turns.turn(("default", "data", "n"))
+        assert turn.join()
         child = os.fork()
         if child == 0:
             os._exit(0 if store.add("n") == 1 else 1)
         _, status = os.waitpid(child, 0)
+        turn.leave()
 
     assert os.waitstatus_to_exitcode(status) == 0
 

@@ -1300,6 +1300,36 @@ async def test_the_function_of_update_may_update_the_same_key(open_store: OpenSt
 
 
 @pytest.mark.face("async")
+async def test_an_update_inside_an_update_never_waits_for_it(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does.
+
+    Not even after a conflict with another store, when the one inside has to try again.
+    """
+    monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 3600.0)
+    store, other = [await open_store(clock=limpet.SystemClock()) for _ in range(2)]
+    calls: list[str] = []
+
+    async def inner(found: int | None) -> int:
+        calls.append("inner")
+        if calls.count("inner") == 1:
+            await other.put("k", 1)
+        return (found or 0) + 10
+
+    async def outer(found: int | None) -> int:
+        calls.append("outer")
+        if calls.count("outer") == 1:
+            await store.update("k", inner)
+        return (found or 0) + 100
+
+    await asyncio.wait_for(store.update("k", outer), PATIENCE_S)
+
+    assert await store.get("k") == 111
+    assert calls == ["outer", "inner", "inner", "outer"]
+
+
+@pytest.mark.face("async")
 async def test_the_function_of_update_may_wait_for_another_caller(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,6 @@ from limpet.model import ABSENT, Commit, Condition, Entry, Event, Guard, HeldBy,
 from limpet.retry import jitter_s
 from limpet.store import Store, take_turn
 from limpet.transition import read_receipt
-from limpet.turns import is_inside
 
 __all__ = [
     "Audit",
@@ -705,17 +704,15 @@ class SemanticStore:
 
         async def attempt(number: int) -> Envelope | None:
             try:
-                if number > 1 or not is_inside():
-                    await take_turn(turn, number)
+                await take_turn(turn, number)
                 return await attempt_in_turn(number)
             finally:
                 turn.leave()
 
         async def attempt_in_turn(number: int) -> Envelope | None:
             found = await self.kv_get(key)
-            with turn.entered():
-                made = change(found)
-                value = await made if inspect.isawaitable(made) else made
+            made = change(found)
+            value = await made if inspect.isawaitable(made) else made
             if value is None:
                 return found
             last["value"], last["expected"] = value, 0 if found is None else found.version
