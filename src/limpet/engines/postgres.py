@@ -100,6 +100,7 @@ CONNECT_S: Final = 10.0
 INDEXES_KNOWN_S: Final = 5.0
 COMMAND_S: Final = 60.0
 DEFINE_S: Final = 3600.0
+ABANDONED_S: Final = 1.0
 
 _KEEP_MS: Final = -1
 _STOPPED_MS: Final = 5_000
@@ -371,6 +372,19 @@ class PostgresEngine(Remote):
         self._store_id, self._channel = "", ""
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
+
+    def _begin(self) -> None:
+        super()._begin()
+        # What goes on though its caller was cancelled.
+        self._abandoned: set[asyncio.Future[Any]] = set()
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        if not self._closed and self._abandoned:
+            await asyncio.wait({*self._abandoned}, timeout=ABANDONED_S)
+            for task in self._abandoned:
+                task.cancel()
+        await super().close()
 
     # The eight primitives, but for those that are shared ------------------------
 
@@ -806,15 +820,22 @@ class PostgresEngine(Remote):
         return await self._run(self._sql(statement), *parameters)
 
     async def _run(self, sql: str, *parameters: object) -> Sequence[Any]:
-        return await self._finished(self._run_once(sql, *parameters))
+        is_wanted = True
 
-    async def _run_once(self, sql: str, *parameters: object) -> Sequence[Any]:
+        async def fetch() -> Sequence[Any]:
+            try:
+                async with self._statement() as connection:
+                    # A caller that was cancelled before there was a connection has asked for nothing.
+                    rows: Sequence[Any] = await connection.fetch(sql, *parameters) if is_wanted else ()
+            except Exception as error:
+                raise self._translated(error) from error
+            return rows
+
         try:
-            async with self._statement() as connection:
-                rows: Sequence[Any] = await connection.fetch(sql, *parameters)
-        except Exception as error:
-            raise self._translated(error) from error
-        return rows
+            return await self._finished(fetch())
+        except asyncio.CancelledError:
+            is_wanted = False
+            raise
 
     async def _finished(self, work: Coroutine[Any, Any, T]) -> T:
         """Finish what was begun, also when the caller is cancelled.
@@ -828,6 +849,8 @@ class PostgresEngine(Remote):
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
             task.add_done_callback(_retrieve)
             raise
 
