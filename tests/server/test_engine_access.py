@@ -48,6 +48,7 @@ ALL = "read write lock reveal"
 GUESTS = Guests(
     Somebody("owner", Scope("trivia", "", ALL)),
     Somebody("alice", Scope("trivia", "alice/", ALL)),
+    Somebody("harvester", Scope("trivia", "tenant/acme/", ALL)),
     Somebody("reader", Scope("trivia", "", "read")),
     Somebody("seer", Scope("trivia", "", "read reveal")),
     Somebody("writer", Scope("trivia", "", "write")),
@@ -119,6 +120,10 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "touch": lambda engine: commit(engine, Touch("bob/1", 1)),
     "patch": lambda engine: commit(engine, Patch("bob/1", {})),
     "expire": lambda engine: commit(engine, Expire("bob/1", 1)),
+    "read a copy": lambda engine: engine.read("trivia", ["live/bob/1"], family="ghost"),
+    "put a copy": lambda engine: commit(engine, Put("live/bob/1", b"1", family="ghost")),
+    "put a copy of no key": lambda engine: commit(engine, Put("alice/1", b"1", family="ghost")),
+    "scan for copies": lambda engine: engine.scan("trivia", prefix_span("live/alice/"), family="ghost"),
     "guard": lambda engine: commit(engine, Guard("bob/1", Version(9))),
     "guard one's own by another's": lambda engine: commit(engine, Guard("bob/1", Version(1)), Put("alice/2", b"1")),
     "acquire": lambda engine: commit(engine, Put("bob/desk", b'{"holder":"me"}', 1000, family="lock")),
@@ -634,3 +639,20 @@ async def test_two_authorization_headers_are_refused(server: Running, path: str)
             assert answered.status_code == 401
         answered = await client.request(method, path, headers=[tokens[0], tokens[2]], content=b"\x80")
         assert answered.status_code == 200
+
+
+@pytest.mark.parametrize("token", ["owner", "harvester", "writer"])
+async def test_semantic_entries_that_expire_are_written_and_recovered_by_whoever_may(as_: As, token: str) -> None:
+    """A copy of an entry takes the rights on its key. Who may not read leaves none, and can write all the same."""
+    from limpet.faces.semantic import SemanticStore
+
+    kept = SemanticStore(await as_(token))
+    key = "tenant/acme/project/docs/cursor"
+    semantics = {"purpose": "checkpoint", "producer": "harvester", "consumerHints": [], "ttlSeconds": 0.05}
+    await kept.kv_put(key, {"n": 1}, writer="harvester", semantics=semantics)
+    await asyncio.sleep(0.1)
+
+    if token == "writer":
+        await kept.kv_put(key, {"n": 2}, writer="harvester", semantics=semantics)
+    else:
+        assert (await kept.recover(key, writer="harvester")).value == {"n": 1}

@@ -462,7 +462,8 @@ class Beside(RuleBasedStateMachine):
                 _same(answer, msgspec.structs.replace(first, replayed=True) if digest == batch.digest else stale)
                 return
             # It is kept for at least so long. One that changed nothing is in no log by which that could be told.
-            is_late = self.engine.traits.log == "last" and batch.retry_since is not None and not batch.writes
+            is_late = self.engine.traits.log == "last" and batch.retry_since is not None
+            is_late = is_late and not any(first.entries) and not any(first.ended)
             if is_late and digest == batch.digest and answer == msgspec.structs.replace(first, replayed=True):
                 return
         outcome = plan(batch, model.find, now_ms=now_ms, revision=FAR)

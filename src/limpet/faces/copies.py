@@ -23,7 +23,7 @@ import msgspec
 
 from limpet.clock import has_loop
 from limpet.codec import Stored, encode_field
-from limpet.errors import BrokenError, Conflict, InvalidValue, LimpetError
+from limpet.errors import BrokenError, Conflict, InvalidValue, LimpetError, PermissionDenied
 from limpet.faces.semantic_model import Semantics, directive_of
 from limpet.keys import Span, prefix_span
 from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Slice, Write
@@ -63,13 +63,19 @@ class Copies:
         self._session = store._session
         self._grace_ms = round(grace_s * 1000)
         self._task: asyncio.Task[None] | None = None
+        self._is_allowed = True
 
     # With a write -----------------------------------------------------------------
 
     async def look(self, keys: Sequence[str]) -> list[Copy]:
         """What there is of some keys."""
         names = [name for key in keys for name in (f"live/{key}", f"over/{key}")]
-        found = await self._read(names)
+        try:
+            found = await self._read(names)
+        except PermissionDenied:
+            # A token that may write and not read. It leaves no copies, and its entries are written all the same.
+            self._is_allowed = False
+            return [Copy(None, None) for _ in keys]
         return [Copy(*pair) for pair in zip(found[::2], found[1::2], strict=True)]
 
     def plan(
@@ -85,6 +91,8 @@ class Copies:
         """What is to be written with a change of the entry, which leaves ``stored``, or nothing."""
         writes: list[Write] = []
         guards: list[Guard] = []
+        if not self._is_allowed:
+            return writes, guards
         if copy.live is not None:
             # Somebody may notice at the same time that it expired.
             guards.append(Guard(copy.live.key, Revision(copy.live.revision), "ghost"))
@@ -176,14 +184,15 @@ class Copies:
             await self._session.clock.sleep(LOOK_S)
             try:
                 await self.notice_all()
-            except BrokenError:
+            except (BrokenError, PermissionDenied):
+                # Whoever may not see the whole namespace looks after what it puts itself.
                 return
             except LimpetError as error:
                 log.warning("expiries of namespace %s will be looked for again: %s", self._store.name, error.code)
 
     def expect(self, key: str, entry: Entry) -> None:
         """Look at an entry of this process when its time is over. Without a loop, the next call that comes by does."""
-        if has_loop() and entry.expires_ms is not None:
+        if has_loop() and entry.expires_ms is not None and self._is_allowed:
             _timers_of(self._session).add(self, key, entry)
 
 

@@ -126,7 +126,8 @@ class _Visit(NamedTuple):
 
     def sees_in(self, family: Family, key: str, *, with_value: bool = True) -> bool:
         """Whether it may read what is under a name in a family."""
-        return self.sees(key, with_value=with_value) if family in _BY_KEY else self.sees_all
+        concerned = _key_of(family, key)
+        return self.sees_all if concerned is None else self.sees(concerned, with_value=with_value)
 
     def sees_value(self, write: Write) -> bool:
         """Whether it may see a value where it writes."""
@@ -452,8 +453,17 @@ _BY_KEY: Final[tuple[Family, ...]] = ("data", "lock")
 
 
 def _spans_of(family: Family, keys: Sequence[str]) -> Sequence[Span]:
-    """What names in a family concern: keys and locks themselves; what is kept beside them, the whole namespace."""
-    return [key_span(key) for key in keys] if family in _BY_KEY else _EVERYTHING
+    """What names in a family concern: see `_key_of`; where that is no key, the whole namespace."""
+    concerned = [_key_of(family, key) for key in keys]
+    return _EVERYTHING if None in concerned else [key_span(key) for key in concerned if key is not None]
+
+
+def _key_of(family: Family, name: str) -> str | None:
+    """The key that a name in a family concerns: keys and locks themselves, and of a copy the key that it is of."""
+    if family in _BY_KEY:
+        return name
+    kind, _, key = name.partition("/")
+    return key if family == "ghost" and kind in ("live", "over") and key else None
 
 
 def _check_rights(visit: _Visit, batch: Batch, reason: str | None) -> bool:
