@@ -224,7 +224,7 @@ async def test_a_version_holds_at_that_version_alone(store: limpet.Store) -> Non
     for value in range(3):
         await store.put("key", value)
 
-    held = [number for number in range(-1, 7) if await holds(store, "key", limpet.Version(number))]
+    held = [number for number in range(7) if await holds(store, "key", limpet.Version(number))]
 
     assert held == [3]
 
@@ -610,7 +610,7 @@ async def test_a_guard_finds_nothing_on_a_missing_key(
     )
 
 
-@pytest.mark.parametrize("number", [0, 1, -1])
+@pytest.mark.parametrize("number", [0, 1, 2**53])
 async def test_no_number_stands_for_a_missing_key(store: limpet.Store, number: int) -> None:
     """A guard on a missing key fails with nothing found."""
     for expectation in (limpet.Version(number), limpet.Revision(number)):

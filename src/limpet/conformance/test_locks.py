@@ -1661,7 +1661,7 @@ async def test_a_fence_with_another_token_is_refused(store: limpet.Store) -> Non
     """A fence can be named by name and token."""
     token = token_of(await held(store, "job"))
 
-    for wrong in (token - 1, token + 1, 0, -1):
+    for wrong in (token - 1, token + 1, 0):
         with pytest.raises(LockLost) as caught:
             await store.put("a", 1, fence=limpet.Fence("job", wrong))
         assert caught.value.token == wrong
