@@ -125,6 +125,23 @@ async def test_a_scan_that_nats_cannot_carry_is_a_shorter_page(sqlite_nats: Plug
     assert rest["entries"][0]["key"] > page["cursor"]
 
 
+async def test_a_history_that_nats_cannot_carry_is_a_shorter_page(sqlite_nats: Plugins) -> None:
+    """The latest changes come first, and a cursor leads to those before them."""
+    for number in range(30):
+        await sqlite_nats.ask("set", key="k", value=f"{number:02}" + "x" * 65_000)
+
+    found: list[int] = []
+    asked: dict[str, Any] = {"key": "k", "limit": 30}
+    while True:
+        page = await sqlite_nats.ask("history", **asked)
+        found = [change["version"] for change in page["changes"]] + found
+        if not page["truncated"]:
+            break
+        asked["before"] = page["cursor"]
+
+    assert found == [*range(1, 31)]
+
+
 # The service ------------------------------------------------------------------
 
 
