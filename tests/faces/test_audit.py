@@ -195,7 +195,7 @@ async def test_a_sealer_that_fails_goes_on_and_one_whose_store_is_closed_ends(
             if (await shown(store))[0]["seq"] is not None:
                 break
         assert failing.before == 0
-        assert any("failed and will be tried again" in record.getMessage() for record in caplog.records)
+        assert any("failed and is tried again" in record.getMessage() for record in caplog.records)
         await store.close()
         clock.advance(5)
         await asyncio.sleep(0)
