@@ -334,7 +334,7 @@ class Draft:
         self._is_used = True
         guards, writes = tuple(self._guards), tuple(self._writes)
         # One write under one guard is what most callers commit, and within the limits of numbers.
-        if len(writes) != 1 or len(guards) > 1 or self._bytes > BATCH_BYTES_MAX:
+        if len(writes) != 1 or len(guards) > 1:
             self._check_limits()
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
@@ -376,7 +376,8 @@ class Draft:
         if not self._writes and not self._guards:
             raise InvalidValue("an empty batch asks for nothing")
         places = [(write.family, write.key) for write in self._writes]
-        if self._bytes > BATCH_BYTES_MAX:
+        # One value has a limit of its own, which a store may be opened with.
+        if len(places) > 1 and self._bytes > BATCH_BYTES_MAX:
             raise ValueTooLarge(places[0][1], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
         written = {*places}
         if len(written) < len(places):
@@ -393,9 +394,7 @@ def plain_put(
     key: str, value: object, ttl: TTL | Literal[Mark.KEEP], meta: Meta | Literal[Mark.KEEP], value_bytes_max: int
 ) -> Batch:
     """A batch of one put that nothing guards. Most writes are one, and need no draft."""
-    put, size_bytes = _put(key, value, ttl, meta, value_bytes_max)
-    if size_bytes > BATCH_BYTES_MAX:
-        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+    put, _ = _put(key, value, ttl, meta, value_bytes_max)
     return Batch((), (put,), value_bytes_max=value_bytes_max)
 
 

@@ -13,6 +13,7 @@ while others wait. Then the line moves on, and the caller that held the turn goe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import os
@@ -20,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextvars import ContextVar
 from typing import Literal
 
@@ -54,6 +55,19 @@ class Turns:
     def turn(self, key: Hashable) -> Turn:
         """A turn at a key, not in line yet."""
         return Turn(self, key)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, keys: Iterable[Hashable]) -> AsyncIterator[None]:
+        """Have the turn at several keys at once. Whoever wants several names them in the same order."""
+        turns = [self.turn(key) for key in keys]
+        try:
+            for turn in turns:
+                if not turn.join():
+                    await turn.wait()
+            yield
+        finally:
+            for turn in turns:
+                turn.leave()
 
     def __len__(self) -> int:
         """How many keys are wanted now."""

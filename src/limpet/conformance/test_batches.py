@@ -726,7 +726,7 @@ async def test_keys_and_not_guards_are_counted(store: limpet.Store) -> None:
 
 
 async def test_a_batch_may_hold_exactly_its_limit(store: limpet.Store) -> None:
-    """The values of a batch are together at most 4,000,000 bytes."""
+    """The values of a batch of several writes are together at most 4,000,000 bytes."""
     draft = store.batch()
     for key in "abcd":
         draft.put(key, key.encode() * 1_000_000)
@@ -737,7 +737,7 @@ async def test_a_batch_may_hold_exactly_its_limit(store: limpet.Store) -> None:
 
 
 async def test_a_batch_may_not_hold_a_byte_more(store: limpet.Store) -> None:
-    """The values of a batch are together at most 4,000,000 bytes."""
+    """The values of a batch of several writes are together at most 4,000,000 bytes."""
     draft = store.batch()
     for key in "abcd":
         draft.put(key, key.encode() * 1_000_000)
@@ -750,7 +750,7 @@ async def test_a_batch_may_not_hold_a_byte_more(store: limpet.Store) -> None:
 
 
 async def test_json_and_fields_count_by_their_encoding(store: limpet.Store) -> None:
-    """The values of a batch are together at most 4,000,000 bytes.
+    """The values of a batch of several writes are together at most 4,000,000 bytes.
 
     A text counts its quotes, a field its name and its encoding.
     """
@@ -767,18 +767,21 @@ async def test_json_and_fields_count_by_their_encoding(store: limpet.Store) -> N
     assert await store.entry("e") is None
 
 
-async def test_a_batch_of_one_write_is_held_to_the_limit(open_store: OpenStore) -> None:
-    """The values of a batch are together at most 4,000,000 bytes.
+async def test_a_batch_of_one_write_is_held_to_the_limit_of_a_value(open_store: OpenStore) -> None:
+    """A batch of one write is held to the limit of a value alone."""
+    store = await open_store(max_value_bytes=4_500_000)
+    large = b"x" * 4_500_000
+    await store.put("put", large)
+    await store.batch().put("batch", large).commit()
+    await store.create("guarded", large)
 
-    A store may be opened for values as large as a batch, and no larger ones.
-    """
-    store = await open_store(max_value_bytes=5_000_000)
-    await store.batch().put("fits", b"x" * 4_000_000).commit()
-
+    for key in ("put", "batch", "guarded"):
+        assert await store.get(key) == large
     with pytest.raises(ValueTooLarge):
-        await store.batch().put("key", b"x" * 4_000_001).commit()
-
-    assert await all_keys(store) == ["fits"]
+        await store.put("more", large + b"x")
+    with pytest.raises(ValueTooLarge):
+        await store.batch().put("more", large).put("and", 1).commit()
+    assert await store.get("more") is None
 
 
 async def test_an_empty_batch_is_refused(store: limpet.Store) -> None:

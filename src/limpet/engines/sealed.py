@@ -165,15 +165,8 @@ class SealedEngine:
         if not places:
             return await self._commit_unseen(namespace, batch)
         # Of those in this process who would plan on the same entry, one does at a time.
-        turns = [self._turns.turn((namespace, *place)) for place in places]
-        try:
-            for turn in turns:
-                if not turn.join():
-                    await turn.wait()
+        async with self._turns.hold([(namespace, *place) for place in places]):
             return await self._commit_planned(namespace, batch, places)
-        finally:
-            for turn in turns:
-                turn.leave()
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0

@@ -426,16 +426,9 @@ class SemanticStore:
             return await self._commit_in_turn(asked, writer, request_id, is_given, held, fence)
         # What is audited is written on the condition that its trail stands as it was read. So callers of this process
         # take turns, key by key, and each takes several keys in the same order.
-        session, name = self.store._session, self.store.name
-        turns = [session.turns.turn(("audit", name, key)) for key in sorted({one.key for one in asked})]
-        try:
-            for turn in turns:
-                if not turn.join():
-                    await turn.wait()
+        places = [("audit", self.store.name, key) for key in sorted({one.key for one in asked})]
+        async with self.store._session.turns.hold(places):
             return await self._commit_in_turn(asked, writer, request_id, is_given, held, fence)
-        finally:
-            for turn in turns:
-                turn.leave()
 
     async def _commit_in_turn(
         self,

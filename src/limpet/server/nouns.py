@@ -102,7 +102,7 @@ def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batc
             raise InvalidValue("receipts are written by the engine alone")
         if write.family == "lock":
             _check_lock(write, any_lock)
-    if size_bytes > BATCH_BYTES_MAX:
+    if len(batch.writes) > 1 and size_bytes > BATCH_BYTES_MAX:
         raise ValueTooLarge(batch.writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
     for guard in batch.guards:
         _check_guard(guard)
