@@ -186,3 +186,22 @@ def test_redis_py_has_the_parts_that_are_used() -> None:
     missing = [name for name in ("_reader", "_writer", "_parser") if not hasattr(connection, name)]
     assert missing == [], "redis-py's Connection lost parts that limpet.engines.redis_line uses"
     assert callable(connection._parser.parse_error), "redis-py's parser no longer has parse_error"
+
+
+def test_uvicorn_has_the_parts_that_are_used() -> None:
+    from uvicorn import Server
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+    overridden = (
+        *("connection_made", "connection_lost", "data_received", "on_message_begin", "on_url", "on_header"),
+        *("on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+        "_unset_keepalive_if_required",
+    )
+    missing = [name for name in overridden if not callable(getattr(HttpToolsProtocol, name, None))]
+    assert missing == [], "uvicorn's HttpToolsProtocol lost parts that limpet.server.connections uses"
+    made = inspect.getsource(HttpToolsProtocol.__init__)
+    kept = ("self.parser", "self.flow", "self.pipeline", "self.cycle", "self.headers", "self.transport")
+    assert [name for name in kept if name not in made] == []
+    cycle = inspect.getsource(RequestResponseCycle.__init__)
+    assert [name for name in ("response_started", "response_complete") if name not in cycle] == []
+    assert callable(Server._serve), "uvicorn's Server lost _serve, which limpet.server.service uses"

@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from limpet.session import Session
     from limpet.turns import Turn
 
-__all__ = ["Lock", "LockInfo", "lock_info"]
+__all__ = ["Lock", "LockInfo", "end_all", "lock_info"]
 
 log = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S: Final = 0.5
 RETRY_S: Final = 0.1
 WAIT_TURN_S: Final = 5.0
 
@@ -70,6 +71,22 @@ def lock_info(entry: Entry, now_ms: int) -> LockInfo:
     assert entry.expires_ms is not None
     remaining = max(0, entry.expires_ms - now_ms) / 1000
     return LockInfo(entry.key, entry.value["holder"], entry.created_revision, remaining)
+
+
+async def end_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, however they do.
+
+    Once may not be enough: `asyncio.wait_for` loses a cancellation that comes at the moment of its result, before
+    Python 3.12 (python/cpython#86296), and a task that goes round in a loop then goes on.
+    """
+    while pending := [task for task in tasks if not task.done()]:
+        for task in pending:
+            task.cancel()
+        await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
+    for task in tasks:
+        if not task.cancelled():
+            # Looked at, so that asyncio does not complain of an error that nobody has seen.
+            task.exception()
 
 
 _leaving: set[asyncio.Future[None]] = set()
@@ -307,10 +324,7 @@ class Lock:
                 await asyncio.wait((doing, over), return_when=asyncio.FIRST_COMPLETED)
             is_done = doing.done()
         finally:
-            ending = [doing] if over is None else [doing, over]
-            for each in ending:
-                each.cancel()
-            await asyncio.gather(*ending, return_exceptions=True)
+            await end_all(*([doing] if over is None else [doing, over]))
         if is_done:
             doing.result()
         return is_done
@@ -380,8 +394,7 @@ class Lock:
     async def _stop_renewal(self) -> None:
         renewal, self._renewal = self._renewal, None
         if renewal is not None and renewal is not asyncio.current_task():
-            renewal.cancel()
-            await asyncio.gather(renewal, return_exceptions=True)
+            await end_all(renewal)
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else "free" if not self._is_held else f"token {self.token}"

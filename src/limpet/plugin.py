@@ -28,6 +28,7 @@ from limpet.codes import CODES
 from limpet.engine import new_request_id
 from limpet.errors import Ambiguous, InvalidTTL, InvalidValue, LimpetError, LockExpired, LockHeld, LockLost, Unavailable
 from limpet.keys import check_key, check_namespace, check_text
+from limpet.lock import end_all
 from limpet.retry import pause_s
 from limpet.wire import field_of, plain
 
@@ -483,8 +484,7 @@ class PluginLock:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         assert self._renewal is not None
         body, self._body = self._body, None
-        self._renewal.cancel()
-        await asyncio.gather(self._renewal, return_exceptions=True)
+        await end_all(self._renewal)
         token = self.token or 0
         if not self.lost:
             await self._release_after(kind)

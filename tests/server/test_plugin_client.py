@@ -186,6 +186,32 @@ async def test_a_refresh_whose_answer_is_lost_is_sent_again(
     assert (held["token"], lock.lost) == (lock.token, False)
 
 
+async def test_a_body_ends_though_its_renewal_missed_a_cancellation(
+    sqlite_nats: Plugins, kv: PluginKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that has its answer at the moment of the cancellation goes on with it, and the body never ended."""
+    renewing = asyncio.Event()
+
+    async def work() -> None:
+        async with lock:
+            read = lock._line.read
+
+            async def miss_it(name: str, members: Any, **options: Any) -> Any:
+                if name == "refresh":
+                    renewing.set()
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.Event().wait()
+                return await read(name, members, **options)
+
+            monkeypatch.setattr(lock._line, "read", miss_it)
+            await renewing.wait()
+
+    lock = kv.lock("n", 3)
+    await asyncio.wait_for(work(), PATIENCE_S)
+
+    assert (await sqlite_nats.ask("locks", "trivia"))["locks"] == []
+
+
 async def test_an_unforeseen_failure_loses_the_lock_and_is_in_the_log(
     kv: PluginKV, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
