@@ -257,7 +257,10 @@ def _examine_store(setup: Setup) -> Iterator[Finding]:
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
     yield encryption
     # Only engines with tables have names that others can have.
-    for name in getattr(store._twin._session.engine, "taken", ()):
+    taken: tuple[str, ...] | None = getattr(store._twin._session.engine, "taken", None)
+    if taken == ():
+        yield Finding("names", "ok", "no other program has the name of one of Limpet's views")
+    for name in taken or ():
         yield Finding("names", "warn", describe_taken(name), "Rename it, or give Limpet a place of its own.")
     ahead_s = status.now_ms / 1000 - time.time()
     if abs(ahead_s) > CLOCK_S_MAX:
