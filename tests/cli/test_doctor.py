@@ -83,7 +83,7 @@ def test_a_healthy_store_is_well_in_every_respect(healthy: Limpet, file: Path, u
         "expired": "nothing that has expired waits to be swept",
         "durability": "an acknowledged write survives a power cut",
         "encryption": "values are not encrypted",
-        "names": "no other program has a table or view of a name that Limpet's views have",
+        "names": "no other program has the name of one of Limpet's views",
         "clock": "the store's time and this host's clock agree",
     }
 

@@ -285,7 +285,7 @@ def test_names_that_are_ours_are_no_news(url: str, caplog: pytest.LogCaptureFixt
         limpet.sync.open(url, sweep=False).close()
 
     assert [record for record in caplog.records if record.name == "limpet.schema"] == []
-    assert " names " not in Limpet(url)("doctor").stdout
+    assert "ok    names       no other program has the name" in Limpet(url)("doctor").stdout
     assert '"taken":[]' in Limpet(url)("--json", "migrate", "status").stdout
 
 

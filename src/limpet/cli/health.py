@@ -12,7 +12,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 from urllib.parse import quote
@@ -258,9 +258,9 @@ def _examine_store(setup: Setup) -> Iterator[Finding]:
     yield Finding("durability", level, f"an acknowledged write survives {_SURVIVES[traits.durability]}")
     yield encryption
     # Only engines with tables have names that others can have.
-    taken: Sequence[str] | None = getattr(store._twin._session.engine, "taken", None)
-    if taken is not None and not taken:
-        yield Finding("names", "ok", "no other program has a table or view of a name that Limpet's views have")
+    taken: tuple[str, ...] | None = getattr(store._twin._session.engine, "taken", None)
+    if taken == ():
+        yield Finding("names", "ok", "no other program has the name of one of Limpet's views")
     for name in taken or ():
         yield Finding("names", "warn", describe_taken(name), "Rename it, or give Limpet a place of its own.")
     yield _clock(status, traits)

@@ -117,7 +117,7 @@ class SealedEngine:
 
     def __init__(self, engine: Engine, keyring: Keyring, clock: Clock) -> None:
         self.traits: Traits = _replace(engine.traits, encrypted=True)
-        self.taken: tuple[str, ...] = getattr(engine, "taken", ())
+        self.taken: tuple[str, ...] | None = getattr(engine, "taken", None)
         self._engine = engine
         self._keyring = keyring
         self._clock = clock
