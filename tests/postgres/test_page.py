@@ -8,10 +8,12 @@ import re
 import pytest
 
 import limpet
+import limpet.sync
 from limpet.engines import postgres, remote
 from limpet.engines.indexing import quoted
+from tests.cli.support import Limpet
 from tests.docs_support import SITE, blocks
-from tests.postgres.support import connected
+from tests.postgres.support import connected, new_schema, url_of
 
 PAGE = SITE / "explanation" / "postgresql.md"
 TEXTS = [block.text for block in blocks(PAGE)]
@@ -34,7 +36,20 @@ async def test_a_statement_of_the_page_gives_what_it_says(store: limpet.Store, s
 
 
 def test_every_block_of_the_page_is_run() -> None:
-    assert len(TEXTS) == len(STATEMENTS) + 1 >= 8
+    # All but the program that writes a little, and the command that the next test runs.
+    assert len(TEXTS) == len(STATEMENTS) + 2 >= 8
+
+
+def test_the_command_of_the_page_begins_a_new_epoch() -> None:
+    assert any(text.startswith("limpet epoch --raise --url") for text in TEXTS)
+    url = url_of(new_schema())
+    with limpet.sync.open(url, sweep=False) as store:
+        entry = store.put("k", 1)
+
+    assert Limpet(url).json("epoch", "--raise")["epoch"] == 2
+
+    with limpet.sync.open(url, sweep=False) as store:
+        assert store.put("k", 2).revision > entry.revision + 1_000_000
 
 
 def test_the_page_names_the_limits_that_there_are() -> None:
