@@ -9,6 +9,7 @@ import os
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -577,3 +578,35 @@ async def test_an_engine_is_found_by_its_scheme_alone() -> None:
 
     assert engine.traits.engine == "memory"
     await engine.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [5.0, b"memory:", ["memory:"], object(), True, "\0", "memory:\ud800", "sqlite:///\ud800", "sqlite:///\0.db"]
+    + [
+        f"{scheme}:{rest}"
+        for scheme in ("redis", "rediss")
+        for rest in ("//u:hunter2[@h/0", "//u:hunter2]@h/0", "//[::1")
+    ]
+    + ["postgresql://u:hunter2[@h/d", "nats://[::1", "http://h:99999999", "redis://h:99999999/0"],
+)
+async def test_what_no_driver_can_read_is_refused_in_our_words(url: Any) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        await limpet.open(url)
+
+    assert "hunter2" not in "".join(traceback.format_exception(refused.value))
+
+
+ODD_OPTIONS: dict[str, list[Any]] = {
+    "clock": [5, "x", limpet.ManualClock],
+    "max_value_bytes": [None, 0, True, 1.5, "x", 2**70],
+    "window": [5, {}, limpet.Window(age_ms=-1), limpet.Window(changes=2**70)],
+    "encryption": [5, "x", b"x", limpet.Keyring],
+}
+
+
+@pytest.mark.parametrize("name", ODD_OPTIONS)
+async def test_odd_options_are_refused_before_anything_is_opened(name: str) -> None:
+    for odd in ODD_OPTIONS[name]:
+        with pytest.raises(InvalidValue):
+            await limpet.open("memory:", **{name: odd})

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from limpet.clock import SystemClock
-from limpet.codec import Fields
+from limpet.codec import INT_MAX, Fields
 from limpet.engine import Engine, seal_engine
 from limpet.errors import Closed, Conflict, InvalidValue, LimpetError
 from limpet.keys import PAGE_MAX
@@ -111,8 +111,10 @@ async def state_compare_and_set(pool: asyncpg.Pool | Store, key: str, expected_v
     if type(expected_version) is not int:
         raise InvalidValue(f"expected_version is an int, not of type {type(expected_version).__name__}")
     store = await _store_of(pool)
+    # A butler may expect any int. No entry is ever of version 0, so that stands for those that a store refuses.
+    expected = Version(expected_version if 0 < expected_version <= INT_MAX else 0)
     try:
-        entry = await store.put(key, _json(new_value), expect=Version(expected_version))
+        entry = await store.put(key, _json(new_value), expect=expected)
     except Conflict as conflict:
         found = conflict.actual_version
         raise CASConflictError(key, expected_version, found, current=conflict.current) from None
