@@ -47,7 +47,11 @@ class Caller(Protocol):
 
 
 class Callers(Protocol):
-    """Who may ask over HTTP."""
+    """Who may ask over HTTP.
+
+    If it has a coroutine ``changed``, that returns when rights have changed, and open streams are checked at once.
+    Otherwise they are checked every second.
+    """
 
     async def caller_of(self, token: str | None, client: str | None) -> Caller:
         """Whose token this is, or who asks without one from this address. Raises `PermissionDenied`."""
