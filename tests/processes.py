@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
 ROOT: Final = Path(__file__).parents[1]
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 120.0
 
 
 def unmeasured() -> dict[str, str]:

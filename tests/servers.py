@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-START_S: Final = 30.0
+START_S: Final = 120.0
 
 
 class Missing(Exception):

@@ -23,7 +23,7 @@ from limpet.errors import InvalidTTL
 TTL_MS_MAX = 100 * 366 * 86_400_000
 
 thorough = settings(max_examples=300, deadline=None)
-PATIENCE_S = 10.0
+PATIENCE_S = 120.0
 
 
 def complete(work: Coroutine[Any, Any, None]) -> None:

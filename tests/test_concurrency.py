@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 THREADS = 8
 TASKS = 64
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(params=["memory", "sqlite"])

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 DEMO = [sys.executable, "-m", "limpet.demo"]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 # What a spectator is told, act by act. Numbers that differ from run to run are left open.
 CLAIMS = [

@@ -37,7 +37,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 # Many commands of a page are processes of their own.
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
 def test_every_example_of_a_document_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -277,7 +277,7 @@ async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine)
     bell.wait = late_wait
 
     with pytest.raises(Closed):
-        await asyncio.wait_for(engine.changes("default", 0, wait_s=60.0), 5)
+        await asyncio.wait_for(engine.changes("default", 0, wait_s=60.0), 60)
 
 
 # Forks ----------------------------------------------------------------------------

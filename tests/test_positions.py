@@ -93,7 +93,7 @@ async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
             await writer.put("d", 1)
 
             with pytest.raises(Compacted, match="another history"):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     await anext(watch)
 
 

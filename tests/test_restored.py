@@ -21,7 +21,7 @@ from limpet.engine import Restoring
 from limpet.errors import Compacted, Conflict, InvalidValue, LockLost, TransientError
 from tests import servers
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Place(Protocol):

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from limpet.cli import main
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 # The leader of a new session makes its standard input the terminal of the session.
 AT_TERMINAL = (

@@ -17,7 +17,7 @@ from limpet.errors import LimpetError
 from limpet.faces import blocking, deadletters, fields, semantic, shared, state
 from limpet.faces.audit import Audit
 
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 120.0
 
 KEY: Final = "tenant/a/project/b/k"
 SEMANTICS: Final = {"purpose": "checkpoint"}

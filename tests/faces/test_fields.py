@@ -344,7 +344,7 @@ async def test_every_job_is_completed_exactly_once_though_workers_die(states: St
             await requeue_stuck(states, f"{root}.state.tasks.", publish, threshold_s=0.1)
             await asyncio.sleep(0.05)
 
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         await asyncio.gather(*(work(f"w{number}") for number in range(20)), sweep(), sweep())
 
     assert completed == {f"j{number}": 1 for number in range(jobs)}

@@ -161,7 +161,7 @@ async def test_the_clock_is_turned_to_the_second() -> None:
 
 
 async def asleep(clock: limpet.ManualClock) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(120):
         while not clock.sleepers:  # noqa: ASYNC110 - nothing tells of a sleeper
             await asyncio.sleep(0)
 

@@ -306,7 +306,7 @@ async def test_what_a_butler_sets_is_the_namespace_state_of_its_schema(pool: Any
 
 
 async def test_what_a_butler_sets_can_be_watched_by_others(pool: Any, store: limpet.Store) -> None:
-    async with asyncio.timeout(30), store.watch("key", after=0) as events:
+    async with asyncio.timeout(120), store.watch("key", after=0) as events:
         await state_set(pool, "key", "value")
         event = await anext(events)
 
@@ -405,7 +405,7 @@ async def test_a_pool_of_one_connection_can_be_closed_right_after_a_call(pools: 
     pool = await pools.pool(schema, max_size=1)
     await state_set(pool, "key", 1)
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         await pool.close()
 
     assert await state_get(await pools.pool(schema), "key") == 1

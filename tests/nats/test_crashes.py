@@ -47,7 +47,7 @@ async def test_a_killed_server_loses_and_doubles_nothing() -> None:
                 assert entry.value == entry.version >= number
             assert min(acknowledged.values()) > 20
             last = {entry.key: entry.revision async for entry in store.scan()}
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 while {key: revision for key, revision, _ in seen} != last:  # noqa: ASYNC110 - the watch is a task
                     await asyncio.sleep(0.05)
             following.cancel()

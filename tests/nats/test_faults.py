@@ -164,7 +164,7 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         monkeypatch.setattr(link, "tell", tell_or_keep)
         draft = store.batch().put("short", 1, ttl=0.01)
         putting = asyncio.ensure_future((draft.put("shorter", 2, ttl=0.005) if several else draft).commit())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             # In a batch there are a mark and a receipt as well.
             while len(kept) < (4 if several else 1):  # noqa: ASYNC110 - nobody tells when it is sent
                 await asyncio.sleep(0.01)

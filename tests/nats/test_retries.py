@@ -56,7 +56,7 @@ async def unheard(
     doing = asyncio.ensure_future(call())
     try:
         with pytest.MonkeyPatch.context() as patch:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
                     await asyncio.sleep(0)
                 patch.setattr(engine, "link", link_when_told)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit, urlunsplit
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 _SSL_REQUEST = 80877103
 _CANCEL_REQUEST = 80877102

@@ -64,7 +64,7 @@ async def lossy_failover(primary: Redis, replica: Redis, store: limpet.Store) ->
 async def _caught_up(primary: Redis, replica: Redis) -> None:
     """Wait until a replica has all that was written."""
     written = (await _say(primary, "INFO", "replication"))["master_repl_offset"]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             there = await _say(replica, "INFO", "replication")
             if there["master_link_status"] == "up" and there["slave_repl_offset"] >= written:

@@ -25,7 +25,7 @@ from limpet.schema import REVISION, REVISIONS, migrate
 from limpet.schema.migrate import PostgresPlace, SqlitePlace
 from tests.schema.support import FIRST, ask, catalog, engine_of, folder_of, make, place_of, run_script
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SECRET = "hunter2"
 
 

@@ -21,7 +21,7 @@ from limpet.server.http import make_app, streams_of
 from limpet.session import Session
 from limpet.store import open_session
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 ALL = ("read", "write", "lock", "reveal")
 
 

@@ -26,7 +26,7 @@ from limpet.session import Session
 from limpet.store import open_session
 from tests.servers import Nats
 
-PATIENCE_S: Final = 30.0
+PATIENCE_S: Final = 120.0
 ENGINES: Final = ("sqlite", "postgres")
 
 

@@ -35,7 +35,7 @@ from limpet.server.operations import OPERATIONS, Right
 from limpet.server.requests import request_of
 from tests.engines import url_of
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 ALL: tuple[Right, ...] = ("read", "write", "lock", "reveal")
 
 

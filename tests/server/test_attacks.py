@@ -22,7 +22,7 @@ from limpet.server.service import _bound
 from limpet.server.settings import Place
 from tests.server.test_serve import HTTP, Running, serving
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 EVERYWHERE = "0.0.0.0:0"  # For a moment, and without a name that anybody knows.
 
 

@@ -15,7 +15,7 @@ import uvicorn
 from limpet.server.connections import Bounds, Connections
 from tests.server.http_support import until
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 LONG_S = 600.0
 PATIENT = Bounds(head_s=LONG_S, body_s=LONG_S, idle_s=LONG_S, body_bytes_per_s=1.0)
 """Nothing is late within a test, so that only what a test makes short can end a connection."""

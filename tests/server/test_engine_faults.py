@@ -279,7 +279,7 @@ async def test_a_wait_for_changes_ends_when_the_server_does() -> None:
         server.ending.set()
 
         with pytest.raises(Unavailable):
-            await asyncio.wait_for(waiting, 10)
+            await asyncio.wait_for(waiting, 60)
 
 
 async def test_a_name_that_was_overtaken_is_refused_and_told_apart_from_others() -> None:

@@ -345,7 +345,7 @@ async def test_a_wait_that_is_given_up_leaves_the_server_too(server: Running) ->
     async with limpet.open(server.as_(SECRET), namespace="trivia", sweep=False) as store:
         waiting = asyncio.create_task(engine_of(store).changes("trivia", 0, wait_s=600))
         bell = server.session.engine._behind._place.bell  # type: ignore[attr-defined]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while "trivia" not in bell._waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             waiting.cancel()

@@ -32,7 +32,7 @@ from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
 from tests.server.test_access import until
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SCOPE = Scope("shop", "", ("read", "reveal", "write", "lock"))
 
 

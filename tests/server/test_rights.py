@@ -40,7 +40,7 @@ from tests.server.engine_support import Guests, Somebody
 from tests.server.engine_support import Scope as Part
 from tests.server.http_support import Face, Scoped, face
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Blind:

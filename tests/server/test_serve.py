@@ -24,7 +24,7 @@ from limpet.server.service import _bound
 from limpet.server.settings import Place
 from tests.cli.support import Limpet
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Running:
@@ -86,7 +86,7 @@ async def test_both_faces_serve_the_same_state(url: str) -> None:
     bus = os.environ["LIMPET_TEST_NATS"]
     with serving(url, *HTTP, "--nats", bus, "--prefix", f"both{os.getpid()}.kv") as server:
         connection = await nats.connect(bus)
-        kv = limpet.PluginClient(connection, "trivia", prefix=f"both{os.getpid()}.kv", timeout=5.0).kv
+        kv = limpet.PluginClient(connection, "trivia", prefix=f"both{os.getpid()}.kv", timeout=60.0).kv
         await kv.set("score", 7)
 
         async with httpx2.AsyncClient(base_url=server.http) as client:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx2
 import pytest
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture

@@ -74,9 +74,9 @@ async def test_kv_value_persists_across_a_restart_of_the_service(tmp_path: Any) 
     url = f"sqlite:///{tmp_path}/state.db"
     async with connected() as client:
         async with opened(url) as session, serving(session):
-            await client.request("db.kv.my-plugin.set", b'{"key":"theme","value":"dark"}', timeout=30)
+            await client.request("db.kv.my-plugin.set", b'{"key":"theme","value":"dark"}', timeout=120)
         async with opened(url) as session, serving(session):
-            reply = await client.request("db.kv.my-plugin.get", b'{"key":"theme"}', timeout=30)
+            reply = await client.request("db.kv.my-plugin.get", b'{"key":"theme"}', timeout=120)
 
     assert json.loads(reply.data)["value"] == "dark"
 
@@ -202,7 +202,7 @@ async def test_kv_cleanup_task_runs(nats: Plugins) -> None:
     await nats.ask("set", key="temp", value=1, ttl=1)
     nats.turn(2)
     nats.session.sweeper.start()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while (await nats.ask("status"))["keys"] != 0:
             nats.turn(2)
             await asyncio.sleep(0.02)
@@ -579,12 +579,12 @@ async def test_a_prefix_of_three_words_works_too(tmp_path: Any) -> None:
         connected() as client,
     ):
         body = json.dumps({"key": "game_123", "value": {"players": ["alice", "bob"], "round": 2}, "ttl": 1800})
-        response = await client.request("rosey.db.kv.trivia.set", body.encode(), timeout=30)
+        response = await client.request("rosey.db.kv.trivia.set", body.encode(), timeout=120)
         assert json.loads(response.data) == {"success": True}
-        found = await client.request("rosey.db.kv.trivia.get", b'{"key":"game_123"}', timeout=30)
-        wrong = await client.request("rosey.db.kv.trivia", b"{}", timeout=30)
+        found = await client.request("rosey.db.kv.trivia.get", b'{"key":"game_123"}', timeout=120)
+        wrong = await client.request("rosey.db.kv.trivia", b"{}", timeout=120)
         with pytest.raises(nats.errors.NoRespondersError):
-            await client.request("db.kv.trivia.get", b"{}", timeout=30)
+            await client.request("db.kv.trivia.get", b"{}", timeout=120)
 
     assert json.loads(found.data)["value"]["round"] == 2
     assert json.loads(wrong.data)["error_code"] == "INVALID_SUBJECT"
@@ -635,7 +635,7 @@ async def test_more_requests_than_run_at_once_are_all_answered(tmp_path: Any) ->
         connected() as client,
     ):
         bodies = [json.dumps({"key": f"k{number % 7}", "value": number}).encode() for number in range(300)]
-        replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=30) for body in bodies))
+        replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=120) for body in bodies))
         assert {reply.data for reply in replies} == {b'{"success":true}'}
         await eventually(lambda: served._running == 0)
         assert len(served._order) == 0
@@ -651,7 +651,7 @@ async def test_a_server_that_has_no_room_for_more_says_so(tmp_path: Any, monkeyp
         connected() as client,
     ):
         body = b'{"key":"k","value":1}'
-        replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=30) for _ in range(50)))
+        replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=120) for _ in range(50)))
 
     told = [json.loads(reply.data) for reply in replies]
     refused = [reply for reply in told if not reply["success"]]

@@ -92,14 +92,14 @@ async def test_who_waits_for_a_lock_holds_up_nobody(tmp_path: Any) -> None:
     ):
 
         async def ask(name: str, /, **members: Any) -> dict[str, Any]:
-            return json.loads((await client.request(f"db.kv.a.{name}", json.dumps(members).encode(), timeout=30)).data)  # type: ignore[no-any-return]
+            return json.loads((await client.request(f"db.kv.a.{name}", json.dumps(members).encode(), timeout=120)).data)  # type: ignore[no-any-return]
 
         token = (await ask("lock", name="n", ttl=60))["token"]
         waiting = [asyncio.ensure_future(ask("lock", name="n", ttl=60, wait=25)) for _ in range(5)]
         assert (await ask("set", key="k", value=1))["success"]
         assert not any(one.done() for one in waiting)
         await ask("unlock", name="n", token=token)
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED, timeout=120)
         assert [(await one)["token"] > token for one in done] == [True]
         for one in waiting:
             one.cancel()
@@ -179,7 +179,7 @@ async def test_a_server_that_stops_answers_what_it_has_heard(tmp_path: Any) -> N
     async with opened(f"sqlite:///{tmp_path}/state.db") as session, connected() as client:
         async with serving(session) as served:
             bodies = [json.dumps({"key": f"k{number}", "value": number}).encode() for number in range(200)]
-            asked = [asyncio.ensure_future(client.request("db.kv.a.set", body, timeout=30)) for body in bodies]
+            asked = [asyncio.ensure_future(client.request("db.kv.a.set", body, timeout=120)) for body in bodies]
             await eventually(lambda: served._endpoints["set"].requests > 0)
             await served.drain()
             await served.drain()
@@ -193,7 +193,7 @@ async def test_a_server_that_stops_answers_what_it_has_heard(tmp_path: Any) -> N
 async def test_whoever_waits_for_a_lock_is_told_that_the_server_stops(tmp_path: Any) -> None:
     async with opened(f"sqlite:///{tmp_path}/state.db") as session, connected() as client:
         async with serving(session) as served:
-            await client.request("db.kv.a.lock", b'{"name":"n","ttl":60}', timeout=30)
+            await client.request("db.kv.a.lock", b'{"name":"n","ttl":60}', timeout=120)
             waiting = asyncio.ensure_future(
                 client.request("db.kv.a.lock", b'{"name":"n","ttl":60,"wait":29}', timeout=60)
             )
@@ -216,7 +216,7 @@ async def test_what_does_not_end_in_time_is_cut_off_and_told(tmp_path: Any, name
         row = OPERATIONS[name]._replace(run=stuck)
         served._endpoints[name] = Endpoint(row, row.request)
         body = b'{"key":"k","value":1,"request_id":"mine"}'
-        asked = [asyncio.ensure_future(client.request(f"db.kv.a.{name}", body, timeout=30)) for _ in range(3)]
+        asked = [asyncio.ensure_future(client.request(f"db.kv.a.{name}", body, timeout=120)) for _ in range(3)]
         await eventually(lambda: served._running == 3)
         await served.drain(within_s=0.1)
         done, silent = await asyncio.wait(asked, timeout=1, return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +233,7 @@ async def test_only_so_many_wait_for_locks(tmp_path: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(subjects, "LOCKS_WAITING_MAX", 0)
     async with opened("memory:") as session, serving(session), connected() as client:
-        reply = await client.request("db.kv.a.lock", b'{"name":"n","ttl":60,"wait":1}', timeout=30)
+        reply = await client.request("db.kv.a.lock", b'{"name":"n","ttl":60,"wait":1}', timeout=120)
 
     assert json.loads(reply.data)["error_code"] == "RATE_LIMITED"
 
@@ -243,7 +243,7 @@ async def test_a_server_can_begin_again_on_the_same_connection(tmp_path: Any) ->
         await served.drain()
         again = Subjects(served._desk, served._connection)
         await again.start()
-        reply = await client.request("db.kv.a.set", b'{"key":"k","value":1}', timeout=30)
+        reply = await client.request("db.kv.a.set", b'{"key":"k","value":1}', timeout=120)
         await again.drain()
 
     assert json.loads(reply.data) == {"success": True}
@@ -275,7 +275,7 @@ class Listener:
         self.subscription = await self._nats.client.subscribe(self.subject, cb=heard)
 
     async def hear(self) -> dict[str, Any]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while True:
                 document = await self.heard.get()
                 if document.get("op") != "heartbeat":

@@ -110,7 +110,7 @@ async def test_kv_cleanup_logging(sqlite_nats: Plugins, caplog: pytest.LogCaptur
         await sqlite_nats.ask("set", key=f"temp{number}", value=1, ttl=1)
     sqlite_nats.session.sweeper.start()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while "KV cleanup" not in caplog.text:
             sqlite_nats.turn(60)
             await asyncio.sleep(0.02)

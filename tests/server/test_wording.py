@@ -263,7 +263,7 @@ async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: s
         await server.http("GET", "/v1/shop/watch?after=0")
         await asyncio.sleep(2)
         await other.execute(f'ALTER TABLE "{schema}".away RENAME TO limpet_changes')
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             while True:
                 line = await anext(lines, "event: over")
                 server.answers.append(line)

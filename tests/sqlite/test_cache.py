@@ -55,7 +55,7 @@ from tests.sqlite.workers import await_moment, hear, in_child, say
 
 LONG = int(os.environ.get("LIMPET_CACHE_LONG", "1"))
 
-pytestmark = pytest.mark.timeout(120 * LONG)
+pytestmark = pytest.mark.timeout(600 * LONG)
 
 SEEING, BLIND = "seeing", "blind"
 
@@ -1704,7 +1704,7 @@ async def test_a_watch_goes_on_when_the_file_was_let_go_of(url: str, path: Path)
             await other.close()
             assert await store.get("key") == turn
 
-            event = await asyncio.wait_for(anext(watch), 5)
+            event = await asyncio.wait_for(anext(watch), 60)
             assert event.value == turn
 
 

@@ -85,7 +85,7 @@ async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has
     engine._queue = Queue(before=close)
 
     with pytest.raises(Closed):
-        await asyncio.wait_for(engine.commit("default", batch(put("key", 2))), 5)
+        await asyncio.wait_for(engine.commit("default", batch(put("key", 2))), 60)
     assert limpet_threads() <= before
 
 
@@ -97,7 +97,7 @@ async def test_whoever_waits_for_changes_is_told_of_the_close(engine: SqliteEngi
     await engine.close()
 
     with pytest.raises(Closed):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 60)
 
 
 def test_a_loop_that_vanished_with_a_waiter_harms_nobody_else(url: str, clock: limpet.ManualClock) -> None:

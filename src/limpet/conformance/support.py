@@ -18,7 +18,8 @@ from limpet.session import Session
 
 T = TypeVar("T")
 
-PATIENCE_S = 20.0
+# Less than the hub waits before it looks by itself: what is promised is a wake-up.
+PATIENCE_S = 28.0
 QUIET_S = 0.15
 
 

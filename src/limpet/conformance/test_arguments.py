@@ -20,7 +20,7 @@ from limpet.conformance.support import session_of
 from limpet.errors import LimpetError
 from limpet.model import Add, Batch, Commit, Guard, HeldBy, Put, Touch
 
-PATIENCE_S: Final = 20.0
+PATIENCE_S: Final = 120.0
 
 
 GOOD: Final[dict[str, object]] = {

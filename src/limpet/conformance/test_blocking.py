@@ -31,9 +31,10 @@ from limpet.errors import Closed, Compacted, Conflict, InvalidKey, LockHeld
 
 pytestmark = pytest.mark.face("sync")
 
-PATIENCE_S = 20.0
+# Less than the hub waits before it looks by itself: what is promised is a wake-up.
+PATIENCE_S = 28.0
 QUIET_S = 0.1
-CHILD_S = 45
+CHILD_S = 300
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ DAY_MS: Final = 86_400_000
 VALUE_BYTES_MAX: Final = 60
 
 # A difference is worth the time it takes to make it small.
-pytestmark = [pytest.mark.timeout(300 + EXAMPLES)] if find_spec("pytest_timeout") else []
+pytestmark = [pytest.mark.timeout(900 + EXAMPLES)] if find_spec("pytest_timeout") else []
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
