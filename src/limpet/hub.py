@@ -128,6 +128,9 @@ class Hub:
             except LimpetError as error:
                 self._finish(error)
                 return
+            if self._follower is not asyncio.current_task():
+                # Another has begun since, from elsewhere.
+                return
             if not is_same_history(feed.before, self._at, self.engine.traits):
                 self._finish(_other_history(self._head))
                 return
