@@ -138,14 +138,18 @@ class Hub:
                 await self.clock.sleep(RETRY_S)
                 continue
             except LimpetError as error:
-                self._note_failure()
-                self._finish(error)
+                if self._follower is asyncio.current_task():
+                    self._note_failure()
+                    self._finish(error)
                 return
             except Exception as error:
                 # Nobody may be left waiting for a task that has ended.
                 self._note_failure()
                 await self.clock.sleep(outage.failed(error))
                 continue
+            if self._follower is not asyncio.current_task():
+                # Another has begun since, from elsewhere.
+                return
             self.failing_since = None
             outage.over()
             if not is_same_history(feed.before, self._at, self.engine.traits):
