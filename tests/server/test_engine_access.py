@@ -281,6 +281,25 @@ async def test_a_change_names_its_cause_as_its_own_caller_gave_it(as_: As) -> No
     assert await owner.outcome("mine") is None
 
 
+@pytest.mark.parametrize("request_id", ["mine", "of/mine", None])
+async def test_a_watch_of_a_prefix_resumes_after_its_own_request(as_: As, request_id: str | None) -> None:
+    """Its cause is shown as it was given, and stored with the caller's name: the position is that of one change."""
+    alice = await as_("alice")
+    async with alice.watch("alice/*") as watch:
+        await alice.put("alice/3", "c", request_id=request_id)
+        position = (await next_event(watch)).position
+        await alice.put("alice/4", "d", request_id=None if request_id is None else f"{request_id} again")
+        assert (await next_event(watch)).key == "alice/4"
+
+    again = await as_("alice")
+    async with again.watch("alice/*", after=position) as watch:
+        assert (await next_event(watch)).key == "alice/4"
+        assert watch.position is not None
+        async with again.watch("alice/*", after=watch.position) as later:
+            await alice.put("alice/5", "e")
+            assert (await next_event(later)).key == "alice/5"
+
+
 async def test_a_request_id_of_ones_own_that_is_too_long_is_refused(as_: As) -> None:
     alice = await as_("alice")
     await alice.put("alice/3", "c", request_id="x" * (1024 - len("alice/")))
