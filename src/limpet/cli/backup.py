@@ -38,6 +38,15 @@ _TOOLS: Final = {
 }
 
 
+_skip_option = click.option(
+    "--skip",
+    type=click.IntRange(1, 2**40),
+    default=SKIP,
+    metavar="N",
+    help=f"Leave out this many revisions and some more, so that none is given again. [default: {SKIP:,}]",
+)
+
+
 @click.command(
     name="backup",
     cls=Command,
@@ -76,13 +85,7 @@ def backup_command(setup: Setup, file: Path, force: bool) -> None:
     ),
 )
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--skip",
-    type=click.IntRange(1, 2**40),
-    default=SKIP,
-    metavar="N",
-    help=f"Leave out this many revisions and some more, so that none is given again. [default: {SKIP:,}]",
-)
+@_skip_option
 @pass_setup
 def restore_command(setup: Setup, file: Path, skip: int) -> None:
     """Make a SQLite store from the backup FILE, in a new epoch.
@@ -114,13 +117,7 @@ def restore_command(setup: Setup, file: Path, skip: int) -> None:
     ),
 )
 @click.option("--raise", "raises", is_flag=True, help="Begin a new epoch.")
-@click.option(
-    "--skip",
-    type=click.IntRange(1, 2**40),
-    default=SKIP,
-    metavar="N",
-    help=f"Leave out this many revisions and some more, so that none is given again. [default: {SKIP:,}]",
-)
+@_skip_option
 @pass_setup
 def epoch_command(setup: Setup, raises: bool, skip: int) -> None:
     """Show the epoch of a store, or begin a new one.
