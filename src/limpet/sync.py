@@ -4,7 +4,9 @@ There is no second implementation. A verb here makes the coroutine of `limpet.st
 it to its end. Over an engine whose calls complete in place that needs no event loop at all:
 nothing in the coroutine ever suspends, so one `send` runs it in the caller's thread. Other
 engines, and everything that waits for news (watches, locks and their renewal, the sweeper),
-live on one loop in a thread of the store's own.
+live on one loop in a thread of the store's own. A function that a caller gives to a verb runs in
+the caller's thread all the same: on the loop it would hold up everybody, and could not call the
+store.
 """
 
 from __future__ import annotations
@@ -12,15 +14,17 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import functools
 import inspect
 import os
+import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from limpet import election as _election
 from limpet import hub as _hub
@@ -29,7 +33,7 @@ from limpet import record as _record
 from limpet import store as _store
 from limpet.batch import TTL, Fence, Fencing, Meta
 from limpet.batch import Draft as _Draft
-from limpet.clock import Clock, has_loop
+from limpet.clock import Clock, call_on, has_loop
 from limpet.errors import Closed, Conflict, Unavailable
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
@@ -79,9 +83,7 @@ class Runner:
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine on the loop and wait for it."""
-        if has_loop():
-            raise _would_block(work)
-        waiting = asyncio.run_coroutine_threadsafe(work, self._running_loop(work))
+        waiting = self._start(work)
         try:
             return waiting.result()
         except concurrent.futures.CancelledError:
@@ -91,6 +93,46 @@ class Runner:
             # An interrupt reached us, not the work.
             waiting.cancel()
             raise
+
+    def run_with(
+        self,
+        function: Callable[[Any], Any],
+        work: Callable[[Callable[[Any], Any] | Callable[[Any], Awaitable[Any]]], Coroutine[Any, Any, R]],
+    ) -> R:
+        """Run a coroutine that calls a plain function of the caller, which runs in this thread on every engine."""
+        if self.inline:
+            return self.run(work(function))
+        calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+
+        async def call(value: Any) -> Any:
+            loop = asyncio.get_running_loop()
+            made = _Call(value, contextvars.copy_context(), loop, loop.create_future())
+            calls.put(made)
+            result, error = await made.answer
+            if error is not None:
+                raise error
+            return result
+
+        waiting = self._start(work(call))
+        waiting.add_done_callback(lambda _: calls.put(None))
+        try:
+            while (made := calls.get()) is not None:
+                made.run(function)
+            return waiting.result()
+        except concurrent.futures.CancelledError:
+            if waiting.cancelled():
+                raise Closed from None
+            # The function itself has waited for something that was cancelled.
+            raise
+        except BaseException:
+            waiting.cancel()
+            raise
+
+    def _start(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
+        """Start a coroutine on the loop."""
+        if has_loop():
+            raise _would_block(work)
+        return asyncio.run_coroutine_threadsafe(work, self._running_loop(work))
 
     def _running_loop(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -127,6 +169,30 @@ class Runner:
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
+
+
+class _Call(NamedTuple):
+    """A call of a plain function that work on the loop waits for, while a thread waits for the work."""
+
+    value: Any
+    # What runs inside an update is known by its context.
+    context: contextvars.Context
+    loop: asyncio.AbstractEventLoop
+    answer: asyncio.Future[tuple[Any, Exception | None]]
+
+    def run(self, function: Callable[[Any], Any]) -> None:
+        """Call the function in this thread, and hand its result or its error over."""
+        result, raised = None, None
+        try:
+            result = self.context.run(function, self.value)
+        except Exception as error:
+            raised = error
+        call_on(self.loop, self._settle, (result, raised))
+
+    def _settle(self, outcome: tuple[Any, Exception | None]) -> None:
+        # Of work that was cancelled meanwhile, nothing waits for it.
+        if not self.answer.done():
+            self.answer.set_result(outcome)
 
 
 async def _wind_up() -> None:
@@ -231,7 +297,9 @@ class Store(Face):
         """Change a value by a plain function of the value found; see `limpet.Store.update`."""
         if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
             raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
-        return self._runner.run(self._twin.update(key, plain(change), ttl=ttl, fence=fence, meta=meta))
+        return self._runner.run_with(
+            plain(change), lambda changed: self._twin.update(key, changed, ttl=ttl, fence=fence, meta=meta)
+        )
 
     def scan(
         self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None

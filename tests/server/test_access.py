@@ -448,7 +448,10 @@ async def test_where_the_log_was_trimmed_everything_is_loaded_again(
     caller = await known(tokens, issued)
 
     # The hub of this process follows no more, as when the log was trimmed behind it.
-    own._session.hub(OWN_NAMESPACE)._finish(limpet.errors.Compacted("it was trimmed"))
+    hub = own._session.hub(OWN_NAMESPACE)
+    assert hub._follower is not None
+    hub._follower.cancel()
+    hub._finish(limpet.errors.Compacted("it was trimmed"))
     await revoke_token(own, issued.id)
     await until(lambda: clock.sleepers >= 2)
     clock.advance(access.RETRY_S)

@@ -22,6 +22,7 @@ import limpet
 from limpet import ManualClock
 from limpet.engines import http_wire as wire
 from limpet.errors import LimpetError, PermissionDenied
+from limpet.faces.semantic import SemanticStore
 from limpet.keys import Span
 from limpet.model import Add, Batch, Delete, FieldEquals, Guard, Patch, Put, Touch, Version
 from limpet.server import events
@@ -55,6 +56,8 @@ class Blind:
 PIN = 4711
 SECRETS = (PIN, 4712)
 ENVELOPE = "tenant/a/project/b/flag"
+COPIED = "tenant/a/project/b/lasting"
+LASTING: dict[str, Any] = {"purpose": "feature_flag", "ttlSeconds": 1000}
 
 
 async def filled(secret: int) -> Session:
@@ -69,6 +72,8 @@ async def filled(secret: int) -> Session:
     await store.take("gone", request_id="taken")
     await store.put(ENVELOPE, {"pin": secret}, meta={"semantics": {"purpose": "feature_flag"}})
     await store.batch(request_id="added").add("n", secret).commit()
+    kept = SemanticStore(store)
+    await kept.kv_put(COPIED, {"pin": secret}, writer="a:b", semantics=LASTING, expected_version=0, request_id="kept")
     return session
 
 
@@ -77,6 +82,8 @@ OF_RECORD: dict[str, Any] = {"field": "pin", "equals": PIN}
 SEMANTIC: dict[str, Any] = {"lastWriter": "a:b"}
 KV_ITEMS_BY: dict[str, Any] = {"lastWriter": "a:b", "requestId": "mine"}
 KV_PUT: dict[str, Any] = {"value": {"pin": PIN}, "semantics": {"purpose": "feature_flag"}}
+KV_REPEATED: dict[str, Any] = {"value": {"pin": PIN}, "semantics": LASTING, "expectedVersion": 0, "requestId": "kept"}
+KV_REPEATED |= SEMANTIC
 ASKED: list[tuple[str, dict[str, Any]]] = [
     ("get", {"key": "pin"}),
     ("set", {"key": "pin", "value": PIN, "request_id": "first"}),
@@ -128,6 +135,8 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("kv_get", {"key": ENVELOPE}),
     ("kv_put", {"key": ENVELOPE, **KV_PUT, **SEMANTIC, "expectedVersion": 9, "requestId": "mine"}),
     ("kv_put", {"key": ENVELOPE, **KV_PUT, **SEMANTIC, "requestId": "first"}),
+    ("kv_put", {"key": COPIED, **KV_REPEATED}),
+    ("kv_batch", {"items": [{"op": "put", "key": COPIED, **KV_PUT}], **SEMANTIC, "requestId": "kept"}),
     ("kv_delete", {"key": ENVELOPE, **SEMANTIC, "expectedVersion": 9, "requestId": "mine"}),
     ("kv_list", {"prefix": "tenant/a/"}),
     (
@@ -186,6 +195,12 @@ BATCHES = {
     "a put that is looked for in the log": guarded(Put("pin", b"1"), request_id="first", retry_since=0),
     "a put for what was taken": guarded(Put("gone", b"1"), request_id="taken", retry_since=0),
     "a touch for what was put": guarded(Touch("pin", 1), request_id="first", retry_since=0),
+    "a touch of a copy": guarded(Touch(f"live/{COPIED}", 5000, family="ghost")),
+    "a touch of a copy, under a known id": guarded(
+        Touch(f"live/{COPIED}", 5000, family="ghost"), request_id="kept", retry_since=0
+    ),
+    "a delete of a copy": guarded(Delete(f"live/{COPIED}", family="ghost")),
+    "a take of a copy": guarded(Delete(f"live/{COPIED}", take=True, family="ghost")),
     "a delete for what was taken": guarded(Delete("gone"), request_id="taken", retry_since=0),
 }
 

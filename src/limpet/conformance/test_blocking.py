@@ -451,21 +451,61 @@ def test_threads_that_update_one_key_all_succeed(blocking: sync.Store) -> None:
 
 
 def test_an_update_inside_an_update_of_the_same_key_does_not_wait_for_it(blocking: sync.Store) -> None:
-    """The function of `update` may itself update the same key, or wait for another caller that does.
-
-    Where the engine answers in place; elsewhere the function runs on the loop and may not call the store.
-    """
+    """The function of `update` may itself update the same key, or wait for another caller that does."""
     calls: list[object] = []
 
     def outer(found: int | None) -> int:
         calls.append(found)
-        if len(calls) == 1 and blocking.traits.inline:
+        if len(calls) == 1:
             blocking.update("n", lambda found: (found or 0) + 1)
         return (found or 0) + 10
 
     blocking.update("n", outer)
 
-    assert blocking.get("n") == (11 if blocking.traits.inline else 10)
+    assert calls == [None, 1]
+    assert blocking.get("n") == 11
+
+
+def test_the_function_of_an_update_may_wait_for_another_thread(blocking: sync.Store) -> None:
+    """The function of `update` may itself update the same key, or wait for another caller that does."""
+    calls: list[object] = []
+
+    def outer(found: int | None) -> int:
+        calls.append(found)
+        if len(calls) == 1:
+            in_threads(1, lambda _: blocking.update("n", lambda found: (found or 0) + 1))
+        return (found or 0) + 10
+
+    in_threads(1, lambda _: blocking.update("n", outer))
+
+    assert blocking.get("n") == 11
+
+
+def test_a_function_that_takes_long_holds_up_no_other_thread(blocking: sync.Store) -> None:
+    """A function that is given to a verb runs in the thread that called it, and holds up no other."""
+    began, go_on = threading.Event(), threading.Event()
+    threads: list[int] = []
+
+    def slowly(found: object) -> str:
+        threads.append(threading.get_ident())
+        began.set()
+        assert go_on.wait(PATIENCE_S)
+        return "late"
+
+    def work(number: int) -> None:
+        if number == 0:
+            blocking.update("slow", slowly)
+            assert threads == [threading.get_ident()]
+            return
+        assert began.wait(PATIENCE_S)
+        blocking.put("quick", 1)
+        with blocking.lock("job", ttl=60):
+            assert blocking.get("quick") == 1
+        go_on.set()
+
+    in_threads(2, work)
+
+    assert blocking.get("slow") == "late"
 
 
 def test_threads_that_wait_for_a_lock_get_it_in_order(blocking: sync.Store) -> None:

@@ -6,7 +6,6 @@ store. What holds a lock meanwhile (sealing, verifying, pruning) runs on the loo
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import random
@@ -16,7 +15,7 @@ from typing import Any, Self
 
 from limpet import sync
 from limpet.batch import Fence, Fencing
-from limpet.clock import Clock, has_loop
+from limpet.clock import Clock
 from limpet.errors import Closed, InvalidValue
 from limpet.faces import deadletters as _deadletters
 from limpet.faces import semantic as _semantic
@@ -103,19 +102,13 @@ class SemanticStore(Face):
     ) -> Envelope | None:
         """Change a key by a plain function of what is there; see `limpet.faces.semantic.SemanticStore.advance`.
 
-        The function may use the store. Where the engine does not answer in place, it runs in another thread.
+        The function runs in this thread, and may use the store.
         """
         if inspect.iscoroutinefunction(change):
             raise TypeError("a blocking store advances by a plain function, and this one is async")
-        held_to = plain(change)
-
-        async def changed(found: Envelope | None) -> dict[str, Any] | None:
-            # On the loop it would hold up everybody, and could not call the store.
-            made: dict[str, Any] | None = await asyncio.to_thread(held_to, found) if has_loop() else held_to(found)
-            return made
-
-        return self._runner.run(
-            self._twin.advance(
+        return self._runner.run_with(
+            plain(change),
+            lambda changed: self._twin.advance(
                 key,
                 changed,
                 writer=writer,
@@ -124,7 +117,7 @@ class SemanticStore(Face):
                 spec_ref=spec_ref,
                 held=held,
                 fence=fence,
-            )
+            ),
         )
 
     def watch(self, prefix: str, *, initial: bool = True) -> Watch:

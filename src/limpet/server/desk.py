@@ -167,19 +167,21 @@ class Desk:
             await gate.check(store, operation, asked)
         if namespace not in self._noted and operation.right_for(asked) != "read":
             await self._note(namespace)
-        session = self.session_of(caller, namespace)
+        # A semantic write compares what it was sent with its receipt. That of another caller would tell of its value.
+        session = self.session_of(caller, namespace, finds_others=not operation.is_semantic)
         return store if session is self._session else Store(session, namespace)
 
-    def session_of(self, caller: Caller, namespace: str) -> Session:
+    def session_of(self, caller: Caller, namespace: str, *, finds_others: bool = True) -> Session:
         """The session as a caller has it.
 
         Who sees and writes the whole namespace shares its request ids with everybody else who does. The ids of any
         other caller are its own: they cannot use up an id of others, nor tell whether a guess of what was sent under
-        one is right. A token keeps its name when it is rotated, and with it its ids.
+        one is right. A token keeps its name when it is rotated, and with it its ids. ``finds_others`` lets it find the
+        receipts of others by the ids that the log has.
         """
         if all(caller.may(namespace, right, _EVERYTHING) for right in _TO_SHARE_IDS):
             return self._session
-        return self._session.through(own_ids(self._session.engine, caller.name))
+        return self._session.through(own_ids(self._session.engine, caller.name, finds_others=finds_others))
 
     def refused(
         self,

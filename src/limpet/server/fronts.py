@@ -147,11 +147,13 @@ class OwnIds(_Front):
     Args:
         behind: The engine.
         name: The caller's name, which no other caller has.
+        finds_others: Whether the receipt of another caller is found, by the id as the log has it.
     """
 
-    def __init__(self, behind: Engine, name: str) -> None:
+    def __init__(self, behind: Engine, name: str, *, finds_others: bool = True) -> None:
         super().__init__(behind)
         self._prefix = name + _SEPARATOR
+        self._finds_others = finds_others
 
     def given(self, request_id: str | None) -> str | None:
         """An id from the log as the caller gave it; that of another caller as it is."""
@@ -162,11 +164,12 @@ class OwnIds(_Front):
         if family != "receipt" or not keys:
             return await super().read(namespace, keys, family=family)
         named = [self._prefix + key for key in keys if self._fits(key)]
-        entries = await super().read(namespace, [*named, *keys], family=family)
-        found = dict(zip([*named, *keys], entries, strict=True))
+        if self._finds_others:
+            named += keys
+        found = dict(zip(named, await super().read(namespace, named, family=family), strict=True)) if named else {}
         own = [found.get(self._prefix + key) for key in keys]
         return [
-            found[key] if mine is None else msgspec.structs.replace(mine, key=key)
+            found.get(key) if mine is None else msgspec.structs.replace(mine, key=key)
             for key, mine in zip(keys, own, strict=True)
         ]
 
@@ -222,6 +225,7 @@ def put_boundary(session: Session) -> Session:
     return session
 
 
-def own_ids(engine: Engine, name: str) -> OwnIds:
-    """The engine as the caller of this name has it."""
-    return _IndexedOwnIds(engine, name) if isinstance(engine, Indexing) else OwnIds(engine, name)
+def own_ids(engine: Engine, name: str, *, finds_others: bool = True) -> OwnIds:
+    """The engine as the caller of this name has it. See `OwnIds`."""
+    kind = _IndexedOwnIds if isinstance(engine, Indexing) else OwnIds
+    return kind(engine, name, finds_others=finds_others)

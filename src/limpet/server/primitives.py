@@ -512,7 +512,7 @@ def _concealed(visit: _Visit, batch: Batch, outcome: Commit | Refusal) -> Commit
             return outcome
         return msgspec.structs.replace(outcome, found=found.without_value())
     entries = tuple(
-        entry.without_value() if entry is not None and write.family == "data" and not _may_have(visit, write) else entry
+        entry.without_value() if entry is not None and write.family != "lock" and not _may_have(visit, write) else entry
         for entry, write in zip(outcome.entries, batch.writes, strict=True)
     )
     ended = tuple(
