@@ -156,8 +156,8 @@ def check_filter(where: object) -> Filter:
         wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
         if not wanted or count > OPERANDS_MAX:
             raise InvalidValue(
-                f"a test of field {test.name!r} compares with {count} values: 'in' and 'not_in' take up to "
-                f"{OPERANDS_MAX:,}, 'exists' none and every other comparison one"
+                f"a test of field {test.name!r} compares with {count:,} values: 'in' and 'not_in' take up to "
+                f"{OPERANDS_MAX:,} values, 'exists' none and every other comparison one"
             )
         for operand in test.operands:
             _check_encoded(test.name, operand)

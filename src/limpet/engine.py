@@ -539,6 +539,7 @@ def not_committed(batch: Batch, error: Exception) -> LimpetError:
     """
     meaning = error.meaning if isinstance(error, Undone) else error
     if isinstance(meaning, LimpetError):
+        meaning.__cause__ = meaning.__cause__ or error.__cause__
         return meaning
     named = [one.key for one in (*batch.writes, *batch.guards) if isinstance(one, _NAMING)]
     about = f"the batch on {named[0]!r}" if named else "the batch"

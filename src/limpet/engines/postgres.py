@@ -41,7 +41,6 @@ from limpet.errors import (
     InvalidValue,
     LimpetError,
     PermissionDenied,
-    RequestError,
     Unavailable,
 )
 from limpet.index import CANDIDATES_MAX, Sought
@@ -473,22 +472,6 @@ class PostgresEngine(Remote):
     # Committing ---------------------------------------------------------------
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
-        try:
-            return await self._commit_together(namespace, group, since)
-        except RequestError:
-            if len(group) == 1:
-                raise
-        # The database refuses one of them, by a constraint or a trigger that is not ours, and nothing was done. The
-        # others are not to suffer for it.
-        outcomes: list[Outcome] = []
-        for ticket in group:
-            try:
-                outcomes += await self._commit_together(namespace, [ticket], since)
-            except Exception as error:
-                outcomes.append(error)
-        return outcomes
-
-    async def _commit_together(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         puts = _plain_puts(group)
         if puts is not None or _is_ordinary(group):
             return await self._commit_ordinary(namespace, group, puts, since)

@@ -172,7 +172,11 @@ def _level_of(call: Call, error: Exception) -> int:
 def _reason(error: Exception) -> str:
     """Why a request failed: in words where they are ours, and otherwise by the kinds of the errors."""
     is_ours = isinstance(error, RequestError | StateError | TransientError | Public) and status_of(error) < 500
-    return _cut(str(error)) if is_ours else reason_of(error)
+    if not is_ours:
+        return reason_of(error)
+    # What an engine refuses is told in words that fit every case. Its kind tells more.
+    behind = f" ({reason_of(error.__cause__)})" if isinstance(error.__cause__, LimpetError) else ""
+    return _cut(str(error)) + behind
 
 
 def _waited_s(call: Call) -> float:

@@ -31,7 +31,7 @@ _TEXTS: Final[dict[type[LimpetError], str]] = {
     Closed: "the server is stopping; try again later",
     RateLimited: "the store takes no more for now; try again later",
     PermissionDenied: "the store does not allow the server to do this; its operator must look into it",
-    InvalidValue: "the store cannot do this",
+    InvalidValue: "the database behind the store refuses this; its operator can tell why",
     Compacted: "cannot watch from there: the log does not hold this position. Start again with initial=True",
 }
 # Kinds that say nothing but what an engine says, wherever they were raised.
