@@ -211,12 +211,22 @@ def _check_encoded(key: str, encoded: object) -> None:
         raise InvalidValue(
             f"what is stored for {key!r} is encoded bytes, not something of type {type(encoded).__name__}"
         )
+    if encoded[0] != 0 and not _is_text(encoded):
+        raise InvalidValue(f"what is stored for {key!r} is neither raw bytes, which begin with zero, nor JSON in UTF-8")
+
+
+def _is_text(encoded: bytes) -> bool:
+    try:
+        encoded.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _check_meta(key: str, meta_json: object) -> None:
     if meta_json is None or meta_json is KEEP:
         return
-    if type(meta_json) is not bytes or meta_json[:1] != b"{":
+    if type(meta_json) is not bytes or meta_json[:1] != b"{" or not _is_text(meta_json):
         raise InvalidValue(f"meta for {key!r} is a JSON object")
     if len(meta_json) > META_BYTES_MAX:
         raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")

@@ -19,7 +19,7 @@ import limpet
 import limpet.sync
 from limpet.engines import sqlite
 from limpet.engines.sqlite import SqliteEngine
-from limpet.errors import InvalidValue
+from limpet.errors import Corrupt, InvalidValue
 from limpet.keys import prefix_span
 from limpet.model import Commit
 from limpet.schema import ddl
@@ -495,3 +495,24 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
 
     assert isinstance(outcome, Commit)
     assert ask(overtaken) == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "CREATE TABLE limpet_entries (mine)",
+        "CREATE VIEW limpet_changes AS SELECT 1",
+        "CREATE TABLE mine (a); CREATE INDEX limpet_namespaces ON mine (a)",
+    ],
+)
+async def test_a_file_in_which_a_name_is_taken_is_refused_for_good(tmp_path: Path, sql: str) -> None:
+    """Trying again would not help, so nobody is told that it would."""
+    with contextlib.closing(sqlite3.connect(tmp_path / "app.db")) as others:
+        others.execute("PRAGMA journal_mode = WAL")
+        others.executescript(sql)
+
+    with pytest.raises(Corrupt, match=r"app\.db cannot hold the tables of a store: .*limpet_"):
+        await limpet.open(f"sqlite:///{tmp_path}/app.db")
+
+    with contextlib.closing(sqlite3.connect(tmp_path / "app.db")) as others:
+        assert others.execute("SELECT count(*) FROM sqlite_master WHERE name = 'limpet_store'").fetchone() == (0,)

@@ -123,6 +123,9 @@ ODD: Final[list[object]] = [
     limpet.equals(1),
     Put("k", b"1"),
     Put("k", b""),
+    Put("k", b"\xff"),
+    Put("k", {"a": b"\xff"}),
+    Put("k", b"1", None, b"{\xff"),
     Put("k", 5),  # type: ignore[arg-type]
     Put(5, b"1"),  # type: ignore[arg-type]
     Put("k", b"1", "x"),  # type: ignore[arg-type]

@@ -819,6 +819,9 @@ class SqliteEngine:
                 writer.execute("COMMIT")
             except sqlite3.Error as error:
                 self._abandon()
+                if _code(error) == "SQLITE_ERROR":
+                    # Waiting frees no name that something else in the file has.
+                    raise Corrupt(f"{self._path} cannot hold the tables of a store: {error}") from error
                 raise self._translated(error) from error
         return revision, identity
 
