@@ -322,7 +322,12 @@ async def test_a_semantic_write_may_be_repeated_through_a_server(prefix: str, la
 
         async def put(number: int, *, expected: int, request_id: str) -> tuple[int, bool]:
             envelope = await kept.kv_put(
-                key, {"number": number}, writer="a:b", semantics=semantics, expected_version=expected, request_id=request_id
+                key,
+                {"number": number},
+                writer="a:b",
+                semantics=semantics,
+                expected_version=expected,
+                request_id=request_id,
             )
             return envelope.version, envelope.replayed
 
