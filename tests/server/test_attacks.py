@@ -245,3 +245,22 @@ def test_large_scans_side_by_side_take_little_memory(url: str) -> None:
             assert [len(one.result()) for one in reading] == [150] * 4
 
     assert highest - before < 100_000_000
+
+
+def test_an_answer_that_nobody_takes_is_no_traceback_when_the_server_ends(url: str) -> None:
+    with limpet.sync.open(url) as store:
+        for number in range(10):
+            store.put(f"large/{number}", "x" * 990_000)
+
+    with serving(url, *HTTP) as server, contextlib.ExitStack() as callers:
+        for _ in range(3):
+            caller = callers.enter_context(connect(server))
+            # More than the system keeps for a caller that does not read.
+            caller.sendall(b"GET /v1/default/scan?prefix=large/ HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8)
+            assert caller.recv(1) == b"H"
+        server.process.terminate()
+        code, said = server.ended()
+
+    assert code == 0
+    assert "Traceback" not in said
+    assert said.count("Server stopped") == 1

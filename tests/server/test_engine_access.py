@@ -24,6 +24,7 @@ from limpet.errors import (
     RateLimited,
     ValueTooLarge,
 )
+from limpet.faces.semantic import SemanticStore, VersionConflict
 from limpet.keys import Span, prefix_span
 from limpet.model import (
     Batch,
@@ -326,6 +327,36 @@ async def test_a_repeated_request_tells_nothing_to_who_may_not_see_values(as_: A
     assert isinstance(outcome, limpet.model.Commit)
     assert outcome.ended == (None,)
     assert HIDDEN not in repr(outcome).encode()
+
+
+@pytest.mark.parametrize("prefix", ["", "tenant/a/"])
+@pytest.mark.parametrize("lasting", [{}, {"ttlSeconds": 1000}])
+async def test_a_semantic_write_may_be_repeated_through_a_server(prefix: str, lasting: dict[str, int]) -> None:
+    """Also after another write; and a token for a prefix is told its outcome, whose receipt names a copy as well."""
+    key = "tenant/a/project/b/flag"
+    semantics = {"purpose": "feature_flag", **lasting}
+    guests = Guests(Somebody("app", Scope("trivia", prefix, "read reveal write")))
+    async with running(guests) as server, limpet.open(server.as_("app"), namespace="trivia", sweep=False) as store:
+        kept = SemanticStore(store)
+
+        async def put(number: int, *, expected: int, request_id: str) -> tuple[int, bool]:
+            envelope = await kept.kv_put(
+                key,
+                {"number": number},
+                writer="a:b",
+                semantics=semantics,
+                expected_version=expected,
+                request_id=request_id,
+            )
+            return envelope.version, envelope.replayed
+
+        assert await put(1, expected=0, request_id="first") == (1, False)
+        assert await put(1, expected=0, request_id="first") == (1, True)
+        assert await put(2, expected=1, request_id="second") == (2, False)
+        assert await put(1, expected=0, request_id="first") == (1, True)
+        with pytest.raises(VersionConflict, match="used before for another request"):
+            await put(3, expected=2, request_id="first")
+        assert await store.outcome("second") is not None
 
 
 GUESSES = {

@@ -586,7 +586,11 @@ class Doorway:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        host = headers.get("Host", "")
+        named = headers.getlist("Host")
+        if len(named) > 1:
+            # A proxy in front may go by another of them than we do (RFC 9112, section 3.2).
+            raise Problem(400, "invalid_request", "a request has one Host")
+        host = named[0] if named else ""
         if self._hosts and not is_known(name := host_name(host), self._hosts):
             shown = _shown_host(name)
             raise Problem(421, "misdirected", f"this server is not called {shown!r}: start it with --host {shown}")

@@ -113,11 +113,14 @@ def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batc
 
 
 def _digest(batch: Batch) -> bytes:
-    """What was asked, as a hash of our own: a receipt answers whoever can name it, so nobody may make it up."""
+    """The caller's digest, and behind it a hash of our own: a receipt answers a request, so none may be made up.
+
+    The caller's comes first because a semantic store knows its request again by it, see `limpet.faces.semantic`.
+    """
     if batch.receipt_ms is None:
         return b""
     asked = digest_of(batch.guards, batch.writes)
-    return hashlib.blake2b(asked + batch.digest, digest_size=16).digest()
+    return batch.digest + hashlib.blake2b(asked + batch.digest, digest_size=16).digest()
 
 
 def _check_counts(batch: Batch) -> None:

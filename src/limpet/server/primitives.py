@@ -220,8 +220,19 @@ class _Counter:
         reveals = asked.family != "lock"
         entries = await self._run(visit, self._reading("read", self._do_read, reach, reveals=reveals), asked)
         if asked.family == "receipt" and not visit.sees_all:
-            return [None if entry is None or not _is_own(visit, entry) else entry for entry in entries]
+            own = await self._own_receipts(visit, asked.keys)
+            return [
+                entry if entry is not None and _is_for(visit, entry, is_own=mine) else None
+                for entry, mine in zip(entries, own, strict=True)
+            ]
         return entries
+
+    async def _own_receipts(self, visit: _Visit, keys: Sequence[str]) -> list[bool]:
+        """Which of these request ids the caller has used itself."""
+        if not keys:
+            return []
+        engine = self._desk.session_of(visit.caller, visit.namespace, finds_others=False).engine
+        return [entry is not None for entry in await engine.read(visit.namespace, keys, family="receipt")]
 
     async def _do_read(self, store: Store, asked: Primitive) -> dict[str, Any]:
         what: wire.Read = asked.what
@@ -530,10 +541,17 @@ def _is_seen(visit: _Visit, change: Change) -> bool:
     return visit.sees_in(change.family, change.key, with_value=change.family != "lock")
 
 
-def _is_own(visit: _Visit, receipt: Entry) -> bool:
-    """Whether a receipt tells of nothing that the caller may not see."""
+def _is_for(visit: _Visit, receipt: Entry, *, is_own: bool) -> bool:
+    """Whether a receipt tells of nothing that the caller may not see.
+
+    Entries in a receipt have no family. What a caller has written itself may be the copy of a key that it sees.
+    """
     commit = read_receipt(receipt).commit
-    return all(visit.sees(entry.key) for entry in (*commit.entries, *commit.ended) if entry is not None)
+    return all(
+        visit.sees(entry.key) or (is_own and visit.sees_in("ghost", entry.key))
+        for entry in (*commit.entries, *commit.ended)
+        if entry is not None
+    )
 
 
 # Pages --------------------------------------------------------------------------

@@ -203,6 +203,7 @@ class Service:
                 except OSError as error:
                     files = f"{self.settings.certificate} and {self.settings.certificate_key}"
                     raise InvalidValue(f"cannot use {files} for TLS: {error.strerror or error}") from error
+                logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
                 server = Server(config)
                 scheme = "https" if self.settings.certificate else "http"
                 found = Place(place.host, listening.getsockname()[1])
@@ -275,6 +276,15 @@ def _audit_of(settings: Settings) -> Audit | None:
     if audit is None:
         raise InvalidValue("--audit takes keys: set LIMPET_AUDIT_KEYS, or name a file by LIMPET_AUDIT_KEYS_FILE")
     return audit
+
+
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's log may pass: each answer that nobody takes until the end is one with a traceback.
+
+    How many there were it says in a line of its own.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
 
 
 class _Nobody:
