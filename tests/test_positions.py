@@ -143,3 +143,34 @@ async def test_a_watch_behind_the_hub_is_told_too() -> None:
 
             with pytest.raises(Compacted, match="another history"):
                 await until(slow, "k3999")
+
+
+async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -> None:
+    """Who leads now can be read, whatever the log can tell of what came in between."""
+    name, clock = "memory:put-back-observed", limpet.ManualClock()
+    async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
+        await writer.put("a", 1)
+        place = memory._shared["put-back-observed"]
+        observed = store.election("nightly", ttl=60).observe()
+        assert await anext(observed) is None
+        changed = asyncio.ensure_future(anext(observed))
+        await writer.put("b", 1)
+        await asyncio.sleep(0.01)
+        with place.lock:
+            space = place.spaces[store.name]
+            space.revision = space.log[0].revision
+            del space.log[1:]
+        clock.advance(1)
+        await writer.put("c", 1)
+        await writer.put("d", 1)
+        await asyncio.sleep(0.01)
+        lead = await writer.election("nightly", ttl=60, candidate="somebody").campaign()
+
+        async with asyncio.timeout(120):
+            while not changed.done():
+                clock.advance(1)
+                await asyncio.sleep(0.01)
+        leader = await changed
+        assert leader is not None
+        assert (leader.holder, leader.token) == ("somebody", lead.token)
+        await lead.resign()

@@ -16,8 +16,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from limpet.batch import Fence
-from limpet.errors import Closed, InvalidValue, LockExpired
-from limpet.lock import Lock, LockInfo, lock_info
+from limpet.errors import Closed, Compacted, InvalidValue, LockExpired
+from limpet.lock import RETRY_S, Lock, LockInfo, lock_info
 
 if TYPE_CHECKING:
     from limpet.session import Session
@@ -110,6 +110,15 @@ class Election:
 
     async def _next_after(self, known: LockInfo | None) -> LockInfo | None:
         """Wait until somebody else leads than the one known."""
+        while True:
+            try:
+                return await self._follow(known)
+            except Compacted:
+                # The log cannot tell what came in between, as after a restored backup. Who leads now can be read.
+                await self._session.clock.sleep(RETRY_S)
+
+    async def _follow(self, known: LockInfo | None) -> LockInfo | None:
+        """Follow the log from now on until somebody else leads than the one known."""
         hub = self._session.hub(self._namespace)
         after = (await hub.join()).revision
         try:

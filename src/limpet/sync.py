@@ -113,19 +113,22 @@ class Runner:
                 raise error
             return result
 
-        waiting = self._start(work(call))
-        waiting.add_done_callback(lambda _: calls.put(None))
+        waiting: concurrent.futures.Future[R] | None = None
         try:
+            waiting = self._start(work(call))
+            waiting.add_done_callback(lambda _: calls.put(None))
             while (made := calls.get()) is not None:
                 made.run(function)
             return waiting.result()
         except concurrent.futures.CancelledError:
-            if waiting.cancelled():
+            if waiting is not None and waiting.cancelled():
                 raise Closed from None
             # The function itself has waited for something that was cancelled.
             raise
         except BaseException:
-            waiting.cancel()
+            # The work would wait for an answer that nobody gives any more.
+            if waiting is not None:
+                waiting.cancel()
             raise
 
     def _start(self, work: Coroutine[Any, Any, R]) -> concurrent.futures.Future[R]:
