@@ -27,7 +27,7 @@ from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
 from limpet.server.semantics import Kept
-from limpet.server.settings import Place, Settings
+from limpet.server.settings import CONNECTIONS, Place, Settings
 from limpet.session import Session
 from limpet.store import open_session
 
@@ -318,7 +318,9 @@ def _connections_max(wanted: int) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = wanted if files == resource.RLIM_INFINITY else max(1, files - FILES_KEPT)
     if room < wanted:
-        log.warning("HTTP: up to %d connections and not %d, because %d files may be open", room, wanted, files)
+        # Whoever asked for more should know; what is left of the default is enough for most.
+        level = logging.INFO if wanted == CONNECTIONS else logging.WARNING
+        log.log(level, "HTTP: up to %d connections and not %d, because %d files may be open", room, wanted, files)
     return min(wanted, room)
 
 
