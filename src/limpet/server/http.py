@@ -80,8 +80,6 @@ from limpet.server.problems import Problem, problem_response
 __all__ = ["BODY_BYTES_MAX", "make_app", "streams_of"]
 
 BODY_BYTES_MAX: Final = 5_000_000
-# Load balancers ask by any name or none, and what these answer is no secret.
-PROBES: Final = ("/healthz", "/readyz")
 BODIES_BYTES_MAX: Final = 64_000_000
 
 SPACE: Final = "/v1/{namespace}"
@@ -593,8 +591,7 @@ class Doorway:
             # A proxy in front may go by another of them than we do (RFC 9112, section 3.2).
             raise Problem(400, "invalid_request", "a request has one Host")
         host = named[0] if named else ""
-        is_probe = scope["path"] in PROBES and scope["method"] in SAFE
-        if self._hosts and not is_probe and not is_known(name := host_name(host), self._hosts):
+        if self._hosts and not is_known(name := host_name(host), self._hosts):
             shown = _shown_host(name)
             raise Problem(421, "misdirected", f"this server is not called {shown!r}: start it with --host {shown}")
         if scope["method"] not in SAFE and _is_of_another_origin(headers, host):
