@@ -52,7 +52,7 @@ from tests.server.engine_support import Behind
 PLANTED = "S3CRETplanted"
 ADDRESS = "postgresql://limpet@db.internal:5439/state"
 SAID = f"{ADDRESS}: /var/lib/limpet/state.db: DETAIL: Failing row contains ({PLANTED})"
-GIVEN_AWAY = (PLANTED, "db.internal", "5439", "/var/lib", "DETAIL", "state.db")
+GIVEN_AWAY = (PLANTED, "db.internal", ":5439", "/var/lib", "DETAIL", "state.db")
 
 
 def made(kind: type[LimpetError]) -> LimpetError:
