@@ -16,7 +16,7 @@ import coverage
 import pytest
 
 from limpet.conformance.plugin import ENGINES, TARGET
-from limpet.sealing import new_key
+from limpet.encryption.keyring import new_key
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
 REDIS = "LIMPET_TEST_REDIS"
@@ -249,7 +249,7 @@ def _let_redis_be_turned() -> None:
     """Have the script ask a key for the time first, where the tests have set it."""
     import hashlib
 
-    from limpet.engines import redis
+    from limpet.engines.redis import engine as redis
 
     text, _ = redis.script()
     begin = b"local function now_ms()\n"
@@ -266,7 +266,7 @@ _nats_clocks: dict[str, int | None] = {}
 
 def _let_nats_be_turned() -> None:
     """Have the engine take the time of the tests for the server's, where they have set it."""
-    from limpet.engines.nats_space import Space
+    from limpet.engines.nats.stream import Space
 
     told = Space._server_ms
 

@@ -96,7 +96,7 @@ class ByHand(LimpetNats):
         engine: Any = self.store._session.engine
         self._link = await engine.link()
         self._subject = engine._spaces["by-hand"].space.subjects.of
-        self._number = load("limpet.engines.nats_space").number_of
+        self._number = load("limpet.engines.nats.stream").number_of
         self._last: dict[str, int] = {}
 
     async def put(self, key: str, value: Any) -> None:
@@ -106,7 +106,7 @@ class ByHand(LimpetNats):
             try:
                 self._last[key] = await self._number(self._link.ask(self._subject(("data", key)), encode(value), head))
                 return
-            except load("limpet.engines.nats_space").TooLate:
+            except load("limpet.engines.nats.stream").TooLate:
                 await asyncio.sleep(0)
 
     async def guarded(self, key: str, value: Any) -> None:

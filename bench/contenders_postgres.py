@@ -90,7 +90,7 @@ class ByHand(LimpetPostgres):
         engine: Any = self.store._session.engine
         self._engine = engine
         self._connection = await engine._connect()
-        postgres = load("limpet.engines.postgres")
+        postgres = load("limpet.engines.postgres.engine")
         self._statement, self._array = engine._sql(postgres._PUT), postgres._array
         self._names = itertools.count(1)
         self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []

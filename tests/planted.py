@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 
 from limpet import hub, model, transition
-from limpet.engines import memory, sqlite
+from limpet.engines import memory
+from limpet.engines.sqlite import engine as sqlite
 from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal
 
 # The suite is asked as this tree holds it: any name below may move with the code it breaks.

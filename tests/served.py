@@ -1,9 +1,9 @@
 """A Limpet server for tests: ``python -m tests.served PORT FOLDER``.
 
 The first step of a path is a place, made when somebody first asks for it: a store with a clock of its own, which
-``POST /place/turn`` sets. Everything else under it is what `limpet.server.primitives` serves, to anybody and with every
-right. A place whose name begins with ``file`` is a file in the folder, and there again after a restart. Others are
-memory: a file does not believe a clock that goes back, as it does from one test to the next.
+``POST /place/turn`` sets. Everything else under it is what `limpet.server.engine_routes` serves, to anybody and with
+every right. A place whose name begins with ``file`` is a file in the folder, and there again after a restart. Others
+are memory: a file does not believe a clock that goes back, as it does from one test to the next.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from limpet.clock import SystemClock
 from limpet.engines.memory import MemoryEngine
 from limpet.keys import Span
 from limpet.model import Window
-from limpet.server.desk import Desk
+from limpet.opening import open_session
+from limpet.server.dispatch import Desk
+from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
-from limpet.server.primitives import routes
-from limpet.store import open_session
 
 
 class Turned(SystemClock):

@@ -21,9 +21,11 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.conformance.support import count, in_line, session_of
-from limpet.engine import Budget, Engine, open_engine
+from limpet.engine import Engine
+from limpet.engines.budget import Budget
 from limpet.errors import Closed, LockHeld
 from limpet.model import Batch, Commit, Put
+from limpet.opening import open_engine
 from tests.sqlite.support import in_place
 
 T = TypeVar("T")

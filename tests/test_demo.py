@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-DEMO = [sys.executable, "-m", "limpet.demo"]
+DEMO = [sys.executable, "-m", "limpet.demo.acts"]
 PATIENCE_S = 120.0
 
 # What a spectator is told, act by act. Numbers that differ from run to run are left open.
@@ -113,7 +113,7 @@ def test_it_ends_when_told_to(folder: Path, sign: signal.Signals, moment: str) -
 
 
 def test_a_reader_who_leaves_ends_it_without_noise(folder: Path) -> None:
-    """``python -m limpet.demo | head -1``"""
+    """``python -m limpet.demo.acts | head -1``"""
     with running(folder, "--fast") as demo:
         read_until(demo, "Three workers")
         assert demo.stdout is not None

@@ -19,9 +19,12 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engine import Address, Bell, Budget, open_engine
+from limpet.engines.budget import Budget
 from limpet.engines.memory import MemoryEngine
+from limpet.engines.wakeup import Bell
 from limpet.errors import InvalidValue
+from limpet.opening import open_engine
+from limpet.urls import Address
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import VanishingLoop
 

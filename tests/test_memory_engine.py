@@ -14,12 +14,12 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engine import open_engine
 from limpet.engines import memory
 from limpet.engines.memory import MemoryEngine
 from limpet.errors import Closed, InvalidValue
 from limpet.keys import Span, prefix_span
 from limpet.model import Batch, Commit, Delete, Expire, Put, Touch, Window, Write
+from limpet.opening import open_engine
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Process, VanishingLoop, in_place
 

@@ -172,7 +172,7 @@ def test_nats_py_has_the_parts_that_are_used() -> None:
 
     client = Client()
     missing = [name for name in ("_ps", "_transport", "_server_info", "_inbox_prefix") if not hasattr(client, name)]
-    assert missing == [], "nats-py's Client lost parts that limpet.engines.nats_link uses"
+    assert missing == [], "nats-py's Client lost parts that limpet.engines.nats.connection uses"
     assert isinstance(client._ps, NatsParser), "nats-py no longer parses by Client._ps"
     assert inspect.iscoroutinefunction(NatsParser.parse), "nats-py's Parser.parse is no longer a coroutine"
     assert list(inspect.signature(NatsParser.parse).parameters) == ["self", "data"]
@@ -184,7 +184,7 @@ def test_redis_py_has_the_parts_that_are_used() -> None:
 
     connection = Connection()
     missing = [name for name in ("_reader", "_writer", "_parser") if not hasattr(connection, name)]
-    assert missing == [], "redis-py's Connection lost parts that limpet.engines.redis_line uses"
+    assert missing == [], "redis-py's Connection lost parts that limpet.engines.redis.connection uses"
     assert callable(connection._parser.parse_error), "redis-py's parser no longer has parse_error"
 
 

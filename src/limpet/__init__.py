@@ -4,12 +4,14 @@ One contract on every engine: versions and revisions, guards, atomic batches, re
 watch, fenced locks, safe retries. Start with `open`; `limpet.sync.open` is the same without await.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from limpet import errors, sync
-from limpet.batch import Draft, Fence, equals, field
 from limpet.clock import Clock, ManualClock, SystemClock
 from limpet.codec import Fields
+from limpet.draft import Draft, Fence, equals, field
 from limpet.election import Election
-from limpet.engine import new_request_id
 from limpet.errors import LimpetError
 from limpet.hub import Watch
 from limpet.lock import Lock, LockInfo
@@ -30,10 +32,13 @@ from limpet.model import (
     Version,
     Window,
 )
-from limpet.plugin import PluginClient
 from limpet.record import Record
-from limpet.sealing import Keyring
+from limpet.request_ids import new_request_id
 from limpet.store import Page, Store, open
+
+if TYPE_CHECKING:
+    from limpet.encryption.keyring import Keyring
+    from limpet.plugin.client import PluginClient
 
 __version__ = "0.1.0"
 
@@ -76,3 +81,13 @@ __all__ = [
     "open",
     "sync",
 ]
+
+_ON_DEMAND = {"Keyring": "limpet.encryption.keyring", "PluginClient": "limpet.plugin.client"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load what few programs use when it is first used, so that importing limpet stays light."""
+    if name not in _ON_DEMAND:
+        raise AttributeError(f"module 'limpet' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_ON_DEMAND[name]), name)
+    return found

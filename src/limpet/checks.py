@@ -1,6 +1,6 @@
 """What guards, writes and filters must be before an engine gets them, whoever made them.
 
-Most are made by `limpet.batch`, which encodes what it is given. Others are made by hand, or come over a wire. All pass
+Most are made by `limpet.draft`, which encodes what it is given. Others are made by hand, or come over a wire. All pass
 here: an engine commits the batches of many callers together, and what it cannot encode would fail them all. Names,
 types and ranges are checked, and the first thing that is wrong is raised; a message never holds a value. Whether
 encoded values are canonical is left to whoever cannot trust their origin.

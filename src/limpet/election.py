@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
-from limpet.batch import Fence
+from limpet.draft import Fence
 from limpet.errors import Closed, Compacted, InvalidValue, LockExpired
 from limpet.lock import RETRY_S, Lock, LockInfo, lock_info
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from limpet import codec
-from limpet.batch import Fence
 from limpet.checks import check_number
 from limpet.clock import check_wait, ttl_to_ms
+from limpet.draft import Fence
 from limpet.errors import (
     Ambiguous,
     BrokenError,

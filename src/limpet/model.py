@@ -644,3 +644,20 @@ class Filter(msgspec.Struct, frozen=True, gc=False):
         if len(self.tests) != 1 or test.comparison != "eq":
             raise InvalidValue("a guard on a field is one equality: limpet.field('state') == 'pending'")
         return FieldEquals(test.name, test.operands[0])
+
+
+class Resealed(msgspec.Struct, frozen=True):
+    """What a step of sealing anew did. Pass ``cursor`` as ``after`` to go on; None when it was the last."""
+
+    looked_at: int
+    resealed: int
+    cursor: str | None
+
+
+class Seals(msgspec.Struct, frozen=True):
+    """How much is sealed with a key: entries, and changes that are still in the log."""
+
+    key_id: str
+    is_current: bool
+    entries: int
+    changes: int

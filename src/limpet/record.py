@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, as_fields
 from limpet.codec import Fields
+from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, as_fields
 from limpet.errors import TypeMismatch
 from limpet.keys import check_key
 from limpet.model import ANY, KEEP, Entry, FieldEquals, Mark, Refusal

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from datetime import timedelta
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from limpet.batch import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_put
-from limpet.checks import NUMBER_MAX, check_filter, check_window
-from limpet.clock import Clock, SystemClock
+from limpet.checks import check_filter
+from limpet.clock import Clock
 from limpet.codec import decode
+from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_put
 from limpet.election import Election
-from limpet.engine import Indexing, Sealing, is_made_here, open_engine
+from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, sought
@@ -50,16 +49,22 @@ from limpet.model import (
     Feed,
     Filter,
     Mark,
+    Resealed,
+    Seals,
     Status,
     Traits,
     Window,
 )
+from limpet.opening import open_session
 from limpet.record import Record
+from limpet.request_ids import is_made_here
 from limpet.retry import jitter_s
-from limpet.sealing import Keyring, Resealed, Seals
 from limpet.session import Session
 from limpet.transition import read_receipt
 from limpet.turns import Turn, is_inside
+
+if TYPE_CHECKING:
+    from limpet.encryption.keyring import Keyring
 
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
 
@@ -650,35 +655,6 @@ def _span_after(span: Span, after: str | None) -> Span:
 
 
 # Opening ----------------------------------------------------------------------
-
-
-async def open_session(
-    url: str | None,
-    *,
-    clock: Clock | None,
-    max_value_bytes: int,
-    window: Window | None,
-    encryption: Keyring | None = None,
-) -> Session:
-    """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
-    if type(max_value_bytes) is not int or not 1 <= max_value_bytes <= NUMBER_MAX:
-        raise InvalidValue("max_value_bytes is an integer from 1 to 2^63-1")
-    if clock is not None and not _is_clock(clock):
-        raise InvalidValue(f"a clock is a limpet.Clock, not something of type {type(clock).__name__}")
-    if encryption is not None and not isinstance(encryption, Keyring):
-        raise InvalidValue(f"encryption is a limpet.Keyring, not something of type {type(encryption).__name__}")
-    if window is not None:
-        check_window(window)
-    clock = clock or SystemClock()
-    place = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
-    engine = await open_engine(place, clock, encryption=encryption)
-    return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
-
-
-def _is_clock(clock: object) -> bool:
-    """Whether this tells time; a class of clocks does not."""
-    verbs = ("now_ms", "monotonic", "sleep")
-    return not isinstance(clock, type) and all(callable(getattr(clock, verb, None)) for verb in verbs)
 
 
 class Opening:

@@ -24,22 +24,25 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from limpet import election as _election
 from limpet import hub as _hub
 from limpet import lock as _lock
+from limpet import opening as _opening
 from limpet import record as _record
 from limpet import store as _store
-from limpet.batch import TTL, Fence, Fencing, Meta
-from limpet.batch import Draft as _Draft
 from limpet.clock import Clock, call_on, has_loop
+from limpet.draft import TTL, Fence, Fencing, Meta
+from limpet.draft import Draft as _Draft
 from limpet.errors import Closed, Conflict, Unavailable
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
-from limpet.sealing import Keyring
 from limpet.session import Session
+
+if TYPE_CHECKING:
+    from limpet.encryption.keyring import Keyring
 
 __all__ = ["Draft", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
 
@@ -640,7 +643,9 @@ def open(
     runner = Runner()
     try:
         session = runner.wait(
-            _store.open_session(url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption)
+            _opening.open_session(
+                url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+            )
         )
     except BaseException:
         runner.stop()

@@ -10,7 +10,7 @@ import pytest
 import limpet
 from limpet import errors
 from limpet.cli.failure import exit_code, told
-from limpet.codes import CODES
+from limpet.protocol.codes import CODES
 from tests.cli.support import Limpet
 
 PLACE = "namespace 'default' of sqlite:///state.db"

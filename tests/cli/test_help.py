@@ -277,11 +277,17 @@ def test_a_get_loads_nothing_that_only_others_need(url: str, run: Limpet) -> Non
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
 
-    assert "limpet.engines.sqlite" in loaded
+    assert "limpet.engines.sqlite.engine" in loaded
     assert (
         loaded
         & {
-            *("limpet.cli.health", "limpet.cli.running", "limpet.conformance", "limpet.demo", "limpet.engines.memory"),
+            *(
+                "limpet.cli.health",
+                "limpet.cli.running",
+                "limpet.conformance",
+                "limpet.demo.acts",
+                "limpet.engines.memory",
+            ),
             *(
                 "click.testing",
                 "click.shell_completion",

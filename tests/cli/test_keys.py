@@ -9,7 +9,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.faces.semantic import Audit, SemanticStore
+from limpet.semantic.store import Audit, SemanticStore
 from tests.cli.support import Limpet
 
 KEY = "tenant/acme/project/docs/delta"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import limpet
-from limpet.faces.semantic import Audit, DeadLetters, Envelope, Escalated, RetryPolicy, SemanticStore
+from limpet.semantic.store import Audit, DeadLetters, Envelope, Escalated, RetryPolicy, SemanticStore
 from tests.cli.support import Limpet
 
 KEY = "tenant/acme/project/docs/flag"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.batch import digest_of
+from limpet.draft import digest_of
 from limpet.model import Add, Delete, Put, Write
 from limpet.transition import read_receipt
 from tests import servers

@@ -10,10 +10,11 @@ import pytest
 
 import limpet
 from limpet.conformance.support import Failing
-from limpet.engine import Engine, open_engine
-from limpet.engines.sealed import UNSETTLED_MAX, SealedEngine
+from limpet.encryption.engine import UNSETTLED_MAX, SealedEngine
+from limpet.engine import Engine
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Commit, Guard, Patch, Put, Refusal, Version
+from limpet.opening import open_engine
 from limpet.session import Session
 from tests.encryption.support import keyring
 

@@ -8,8 +8,9 @@ import uuid
 import asyncpg
 import pytest
 
+from limpet.encryption.keyring import new_key
 from limpet.faces.state import state_get, state_set
-from limpet.sealing import KEYS_VARIABLE, new_key
+from limpet.urls import KEYS_VARIABLE
 
 
 async def test_a_pool_is_encrypted_where_the_process_has_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines.sealed import SealedEngine
-from limpet.faces.sealing import rows_of
-from limpet.faces.semantic import SemanticStore
+from limpet.encryption.engine import SealedEngine
+from limpet.encryption.keyring import key_id_of_meta, key_id_of_value
 from limpet.keys import Span
 from limpet.model import FAMILIES
-from limpet.sealing import key_id_of_meta, key_id_of_value
+from limpet.semantic.seal import rows_of
+from limpet.semantic.store import SemanticStore
 from tests.encryption.support import line, replace_file
 from tests.encryption.workers import KEYS, Worker
 from tests.engines import ENGINES, unique, url_of

@@ -7,7 +7,7 @@ import json
 import sys
 
 import limpet
-from limpet.faces.semantic import Put, Semantics, SemanticStore, VersionConflict
+from limpet.semantic.store import Put, Semantics, SemanticStore, VersionConflict
 from tests.faces.semantics import audit
 from tests.processes import Process
 

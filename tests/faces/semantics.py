@@ -7,7 +7,7 @@ from typing import Any
 
 import limpet
 from limpet.clock import SystemClock
-from limpet.faces.semantic import Audit
+from limpet.semantic.store import Audit
 
 SECRET = bytes(range(32))
 KEY = "tenant/acme/project/docs/onedrive/delta"

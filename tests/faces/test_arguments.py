@@ -14,8 +14,11 @@ import limpet
 from limpet import sync
 from limpet.conformance.oddities import calls, shown
 from limpet.errors import LimpetError
-from limpet.faces import blocking, deadletters, fields, semantic, shared, state
-from limpet.faces.audit import Audit
+from limpet.faces import fields, shared, state
+from limpet.semantic import deadletters
+from limpet.semantic import store as semantic
+from limpet.semantic import sync as blocking
+from limpet.semantic.audit import Audit
 
 PATIENCE_S: Final = 120.0
 

@@ -21,13 +21,13 @@ import limpet
 from limpet.codec import encode_field
 from limpet.conformance.support import count, fail
 from limpet.errors import Corrupt
-from limpet.faces import sealing
-from limpet.faces.audit import Keys
-from limpet.faces.sealing import rows_of, seal, verify
-from limpet.faces.semantic import Audit, Delete, Put, Semantics, SemanticStore, VersionConflict
 from limpet.model import FAMILIES
 from limpet.model import Delete as Remove
 from limpet.model import Put as Write
+from limpet.semantic import seal as sealing
+from limpet.semantic.audit import Keys
+from limpet.semantic.seal import rows_of, seal, verify
+from limpet.semantic.store import Audit, Delete, Put, Semantics, SemanticStore, VersionConflict
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.semantics import CHECKPOINT, KEY, SECRET, WRITER, audit, lock_of
 from tests.faces.trails import replace, rows_in, tamper

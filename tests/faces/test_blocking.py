@@ -19,9 +19,11 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.errors import InvalidValue, LockLost, NotFound
-from limpet.faces import blocking, deadletters, semantic
-from limpet.faces.blocking import DeadLetters, SemanticStore
-from limpet.faces.semantic import Envelope, Escalated, Observation, RetryPolicy, VersionConflict
+from limpet.semantic import deadletters
+from limpet.semantic import store as semantic
+from limpet.semantic import sync as blocking
+from limpet.semantic.store import Envelope, Escalated, Observation, RetryPolicy, VersionConflict
+from limpet.semantic.sync import DeadLetters, SemanticStore
 from tests.engines import unique, url_of
 from tests.faces.semantics import CHECKPOINT, KEY, WRITER, audit, lock_of
 from tests.processes import PATIENCE_S

@@ -17,9 +17,9 @@ import pytest
 import limpet
 from limpet.conformance.support import fail
 from limpet.errors import Corrupt, InvalidValue
-from limpet.faces.sealing import Report, has_trail, rows_of, verify
-from limpet.faces.semantic import Audit, InvalidField, SemanticStore
 from limpet.model import Delete, Put
+from limpet.semantic.seal import Report, has_trail, rows_of, verify
+from limpet.semantic.store import Audit, InvalidField, SemanticStore
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.semantics import CHECKPOINT, WRITER, audit
 from tests.faces.trails import replace, rows_in, tamper

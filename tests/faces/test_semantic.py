@@ -15,9 +15,9 @@ import msgspec
 import pytest
 
 import limpet
-from limpet.codes import code_of
 from limpet.errors import Conflict, InvalidValue, LockLost, NotFound, TypeMismatch
-from limpet.faces.semantic import (
+from limpet.protocol.codes import code_of
+from limpet.semantic.store import (
     Audit,
     Delete,
     Envelope,
@@ -516,7 +516,7 @@ async def test_recovery_ends_with_the_grace(store: limpet.Store) -> None:
 
 
 async def rows(kept: SemanticStore) -> list[tuple[str, int]]:
-    from limpet.faces.sealing import rows_of
+    from limpet.semantic.seal import rows_of
 
     return [(row["op"], row["n"]) async for row in rows_of(kept.store)]
 

@@ -12,9 +12,9 @@ import pytest
 import limpet
 from limpet import ManualClock
 from limpet.errors import InvalidValue
-from limpet.faces import conflicts
-from limpet.faces.conflicts import ConflictAlarm, ConflictAlert
-from limpet.faces.semantic import Observation, Outcome, SemanticStore, VersionConflict
+from limpet.semantic import alarm as conflicts
+from limpet.semantic.alarm import ConflictAlarm, ConflictAlert
+from limpet.semantic.store import Observation, Outcome, SemanticStore, VersionConflict
 
 KEY = "tenant/acme/project/docs/delta"
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from limpet import errors
-from limpet.codes import code_of
-from limpet.faces.semantic_keys import KEY_MAX, InvalidKeyField, check_key, check_prefix, component_of, join
+from limpet.protocol.codes import code_of
+from limpet.semantic.keys import KEY_MAX, InvalidKeyField, check_key, check_prefix, component_of, join
 
 START = "tenant/acme/project/docs/"
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.codes import code_of
 from limpet.conformance.support import fail
 from limpet.errors import Ambiguous, Contention, InvalidValue, NotFound, PermissionDenied, Unavailable
-from limpet.faces.policy import OutageAlert, RetryPolicy, classify
-from limpet.faces.semantic import (
+from limpet.protocol.codes import code_of
+from limpet.semantic.policy import OutageAlert, RetryPolicy, classify
+from limpet.semantic.store import (
     DeadLetters,
     Envelope,
     Escalated,

@@ -418,7 +418,7 @@ def test_the_driver_is_not_loaded_for_a_store() -> None:
                     pass
 
         asyncio.run(main())
-        print(sorted({"asyncpg", "limpet.engines.postgres"} & set(sys.modules)))
+        print(sorted({"asyncpg", "limpet.engines.postgres.engine"} & set(sys.modules)))
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     done = subprocess.run(

@@ -13,7 +13,7 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.engines import postgres
+from limpet.engines.postgres import engine as postgres
 from limpet.errors import Closed, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.faces import state
 from limpet.faces.state import (
@@ -24,7 +24,7 @@ from limpet.faces.state import (
     state_list,
     state_set,
 )
-from limpet.grants import granting
+from limpet.isolation.postgres import granting
 from tests.faces.support import Pools, exactly
 from tests.servers import free_port
 

@@ -14,8 +14,8 @@ import pytest
 
 import limpet
 from limpet.errors import LockLost
-from limpet.faces.sealing import rows_of
-from limpet.faces.semantic import Envelope, Put, Semantics, SemanticStore, VersionConflict
+from limpet.semantic.seal import rows_of
+from limpet.semantic.store import Envelope, Put, Semantics, SemanticStore, VersionConflict
 from tests.engines import ENGINES, unique, url_of
 from tests.faces.harvesters import CHECKPOINT, HOME, PAGE, Harvester, harvest
 from tests.faces.semantics import audit, lock_of

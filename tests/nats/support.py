@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import limpet
-from limpet.engines.nats import NatsEngine
-from limpet.engines.nats_space import Space
-from limpet.engines.nats_writer import Writer
+from limpet.engines.nats.engine import NatsEngine
+from limpet.engines.nats.stream import Space
+from limpet.engines.nats.writer import Writer
 from tests.proxy import Proxy
 
 

@@ -19,7 +19,7 @@ import pytest
 import limpet
 from limpet.conformance.linearizability import Recorder, check_order, check_watch
 from limpet.conformance.test_histories import COUNTER, END, KEYS, Client
-from limpet.engines import nats_link
+from limpet.engines.nats import connection as nats_link
 from limpet.errors import TransientError
 from limpet.model import Event
 from tests.engines import unique

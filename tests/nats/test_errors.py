@@ -8,7 +8,7 @@ import nats.errors
 import pytest
 
 import limpet
-from limpet.engines.nats_link import LinkLost, Refused, Silent, Unheard
+from limpet.engines.nats.connection import LinkLost, Refused, Silent, Unheard
 from limpet.errors import InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.engines import unique
 from tests.nats.support import engine_of, server

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import limpet
-from limpet.engines import nats_link
+from limpet.engines.nats import connection as nats_link
 from limpet.errors import Ambiguous, Unavailable
 from tests.engines import unique
 from tests.faults import VERBS, prepared, seen

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines import nats_link
-from limpet.engines.nats_link import Link, Refused
-from limpet.engines.nats_space import Lost
-from limpet.engines.nats_writer import Unsure
+from limpet.engines.nats import connection as nats_link
+from limpet.engines.nats.connection import Link, Refused
+from limpet.engines.nats.stream import Lost
+from limpet.engines.nats.writer import Unsure
 from limpet.errors import Ambiguous, Conflict, LimpetError, Unavailable
 from tests.engines import unique
 from tests.nats.support import server, space_of, writer_of

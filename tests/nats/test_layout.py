@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import limpet
 import limpet.sync
-from limpet.engines.nats_wire import Subjects, decode_name, encode_name
+from limpet.engines.nats.messages import Subjects, decode_name, encode_name
 from limpet.errors import Corrupt, InvalidValue, PermissionDenied, Unavailable, ValueTooLarge
 from limpet.model import FAMILIES
 from tests.engines import unique
@@ -145,7 +145,7 @@ async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> No
 
 async def test_ends_leave_the_stream_when_they_were_trimmed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys that come and go must not fill the stream with messages that say so."""
-    monkeypatch.setattr("limpet.engines.nats_mirror.END_MS", -1)
+    monkeypatch.setattr("limpet.engines.nats.mirror.END_MS", -1)
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await store.put("stays", 1)
         for number in range(20):

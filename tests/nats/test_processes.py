@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 import limpet
-from limpet.engines.nats_wire import Message, Place
+from limpet.engines.nats.messages import Message, Place
 from limpet.retry import JITTER_S_MAX, jitter_s
 from tests.engines import unique
 from tests.nats.support import server, space_of

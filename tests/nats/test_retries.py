@@ -12,9 +12,9 @@ import pytest
 
 import limpet
 from limpet.codec import encode
-from limpet.engines import nats_wire
-from limpet.engines.nats_link import Unheard
-from limpet.engines.nats_wire import PAST_MAX, Message, Place
+from limpet.engines.nats import messages as nats_wire
+from limpet.engines.nats.connection import Unheard
+from limpet.engines.nats.messages import PAST_MAX, Message, Place
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Put
 from tests.engines import unique
@@ -233,7 +233,7 @@ async def test_a_lost_answer_of_the_last_attempt_is_unknown(
     store, other = stores
     await store.add("hot", 1)
     draft = store.batch().add("hot", 1000)
-    monkeypatch.setattr("limpet.engines.nats_writer.LOST_MAX", 1)
+    monkeypatch.setattr("limpet.engines.nats.writer.LOST_MAX", 1)
     proxy.fault("lose")
 
     await (draft.put("beside", 1) if several else draft).commit()

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines import nats_link, nats_mirror, nats_space
-from limpet.engines.nats_mirror import Follower
-from limpet.engines.nats_wire import Message, Place
+from limpet.engines.nats import connection as nats_link
+from limpet.engines.nats import mirror as nats_mirror
+from limpet.engines.nats import stream as nats_space
+from limpet.engines.nats.messages import Message, Place
+from limpet.engines.nats.mirror import Follower
 from limpet.errors import Unavailable
 from limpet.model import Window
 from tests.engines import unique

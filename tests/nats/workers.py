@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import limpet.sync
-from limpet.engines.nats_writer import _Attempts
+from limpet.engines.nats.writer import _Attempts
 
 
 def main(url: str, namespace: str, count: str, name: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 import limpet
-from limpet.engines.indexing import quoted
-from limpet.engines.postgres import PostgresEngine
+from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.sql_indexes import quoted
 from tests.postgres.proxy import Proxy
 from tests.postgres.support import Spy, connected, new_schema, open_postgres, server, url_of
 from tests.servers import Postgres, postgres

@@ -14,7 +14,7 @@ import asyncpg
 from click.testing import Result
 
 import limpet.sync
-from limpet import grants
+from limpet.isolation import postgres as grants
 from tests.cli.support import Limpet
 
 SECRET = "the-cake-is-in-the-cellar"

@@ -16,10 +16,11 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.engine import new_request_id, open_engine
-from limpet.engines.indexing import quoted
-from limpet.engines.postgres import PostgresEngine
+from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.sql_indexes import quoted
 from limpet.model import Batch, Entry, Put, Write
+from limpet.opening import open_engine
+from limpet.request_ids import new_request_id
 from tests import processes
 from tests.processes import PATIENCE_S
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 
-from limpet.engine import new_request_id
-from limpet.engines import postgres
-from limpet.engines.indexing import quoted
-from limpet.engines.postgres import PostgresEngine
-from limpet.engines.remote import Ticket
+from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.server_engine import Ticket
+from limpet.engines.sql_indexes import quoted
 from limpet.model import (
     ABSENT,
     KEEP,
@@ -38,6 +37,7 @@ from limpet.model import (
     Version,
     Write,
 )
+from limpet.request_ids import new_request_id
 from limpet.transition import Plan, plan
 from tests.postgres.support import LONG, batch, blocked_by, connected, put
 

@@ -14,9 +14,9 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.engine import open_engine
-from limpet.engines.postgres import _translated
+from limpet.engines.postgres.engine import _translated
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
+from limpet.opening import open_engine
 from tests.postgres.proxy import Fault, Proxy
 from tests.postgres.support import batch, connected, put, url_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines.indexing import quoted
+from limpet.engines.sql_indexes import quoted
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Window
 from tests.faults import VERBS, prepared, seen

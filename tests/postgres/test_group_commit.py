@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from limpet import codec
-from limpet.engines import postgres, remote
-from limpet.engines.indexing import quoted
-from limpet.engines.postgres import PostgresEngine
+from limpet.engines import server_engine as remote
+from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.sql_indexes import quoted
 from limpet.errors import LimpetError
 from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
 from tests.postgres.support import Holder, Spy, batch, connected, put, stored

@@ -18,10 +18,11 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet import grants
-from limpet.engine import new_request_id, open_engine
 from limpet.errors import Compacted, InvalidNamespace, InvalidValue, PermissionDenied
+from limpet.isolation import postgres as grants
 from limpet.model import Batch, Put, Window
+from limpet.opening import open_engine
+from limpet.request_ids import new_request_id
 from limpet.schema import ddl
 from tests.cli.support import Limpet
 from tests.postgres.isolation import (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import limpet
 from limpet import codec
-from limpet.engines.columns import as_text
+from limpet.engines.sql_columns import as_text
 from limpet.errors import Conflict
 from limpet.model import Put
 from tests.postgres.support import LONG, batch, connected, log_of, new_schema, open_postgres, url_of

@@ -13,11 +13,11 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.engine import open_engine
-from limpet.engines.indexing import quoted
+from limpet.engines.sql_indexes import quoted
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.faces import state
 from limpet.model import Commit
+from limpet.opening import open_engine
 from tests.postgres.support import (
     batch,
     blocked_by,

@@ -9,8 +9,9 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engines import postgres, remote
-from limpet.engines.indexing import quoted
+from limpet.engines import server_engine as remote
+from limpet.engines.postgres import engine as postgres
+from limpet.engines.sql_indexes import quoted
 from tests.cli.support import Limpet
 from tests.docs_support import SITE, blocks
 from tests.postgres.support import connected, new_schema, url_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines import remote
+from limpet.engines import server_engine as remote
 from limpet.errors import LimpetError
 from tests.postgres.proxy import Pooler
 from tests.postgres.support import Process, Spy, connected, engine_of, log_of, server, until, url_of

@@ -17,7 +17,7 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from limpet.engines import postgres
+from limpet.engines.postgres import engine as postgres
 from limpet.errors import Ambiguous, Conflict, TransientError
 from limpet.model import Commit
 

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import limpet
-from limpet.engines.redis import RedisEngine
+from limpet.engines.redis.engine import RedisEngine
 from tests.proxy import Proxy
 
 

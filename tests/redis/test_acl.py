@@ -12,8 +12,8 @@ from redis import Redis as Client
 from redis.exceptions import NoPermissionError, ResponseError
 
 import limpet
-from limpet import acl
 from limpet.errors import InvalidNamespace, InvalidValue, PermissionDenied
+from limpet.isolation import redis as acl
 from tests.cli.support import Limpet
 from tests.servers import Redis, redis
 

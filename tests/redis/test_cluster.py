@@ -13,7 +13,7 @@ from redis import Redis as Client
 from redis.crc import key_slot
 
 import limpet
-from limpet.engines.redis_cluster import RedisCluster
+from limpet.engines.redis.cluster import RedisCluster
 from limpet.errors import Conflict, InvalidValue
 from tests.servers import Redis, free_port, redis
 

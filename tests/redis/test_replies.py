@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines.redis_line import Line
+from limpet.engines.redis.connection import Line
 from limpet.faces.fields import StateStore
 from tests.engines import unique
 from tests.redis.support import server

@@ -13,10 +13,10 @@ from typing import Any
 import asyncpg
 
 import limpet.sync
-from limpet.engine import Address
-from limpet.engines.indexing import quoted
+from limpet.engines.sql_indexes import quoted
 from limpet.schema import ddl
 from limpet.schema.migrate import Place, PostgresPlace, SqlitePlace
+from limpet.urls import Address
 
 FIRST = "0001"
 
@@ -25,7 +25,7 @@ def place_of(url: str) -> Place:
     """Where the tables of a URL are."""
     address = Address.parse(url)
     found: Place = importlib.import_module(
-        f"limpet.engines.{'sqlite' if address.scheme == 'sqlite' else 'postgres'}"
+        f"limpet.engines.{'sqlite' if address.scheme == 'sqlite' else 'postgres'}.engine"
     ).place(address)
     return found
 

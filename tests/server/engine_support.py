@@ -15,11 +15,11 @@ from starlette.applications import Starlette
 from limpet.clock import Clock
 from limpet.errors import PermissionDenied
 from limpet.keys import Span, prefix_span
-from limpet.server.desk import Call, Caller, Callers, Desk
+from limpet.opening import open_session
+from limpet.server.dispatch import Call, Caller, Callers, Desk
+from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
-from limpet.server.primitives import routes
 from limpet.session import Session
-from limpet.store import open_session
 from tests.served import Root
 
 

@@ -16,10 +16,10 @@ from starlette.applications import Starlette
 
 from limpet.errors import PermissionDenied
 from limpet.keys import Span, prefix_span
-from limpet.server.desk import Call, Caller, Desk
+from limpet.opening import open_session
+from limpet.server.dispatch import Call, Caller, Desk
 from limpet.server.http import make_app, streams_of
 from limpet.session import Session
-from limpet.store import open_session
 
 PATIENCE_S = 120.0
 ALL = ("read", "write", "lock", "reveal")

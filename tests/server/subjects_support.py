@@ -20,10 +20,10 @@ import pytest
 from nats.aio.client import Client
 
 from limpet.clock import ManualClock
-from limpet.server.desk import Call, Desk
+from limpet.opening import open_session
+from limpet.server.dispatch import Call, Desk
 from limpet.server.subjects import Subjects
 from limpet.session import Session
-from limpet.store import open_session
 from tests.servers import Nats
 
 PATIENCE_S: Final = 120.0

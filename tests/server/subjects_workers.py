@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import nats
 
-from limpet.server.desk import Desk
+from limpet.opening import open_session
+from limpet.server.dispatch import Desk
 from limpet.server.subjects import Subjects
-from limpet.store import open_session
 from tests.processes import Process
 
 

@@ -30,7 +30,7 @@ from limpet.server.access import (
     revoke_token,
     rotate_token,
 )
-from limpet.server.desk import OWN_NAMESPACE, Desk
+from limpet.server.dispatch import OWN_NAMESPACE, Desk
 from limpet.server.operations import OPERATIONS, Right
 from limpet.server.requests import request_of
 from tests.engines import url_of

@@ -13,7 +13,6 @@ import pytest
 import limpet
 from limpet.conformance.support import next_event
 from limpet.engine import Engine
-from limpet.engines import http_wire as wire
 from limpet.errors import (
     Compacted,
     Conflict,
@@ -24,7 +23,6 @@ from limpet.errors import (
     RateLimited,
     ValueTooLarge,
 )
-from limpet.faces.semantic import SemanticStore, VersionConflict
 from limpet.keys import Span, prefix_span
 from limpet.model import (
     Batch,
@@ -40,6 +38,8 @@ from limpet.model import (
     Version,
     Window,
 )
+from limpet.protocol import engine_msgpack as wire
+from limpet.semantic.store import SemanticStore, VersionConflict
 from limpet.server.limits import gates_of, limits_of
 from limpet.server.logs import Logs
 from limpet.transition import read_receipt
@@ -694,7 +694,7 @@ async def test_two_authorization_headers_are_refused(server: Running, path: str)
 @pytest.mark.parametrize("token", ["owner", "harvester", "writer"])
 async def test_semantic_entries_that_expire_are_written_and_recovered_by_whoever_may(as_: As, token: str) -> None:
     """A copy of an entry takes the rights on its key. Who may not read leaves none, and can write all the same."""
-    from limpet.faces.semantic import SemanticStore
+    from limpet.semantic.store import SemanticStore
 
     kept = SemanticStore(await as_(token))
     key = "tenant/acme/project/docs/cursor"

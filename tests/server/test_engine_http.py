@@ -166,8 +166,8 @@ class _Answers(BaseHTTPRequestHandler):
     told: tuple[int, dict[str, str], bytes] = (200, {}, b"")
 
     def do_GET(self) -> None:
-        from limpet.engines import http_wire as wire
-        from limpet.server.primitives import LIMITS
+        from limpet.protocol import engine_msgpack as wire
+        from limpet.server.engine_routes import LIMITS
 
         traits = limpet.Traits("memory", "none", "every", "host", True)
         self._say(200, {"Content-Type": wire.MEDIA}, wire.encode(wire.Served(traits, LIMITS)))

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limpet import codec
-from limpet.engines import http_wire as wire
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -55,7 +54,8 @@ from limpet.model import (
     Version,
     Window,
 )
-from limpet.server import nouns
+from limpet.protocol import engine_msgpack as wire
+from limpet.server import validate as nouns
 from tests.server.engine_support import Running, application, packed
 
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

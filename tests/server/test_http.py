@@ -16,8 +16,8 @@ from starlette.routing import Route
 import limpet
 from limpet import errors
 from limpet.clock import ManualClock
-from limpet.codes import CODES
-from limpet.server.desk import Desk
+from limpet.protocol.codes import CODES
+from limpet.server.dispatch import Desk
 from limpet.server.http import ENDPOINTS, streams_of
 from limpet.server.operations import OPERATIONS
 from tests.server.http_support import Face, face, until

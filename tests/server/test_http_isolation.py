@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from tests.server.http_support import Face, Scoped, face

@@ -13,7 +13,7 @@ import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, InvalidValue, RateLimited
 from limpet.server import limits
-from limpet.server.desk import Desk, Everybody
+from limpet.server.dispatch import Desk, Everybody
 from limpet.server.limits import Limit, Limits, Quotas, Rates, gates_of, limits_of
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of

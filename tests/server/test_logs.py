@@ -15,7 +15,7 @@ import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, Corrupt, LimpetError, RateLimited, Unavailable
 from limpet.server import logs
-from limpet.server.desk import Call, Desk, Everybody
+from limpet.server.dispatch import Call, Desk, Everybody
 from limpet.server.logs import Logs, configure, shown
 from limpet.server.metrics import Metrics
 from limpet.server.operations import OPERATIONS

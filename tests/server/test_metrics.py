@@ -18,14 +18,14 @@ from prometheus_client.samples import Sample
 
 import limpet
 from limpet import ManualClock, Store
-from limpet.codes import CODES, OF_FACES
 from limpet.errors import Conflict, InvalidNamespace, LimpetError, Unavailable
+from limpet.protocol.codes import CODES, OF_FACES
 from limpet.server import metrics
-from limpet.server.desk import OWN_NAMESPACE, Desk, Everybody
+from limpet.server.audited import Kept
+from limpet.server.dispatch import OWN_NAMESPACE, Desk, Everybody
 from limpet.server.metrics import Metrics, Names
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import MissingField, request_of
-from limpet.server.semantics import Kept
 from limpet.sweep import SWEEP_S, Round
 from tests.engines import url_of
 from tests.server.test_access import until

@@ -15,8 +15,8 @@ import pytest
 
 import limpet
 from limpet.errors import InvalidNamespace, InvalidValue
-from limpet.nats_acl import granting, inbox_of, password_of
-from limpet.server.desk import Desk
+from limpet.isolation.nats import granting, inbox_of, password_of
+from limpet.server.dispatch import Desk
 from limpet.server.subjects import Subjects
 from tests.cli.support import Limpet
 from tests.server.subjects_support import PATIENCE_S, eventually, opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from limpet.server.order import Order, Place
+from limpet.server.key_queue import Order, Place
 
 
 def read(*keys: str, namespace: str = "a") -> Place:

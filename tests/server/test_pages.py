@@ -9,11 +9,12 @@ import httpx2
 import pytest
 
 import limpet
-from limpet.engines import http_wire as wire
 from limpet.errors import InvalidValue
 from limpet.keys import OPERANDS_MAX, PAGE_BYTES, TESTS_MAX, Span, fit
 from limpet.model import Filter, Test
-from limpet.server import nouns, primitives
+from limpet.protocol import engine_msgpack as wire
+from limpet.server import engine_routes as primitives
+from limpet.server import validate as nouns
 from limpet.server.requests import Scan, request_of
 from limpet.store import Store
 from tests.server.http_support import Face, face

@@ -16,8 +16,8 @@ import pytest
 import limpet
 from limpet import errors
 from limpet.conformance.oddities import ODD, calls, shown
-from limpet.plugin import PluginKV, error_of
-from limpet.server.replies import reply_of
+from limpet.plugin.client import PluginKV, error_of
+from limpet.server.nats_errors import reply_of
 from tests.server.subjects_support import PATIENCE_S, Plugins, connected, eventually
 
 pytest_plugins = ["tests.server.subjects_fixtures"]
@@ -228,7 +228,7 @@ async def test_an_unforeseen_failure_loses_the_lock_and_is_in_the_log(
     with pytest.raises(errors.LockLost):
         await work()
 
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "limpet.plugin"]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "limpet.plugin.client"]
     assert line == f"lock 'n' (token {lock.token}) is lost, because it could not be renewed: RuntimeError"
 
 
@@ -359,7 +359,7 @@ def test_every_error_survives_the_wire(error: errors.LimpetError) -> None:
 
 
 def test_every_kind_of_error_is_among_the_samples() -> None:
-    from limpet.codes import CODES
+    from limpet.protocol.codes import CODES
 
     assert {type(error) for error in SAMPLES} == set(CODES)
 

@@ -18,13 +18,13 @@ import pytest
 import limpet
 from limpet import ManualClock
 from limpet.errors import Closed, Corrupt, Unavailable
-from limpet.faces.audit import Audit
-from limpet.faces.sealing import SEAL_S, Sealer
-from limpet.faces.semantic import SemanticStore
 from limpet.model import Batch, Put
 from limpet.retry import OUTAGE_S_MAX, Outage, reason_of
+from limpet.semantic.audit import Audit
+from limpet.semantic.seal import SEAL_S, Sealer
+from limpet.semantic.store import SemanticStore
 from limpet.server.access import TRUST_S, Issued, Scope, Tokens, create_token, revoke_token
-from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
 from limpet.sweep import SWEEP_S

@@ -20,23 +20,23 @@ from starlette.applications import Starlette
 
 import limpet
 from limpet import ManualClock
-from limpet.engines import http_wire as wire
 from limpet.errors import LimpetError, PermissionDenied
-from limpet.faces.semantic import SemanticStore
 from limpet.keys import Span
 from limpet.model import Add, Batch, Delete, FieldEquals, Guard, Patch, Put, Touch, Version
+from limpet.opening import open_session
+from limpet.protocol import engine_msgpack as wire
+from limpet.semantic.store import SemanticStore
 from limpet.server import events
 from limpet.server.access import Scope, create_token, revoke_token, rotate_token
-from limpet.server.desk import OWN_NAMESPACE, Desk, Everybody
+from limpet.server.dispatch import OWN_NAMESPACE, Desk, Everybody
+from limpet.server.engine_routes import routes
+from limpet.server.http_errors import document_of
+from limpet.server.nats_errors import reply_of
 from limpet.server.operations import OPERATIONS, Right
-from limpet.server.primitives import routes
-from limpet.server.problems import document_of
-from limpet.server.replies import reply_of
 from limpet.server.requests import request_of
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
 from limpet.session import Session
-from limpet.store import open_session
 from tests.server.engine_support import Guests, Somebody
 from tests.server.engine_support import Scope as Part
 from tests.server.http_support import Face, Scoped, face

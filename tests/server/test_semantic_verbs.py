@@ -14,13 +14,13 @@ import pytest
 import limpet
 from limpet import ManualClock
 from limpet.errors import Conflict, InvalidValue, PermissionDenied
-from limpet.faces.audit import Audit
-from limpet.faces.conflicts import ConflictAlarm
-from limpet.faces.sealing import rows_of, verify
-from limpet.faces.semantic import SemanticStore
-from limpet.plugin import error_of
+from limpet.plugin.client import error_of
+from limpet.semantic.alarm import ConflictAlarm
+from limpet.semantic.audit import Audit
+from limpet.semantic.seal import rows_of, verify
+from limpet.semantic.store import SemanticStore
+from limpet.server.audited import Kept
 from limpet.server.requests import KV_PAGE_MAX
-from limpet.server.semantics import Kept
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
 from limpet.store import Store

@@ -18,7 +18,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-m", "limpet.server.demo", "--http", "127.0.0.1:0"]
+    words = [sys.executable, "-m", "limpet.demo.server", "--http", "127.0.0.1:0"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         try:

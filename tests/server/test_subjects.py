@@ -447,7 +447,7 @@ async def test_kv_error_database_failure(nats: Plugins) -> None:
 
 async def test_an_unexpected_error_is_told_without_its_words(sqlite_nats: Plugins, monkeypatch: Any) -> None:
     from limpet.server import operations
-    from limpet.server.micro import Endpoint
+    from limpet.server.nats_info import Endpoint
 
     async def broken(*_: Any) -> Json:
         raise RuntimeError("the value was 12345")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from limpet.server.deliveries import is_answerable
+from limpet.server.nats_watch import is_answerable
 from limpet.server.subjects import settle
 from tests.server.subjects_support import PATIENCE_S, Plugins, RawLine, connected, eventually, opened, serving
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 
-from limpet.server.micro import Endpoint
+from limpet.server.nats_info import Endpoint
 from limpet.server.operations import OPERATIONS
 from limpet.server.subjects import Subjects
 from tests.server.subjects_support import Plugins, connected, eventually, opened, serving
@@ -400,7 +400,7 @@ async def test_events_are_delivered_to_an_inbox_alone(sqlite_nats: Plugins, deli
 
 
 async def test_a_plugin_has_only_so_many_watches(sqlite_nats: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
-    from limpet.server import deliveries
+    from limpet.server import nats_watch as deliveries
 
     monkeypatch.setattr(deliveries, "WATCHES_OF_PLUGIN_MAX", 2)
     answers = [await sqlite_nats.ask("watch", deliver=f"_INBOX.x{number}") for number in range(3)]

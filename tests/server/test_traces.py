@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.errors import Conflict
-from limpet.server.desk import Call, Desk, Everybody
+from limpet.server.dispatch import Call, Desk, Everybody
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from limpet.server.traces import Traces

@@ -23,8 +23,6 @@ import pytest
 
 import limpet
 from limpet import errors
-from limpet.codes import CODES, code_of
-from limpet.engines import http_wire as wire
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -36,16 +34,18 @@ from limpet.errors import (
     RateLimited,
     Unavailable,
 )
+from limpet.opening import open_session
+from limpet.protocol import engine_msgpack as wire
+from limpet.protocol.codes import CODES, code_of
 from limpet.server import logs
 from limpet.server.access import Scope, create_token
-from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.fronts import Boundary, put_boundary
-from limpet.server.problems import document_of
-from limpet.server.replies import reply_of
+from limpet.server.http_errors import document_of
+from limpet.server.nats_errors import reply_of
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
 from limpet.server.wording import Public, engine_error, public_error, public_message
-from limpet.store import open_session
 from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
 

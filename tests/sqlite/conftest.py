@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import limpet
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite.engine import SqliteEngine
 from tests.sqlite.support import Spy, open_sqlite
 
 

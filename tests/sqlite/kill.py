@@ -39,7 +39,7 @@ import msgspec
 
 import limpet
 import limpet.sync
-from limpet.engines import sqlite
+from limpet.engines.sqlite import engine as sqlite
 from limpet.errors import Conflict
 from limpet.model import Commit
 

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import pytest
 
 from limpet.clock import Clock
-from limpet.engine import open_engine
-from limpet.engines import sqlite
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.model import Batch, Entry, Put, Write
+from limpet.opening import open_engine
 from tests import processes
 from tests.processes import PATIENCE_S
 

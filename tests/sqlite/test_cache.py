@@ -33,8 +33,8 @@ import pytest
 import limpet
 import limpet.sync
 from limpet import hub
-from limpet.engines import sqlite
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch, Unavailable
 from limpet.model import Commit, Entry
 from tests.processes import PATIENCE_S

@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import Closed
 from limpet.model import Commit
 from tests.processes import PATIENCE_S

@@ -23,8 +23,8 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.clock import has_loop
-from limpet.engines import sqlite
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import Ambiguous, Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error

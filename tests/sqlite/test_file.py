@@ -17,8 +17,8 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engines import sqlite
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import Corrupt, InvalidValue
 from limpet.keys import prefix_span
 from limpet.model import Commit

@@ -14,8 +14,8 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.engines import sqlite
-from limpet.engines.sqlite import SqliteEngine
+from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import LimpetError
 from limpet.model import (
     ABSENT,

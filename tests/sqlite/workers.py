@@ -21,7 +21,7 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from limpet.engines import sqlite
+from limpet.engines.sqlite import engine as sqlite
 from limpet.errors import LimpetError, LockHeld
 
 WORKERS: dict[str, Callable[..., None]] = {}

@@ -16,7 +16,6 @@ import click
 
 import limpet
 import limpet.sync
-from limpet import wire
 from limpet.cli import output
 from limpet.cli.arguments import (
     URL_DEFAULT,
@@ -44,6 +43,7 @@ from limpet.cli.token import token
 from limpet.errors import Conflict
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Event
+from limpet.protocol import json as wire
 
 __all__ = ["main"]
 

@@ -17,10 +17,10 @@ import msgspec
 import limpet
 import limpet.sync
 from limpet.cli.failure import Missing
-from limpet.engine import Address
 from limpet.errors import InvalidValue, LimpetError
 from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Filter
+from limpet.urls import Address
 
 T = TypeVar("T")
 

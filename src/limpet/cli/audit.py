@@ -18,16 +18,16 @@ from limpet.errors import InvalidValue
 
 if TYPE_CHECKING:
     import limpet
-    from limpet.faces.audit import Audit
-    from limpet.faces.sealing import Pruned, Report
-    from limpet.faces.semantic import SemanticStore
+    from limpet.semantic.audit import Audit
+    from limpet.semantic.seal import Pruned, Report
+    from limpet.semantic.store import SemanticStore
 
 ROW_COLUMNS: Final = {"seq": 6, "time": 25, "op": 8, "version": 8, "writer": 24, "purpose": 13, "key": 0}
 
 
 def audit_of_environment() -> Audit:
     """The audit that the environment sets up."""
-    from limpet.faces.audit import Audit
+    from limpet.semantic.audit import Audit
 
     found = Audit.from_environment()
     if found is None:
@@ -39,9 +39,9 @@ def audit_of_environment() -> Audit:
 
 async def semantic_store(store: limpet.Store, *, writes: bool = True) -> SemanticStore:
     """The semantic entries of a namespace, with its trail if something is to be written."""
-    from limpet.faces.audit import Audit
-    from limpet.faces.sealing import has_trail
-    from limpet.faces.semantic import SemanticStore
+    from limpet.semantic.audit import Audit
+    from limpet.semantic.seal import has_trail
+    from limpet.semantic.store import SemanticStore
 
     if not writes:
         return SemanticStore(store)
@@ -68,7 +68,7 @@ def verify(setup: Setup, anchor: str | None) -> None:
     keys = audit_of_environment()
 
     async def work(store: limpet.Store) -> Report:
-        from limpet.faces.sealing import verify
+        from limpet.semantic.seal import verify
 
         return await verify(store, keys, anchor=anchor)
 
@@ -98,7 +98,7 @@ def show(setup: Setup, prefix: str) -> None:
     """
 
     async def work(store: limpet.Store) -> None:
-        from limpet.faces.sealing import rows_of
+        from limpet.semantic.seal import rows_of
 
         async for row in rows_of(store, prefix=prefix):
             output.show(row) if setup.as_json else output.show_columns(ROW_COLUMNS, _cells(row))
@@ -118,7 +118,7 @@ def seal(setup: Setup) -> None:
     keys = audit_of_environment()
 
     async def work(store: limpet.Store) -> int:
-        from limpet.faces.sealing import Sealer
+        from limpet.semantic.seal import Sealer
 
         return await Sealer(store, keys).turn()
 
@@ -170,7 +170,7 @@ def prune(setup: Setup, before: datetime | timedelta, anchor: str | None, dry_ru
             output.say(f"limpet: {rows:,} rows removed")
 
     async def work(store: limpet.Store) -> Pruned:
-        from limpet.faces.sealing import prune
+        from limpet.semantic.seal import prune
 
         return await prune(store, keys, before=before, anchor=anchor, dry_run=dry_run, progress=tell)
 

@@ -15,11 +15,13 @@ from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Command, examples
 from limpet.cli.failure import Missing
 from limpet.clock import SystemClock
-from limpet.engine import Address, Restoring, open_engine
+from limpet.engine import Restoring
 from limpet.errors import InvalidValue
+from limpet.opening import open_engine
+from limpet.urls import Address
 
 if TYPE_CHECKING:
-    from limpet.engines import sqlite_copy
+    from limpet.engines.sqlite import copy as sqlite_copy
 
 SKIP: Final = 1_000_000
 """More revisions than a store gives between a backup and its loss, for most. It costs nothing to leave them out."""
@@ -67,7 +69,7 @@ def backup_command(setup: Setup, file: Path, force: bool) -> None:
     store = _file_of(setup, "is backed up")
     if not store.exists():
         raise Missing(f"there is no store at {setup.shown_url}{setup.why}: no such file", "--url names another.")
-    from limpet.engines import sqlite_copy
+    from limpet.engines.sqlite import copy as sqlite_copy
 
     made = sqlite_copy.back_up(store, file, force=force, progress=_progress("copying"))
     if setup.as_json:
@@ -96,7 +98,7 @@ def restore_command(setup: Setup, file: Path, skip: int) -> None:
     store = _file_of(setup, "is restored")
     if not file.is_file():
         raise Missing(f"there is no backup {str(file)!r}: no such file", "'limpet backup FILE' makes one.")
-    from limpet.engines import sqlite_copy
+    from limpet.engines.sqlite import copy as sqlite_copy
 
     made = sqlite_copy.restore(file, store, skip=_leap(skip), progress=_progress("restoring"))
     if setup.as_json:

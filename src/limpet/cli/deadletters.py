@@ -17,8 +17,8 @@ from limpet.errors import NotFound
 
 if TYPE_CHECKING:
     import limpet
-    from limpet.faces.deadletters import DeadLetter, DeadLetters
-    from limpet.faces.semantic import Envelope
+    from limpet.semantic.deadletters import DeadLetter, DeadLetters
+    from limpet.semantic.store import Envelope
 
 T = TypeVar("T")
 
@@ -117,7 +117,7 @@ def drop(setup: Setup, letter: str) -> None:
 
 
 def _letters(store: limpet.Store) -> DeadLetters:
-    from limpet.faces.deadletters import DeadLetters
+    from limpet.semantic.deadletters import DeadLetters
 
     return DeadLetters.beside(store)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from limpet import errors
-from limpet.codes import code_of
+from limpet.protocol.codes import code_of
 
 PIPE_CLOSED: Final = 141
 """What a shell says of a program whose reader left: 128 and the number of SIGPIPE."""

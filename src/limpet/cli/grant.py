@@ -1,4 +1,4 @@
-"""Granting: the script of `limpet.grants`, `limpet.acl` or `limpet.nats_acl`, for an administrator, or run as one."""
+"""`limpet grant` and `limpet revoke`: prints the statements of `limpet.isolation`, or runs them as an administrator."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from click.core import ParameterSource
 from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Command, examples
-from limpet.engine import Address
 from limpet.errors import InvalidValue, LimpetError, PermissionDenied, Unavailable
+from limpet.urls import Address
 
 CONNECT_S: Final = 10.0
 
@@ -79,7 +79,9 @@ def grant_command(
 
     With --nats, prints a block for nats-server: the permissions of each plugin, and of the server that they ask.
     """
-    from limpet import acl, grants, nats_acl
+    from limpet.isolation import nats as nats_acl
+    from limpet.isolation import postgres as grants
+    from limpet.isolation import redis as acl
 
     if on_nats:
         if namespaces or read_only or login or revoke or apply:

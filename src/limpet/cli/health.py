@@ -20,7 +20,7 @@ from urllib.parse import quote
 import limpet.sync
 from limpet.cli.arguments import Setup
 from limpet.cli.output import span
-from limpet.engines.sqlite import FOREIGN
+from limpet.engines.sqlite.engine import FOREIGN
 from limpet.errors import Corrupt, LimpetError
 from limpet.model import Status, Traits, Window
 from limpet.schema import REVISION, VERSION_TABLE, describe_taken, is_behind

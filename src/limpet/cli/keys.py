@@ -10,7 +10,7 @@ import click
 from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Group, examples
-from limpet.sealing import PLAIN, new_key
+from limpet.encryption.keyring import PLAIN, new_key
 
 __all__ = ["keys"]
 

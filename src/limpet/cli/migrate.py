@@ -16,9 +16,9 @@ from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Group, examples
 from limpet.cli.failure import Missing
-from limpet.engine import Address
 from limpet.errors import InvalidValue
 from limpet.schema import REVISION, describe_taken, is_behind
+from limpet.urls import Address
 
 if TYPE_CHECKING:
     from limpet.schema.migrate import Place
@@ -132,7 +132,7 @@ def _place(setup: Setup) -> Place:
         )
     # First, because it says what to install where that is missing.
     importlib.import_module("limpet.schema.migrate")
-    engine: Any = importlib.import_module(f"limpet.engines.{_ENGINES[address.scheme]}")
+    engine: Any = importlib.import_module(f"limpet.engines.{_ENGINES[address.scheme]}.engine")
     found: Place = engine.place(address)
     return found
 

@@ -18,7 +18,7 @@ import msgspec
 from limpet.cli import failure
 from limpet.errors import LimpetError
 from limpet.model import Entry, Event
-from limpet.wire import plain
+from limpet.protocol.json import plain
 
 ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "key": 0}
 EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "key": 24, "value": 0}

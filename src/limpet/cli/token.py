@@ -173,7 +173,7 @@ def rotate(setup: Setup, id: str, grace: float, expires: float | None) -> None:
 
 def _run(setup: Setup, work: Callable[[limpet.Store], Awaitable[T]], *, make: bool = False, id: str | None = None) -> T:
     """Do something in the server's own namespace."""
-    from limpet.server.desk import OWN_NAMESPACE
+    from limpet.server.dispatch import OWN_NAMESPACE
 
     setup.check(make=make)
 

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from limpet.clock import ManualClock
-from limpet.engine import Engine, new_request_id
+from limpet.engine import Engine
 from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Batch, Commit, Event, Refusal
+from limpet.request_ids import new_request_id
 from limpet.session import Session
 
 T = TypeVar("T")

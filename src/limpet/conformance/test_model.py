@@ -31,7 +31,7 @@ import limpet
 import limpet.sync
 from limpet import codec
 from limpet.conformance.support import assert_counted, tells
-from limpet.engine import Engine, open_engine
+from limpet.engine import Engine
 from limpet.errors import Ambiguous
 from limpet.keys import Span, prefix_span
 from limpet.model import (
@@ -61,6 +61,7 @@ from limpet.model import (
     Write,
     live,
 )
+from limpet.opening import open_engine
 from limpet.transition import Plan, plan, recall
 
 EXAMPLES = int(os.environ.get("LIMPET_MODEL_EXAMPLES") or 100)

@@ -21,9 +21,7 @@ import httpx2
 import msgspec
 
 from limpet.clock import Clock
-from limpet.engine import Address, new_request_id
-from limpet.engines import http_wire as wire
-from limpet.engines.remote import Found, Gathering, Outcome, Ticket
+from limpet.engines.server_engine import Found, Gathering, Outcome, Ticket
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -48,6 +46,9 @@ from limpet.model import (
     Traits,
     Window,
 )
+from limpet.protocol import engine_msgpack as wire
+from limpet.request_ids import new_request_id
+from limpet.urls import Address
 
 CONNECT_S: Final = 10.0
 ANSWER_S: Final = 30.0

@@ -20,8 +20,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from limpet.clock import Clock, has_loop
-from limpet.engine import OVERTAKEN_MS, SCAN_CALLS, Address, Bell, Budget, may_be_late, overtaken
-from limpet.engines.order import KeyOrder
+from limpet.commit.receipts import OVERTAKEN_MS, may_be_late, overtaken
+from limpet.engines.budget import SCAN_CALLS, Budget
+from limpet.engines.sorted_keys import KeyOrder
+from limpet.engines.wakeup import Bell
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
@@ -44,6 +46,7 @@ from limpet.model import (
     live,
 )
 from limpet.transition import plan, recall
+from limpet.urls import Address
 
 _shared: dict[str, _Place] = {}
 _shared_lock = threading.Lock()

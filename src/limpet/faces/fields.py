@@ -16,14 +16,14 @@ from typing import Final, Literal, Self
 
 import msgspec
 
-from limpet.batch import Fence, Fencing, as_fields
 from limpet.checks import check_number
 from limpet.clock import TTL_S_MAX, check_wait
 from limpet.codec import Fields
-from limpet.engine import new_request_id
+from limpet.draft import Fence, Fencing, as_fields
 from limpet.errors import Conflict, InvalidKey, InvalidValue, TransientError
 from limpet.keys import check_key, check_namespace, check_text
 from limpet.model import ABSENT, Entry, Filter, Mark, Test
+from limpet.request_ids import new_request_id
 from limpet.store import Store
 from limpet.store import open as open_store
 

@@ -23,8 +23,8 @@ from typing import Any, Final, Self
 import msgspec
 
 from limpet import lock as _lock
-from limpet.batch import TTL, Fence, Fencing
 from limpet.clock import Clock, SystemClock
+from limpet.draft import TTL, Fence, Fencing
 from limpet.election import Election
 from limpet.errors import Ambiguous, InvalidValue, TransientError, TypeMismatch
 from limpet.errors import Closed as ErrClosed
@@ -275,7 +275,7 @@ class NATSStore(StateStore):
 
 async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
     """A store where a connection of nats-py leads."""
-    engine = await importlib.import_module("limpet.engines.nats").adopt(conn, bucket_prefix="")
+    engine = await importlib.import_module("limpet.engines.nats.engine").adopt(conn, bucket_prefix="")
     session = Session(engine, SystemClock(), value_bytes_max=max_value_size)
     session.sweeper.start()
     return Store(session, bucket)

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from limpet.clock import SystemClock
 from limpet.codec import INT_MAX, Fields
-from limpet.engine import Engine, seal_engine
+from limpet.engine import Engine
 from limpet.errors import Closed, Conflict, InvalidValue, LimpetError
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Version, Window
+from limpet.opening import encrypt_engine, find_keyring
 from limpet.retry import reason_of
-from limpet.sealing import find_keyring
 from limpet.session import Session
 from limpet.store import Store
 
@@ -222,14 +222,14 @@ def _open(pool: asyncpg.Pool) -> asyncio.Task[_PoolStore]:
             _opened.pop(known, None)
 
     async def over() -> _PoolStore:
-        from limpet.engines import postgres
+        from limpet.engines.postgres import engine as postgres
 
         clock = SystemClock()
         # Whoever has set the keys for a process means all that it stores.
         keyring = find_keyring(None, None)
         # Butlers and whatever reads another program's table of that name would each see a state of their own.
         engine: Engine = await postgres.open_over(pool, claims=("state",))
-        engine = engine if keyring is None else seal_engine(engine, keyring, clock)
+        engine = engine if keyring is None else encrypt_engine(engine, keyring, clock)
         return _PoolStore(Session(engine, clock), NAMESPACE)
 
     def forget_failure(ended: asyncio.Task[_PoolStore]) -> None:

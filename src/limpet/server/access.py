@@ -30,7 +30,7 @@ from limpet.errors import Closed, Compacted, InvalidValue, NotFound, PermissionD
 from limpet.keys import Span, check_namespace, prefix_span
 from limpet.model import ABSENT, Entry, Event, Synced
 from limpet.retry import Outage
-from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.logs import shown
 from limpet.server.operations import Right
 from limpet.session import Session
@@ -252,7 +252,7 @@ def _token_of(entry: Entry) -> Token | None:
 
 
 class Bearer:
-    """Who came with a token. See `limpet.server.desk.Caller`.
+    """Who came with a token. See `limpet.server.dispatch.Caller`.
 
     Attributes:
         name: The token's name and id, for logs.

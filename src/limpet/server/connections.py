@@ -36,7 +36,7 @@ from typing import Any, Final, Literal, NamedTuple
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from limpet.server.problems import Problem, problem_response
+from limpet.server.http_errors import Problem, problem_response
 
 __all__ = ["Bounds", "Connections"]
 

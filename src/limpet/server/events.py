@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 from limpet.errors import Closed, RateLimited, RequestError, StateError, TransientError
 from limpet.hub import Watch
 from limpet.model import Event
+from limpet.protocol.json import event_as_json
 from limpet.retry import reason_of
-from limpet.server.desk import Callers
-from limpet.server.problems import Problem, document_of
-from limpet.wire import event_as_json
+from limpet.server.dispatch import Callers
+from limpet.server.http_errors import Problem, document_of
 
 __all__ = ["Streams", "WatchResponse", "until_refused"]
 

@@ -1,7 +1,7 @@
 """HTTP: the operations under paths, methods and headers that browsers, proxies and curl understand.
 
 The table of routes is at the top. Each row names the function that answers it, which makes members of a request out of
-what came (see `limpet.server.exchange`), has the desk run an operation, and shapes the answer. What goes wrong
+what came (see `limpet.server.http_call`), has the desk run an operation, and shapes the answer. What goes wrong
 anywhere becomes a problem document, in one place, at the door.
 """
 
@@ -29,9 +29,10 @@ from limpet.errors import LimpetError, NotFound, PermissionDenied, TypeMismatch
 from limpet.keys import Span
 from limpet.retry import reason_of
 from limpet.server import parameters, requests
-from limpet.server.desk import Callers, Desk
+from limpet.server.dispatch import Callers, Desk
 from limpet.server.events import STREAMS_MAX, Streams
-from limpet.server.exchange import (
+from limpet.server.hosts import host_name, is_known
+from limpet.server.http_call import (
     BYTES_TYPE,
     JSON_TYPE,
     RECORD_TYPE,
@@ -41,7 +42,7 @@ from limpet.server.exchange import (
     caller_of,
     json_response,
 )
-from limpet.server.hosts import host_name, is_known
+from limpet.server.http_errors import Problem, problem_response
 from limpet.server.logs import failure_of, shown
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
@@ -75,7 +76,6 @@ from limpet.server.parameters import (
     WHERE,
     entry_headers,
 )
-from limpet.server.problems import Problem, problem_response
 
 __all__ = ["BODY_BYTES_MAX", "make_app", "streams_of"]
 

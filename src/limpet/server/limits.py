@@ -23,12 +23,12 @@ from limpet.clock import Clock
 from limpet.errors import InvalidValue, RateLimited
 from limpet.keys import check_namespace
 from limpet.model import Add, Batch, Expire, Patch, Put
+from limpet.protocol.json import bytes_of, field_of
 from limpet.server import requests
-from limpet.server.desk import Call
+from limpet.server.dispatch import Call
 from limpet.server.operations import Operation
 from limpet.server.requests import Request
 from limpet.store import Store
-from limpet.wire import bytes_of, field_of
 
 __all__ = ["Limit", "Limits", "Quotas", "Rates", "gates_of", "limits_of"]
 

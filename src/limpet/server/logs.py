@@ -21,13 +21,13 @@ from typing import IO, Any, Final, Literal
 from msgspec import UNSET
 
 from limpet.clock import Clock, SystemClock
-from limpet.codes import code_of
 from limpet.errors import LimpetError, RequestError, StateError, TransientError
+from limpet.protocol.codes import code_of
 from limpet.retry import reason_of
 from limpet.server import requests
-from limpet.server.desk import Call
+from limpet.server.dispatch import Call
 from limpet.server.limits import additions_of
-from limpet.server.replies import reply_code
+from limpet.server.nats_errors import reply_code
 from limpet.server.wording import Public
 from limpet.sweep import Round
 

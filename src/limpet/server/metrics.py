@@ -26,13 +26,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 import limpet
 from limpet.clock import Clock
 from limpet.errors import Conflict, LimpetError
-from limpet.faces.semantic import Observation
-from limpet.faces.semantic_model import Purpose
 from limpet.keys import Span
 from limpet.retry import reason_of
-from limpet.server.desk import OWN_NAMESPACE, Call
+from limpet.semantic.model import Purpose
+from limpet.semantic.store import Observation
+from limpet.server.dispatch import OWN_NAMESPACE, Call
+from limpet.server.nats_errors import reply_code
 from limpet.server.operations import OPERATIONS
-from limpet.server.replies import reply_code
 from limpet.session import Session
 from limpet.sweep import Round
 

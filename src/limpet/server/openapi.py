@@ -17,10 +17,10 @@ import msgspec
 import limpet
 from limpet.clock import TTL_S_MAX
 from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
-from limpet.server.exchange import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, VALUE_TYPES, Answered, Endpoint
+from limpet.server.http_call import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, VALUE_TYPES, Answered, Endpoint
+from limpet.server.http_errors import PROBLEM_TYPE
 from limpet.server.operations import OPERATIONS, WAIT_S_MAX
 from limpet.server.parameters import Parameter
-from limpet.server.problems import PROBLEM_TYPE
 from limpet.server.requests import KV_KEY, Request
 
 __all__ = ["describe"]

@@ -2,7 +2,7 @@
 
 A row has a name, the shape of a request, the right that it takes, and the function that runs it on a store. What a
 face is given besides (a subject, a path, a header) it makes into a request. An answer is a JSON object, in the forms
-of `limpet.wire`. What goes wrong is raised, and told by `limpet.codes`.
+of `limpet.protocol.json`. What goes wrong is raised, and told by `limpet.protocol.codes`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import limpet
-from limpet.batch import Draft, Expectation
 from limpet.codec import Fields
+from limpet.draft import Draft, Expectation
 from limpet.errors import InvalidValue
-from limpet.faces.semantic import Envelope, SemanticStore
 from limpet.keys import PAGE_BYTES, PAGE_MAX, Span, check_key, fit, key_span, pattern_span, prefix_span
 from limpet.model import (
     ABSENT,
@@ -34,9 +33,10 @@ from limpet.model import (
     Mark,
     Write,
 )
+from limpet.protocol.json import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
+from limpet.semantic.store import Envelope, SemanticStore
 from limpet.server import requests
 from limpet.store import Store, latest_changes, lock_page
-from limpet.wire import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
 
 __all__ = ["OPERATIONS", "Operation", "Reach", "Right", "depends_on_value"]
 

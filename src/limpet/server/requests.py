@@ -14,13 +14,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 import limpet
-from limpet.batch import Expectation
 from limpet.codec import DEPTH_MAX, INT_MAX, INT_MIN
+from limpet.draft import Expectation
 from limpet.errors import InvalidValue
-from limpet.faces.semantic_keys import KEY_MAX
-from limpet.faces.semantic_model import Held, InvalidField, Semantics, shaped
 from limpet.model import ABSENT, PRESENT, Filter
-from limpet.wire import field_of
+from limpet.protocol.json import field_of
+from limpet.semantic.keys import KEY_MAX
+from limpet.semantic.model import Held, InvalidField, Semantics, shaped
 
 TTL = int | float | None
 Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
@@ -425,7 +425,7 @@ class KvBatch(Semantic, frozen=True, kw_only=True):
 
 
 class Primitive(Request, frozen=True, kw_only=True):
-    """A primitive of the engine: ``what`` is a batch, or what `limpet.engines.http_wire` has for the others."""
+    """A primitive of the engine: ``what`` is a batch, or what `limpet.protocol.engine_msgpack` has for the others."""
 
     what: Any
     reason: str | None = None

@@ -17,19 +17,19 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final, cast
 
 from limpet.errors import Compacted, InvalidValue, Unavailable
-from limpet.faces.audit import Audit
-from limpet.faces.conflicts import ConflictAlarm
+from limpet.opening import open_session
 from limpet.retry import Outage, reason_of
+from limpet.semantic.alarm import ConflictAlarm
+from limpet.semantic.audit import Audit
 from limpet.server.access import Tokens
-from limpet.server.desk import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
+from limpet.server.audited import Kept
+from limpet.server.dispatch import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
 from limpet.server.fronts import put_boundary
 from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
-from limpet.server.semantics import Kept
 from limpet.server.settings import CONNECTIONS, Place, Settings
 from limpet.session import Session
-from limpet.store import open_session
 
 __all__ = ["Service", "serve"]
 
@@ -150,7 +150,7 @@ class Service:
     ) -> AsyncIterator[None]:
         import uvicorn
 
-        from limpet.server import primitives
+        from limpet.server import engine_routes as primitives
         from limpet.server.connections import Bounds, Connections
         from limpet.server.events import STREAMS_MAX
         from limpet.server.http import make_app, streams_of
@@ -228,8 +228,8 @@ class Service:
         import nats
         from nats.errors import Error as DriverError
 
-        from limpet.engine import Address
         from limpet.server.subjects import Subjects
+        from limpet.urls import Address
 
         is_ending = False
 

@@ -16,7 +16,7 @@ import msgspec
 
 from limpet.errors import InvalidValue
 from limpet.keys import check_namespace
-from limpet.server.desk import OWN_NAMESPACE
+from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.hosts import ADDRESSES
 from limpet.server.limits import Limit, Limits
 

@@ -3,7 +3,7 @@
 Who asks is told by the subject and by nothing else; the permissions of NATS say who may use it. One subscription in a
 queue group hears everything below the prefix, so that several servers share the load and each of them hears requests
 in the order in which they were sent. They run side by side, as many as are allowed at once, in the order of their keys
-(`limpet.server.order`). Every request that wants an answer gets one, however malformed it is.
+(`limpet.server.key_queue`). Every request that wants an answer gets one, however malformed it is.
 
 A request without a reply subject is carried out all the same, and what goes wrong is for the log alone.
 """
@@ -34,13 +34,13 @@ from limpet.errors import (
 from limpet.keys import check_namespace
 from limpet.retry import reason_of
 from limpet.server import requests
-from limpet.server.deliveries import Deliveries, is_answerable
-from limpet.server.desk import Desk, Everybody
+from limpet.server.dispatch import Desk, Everybody
+from limpet.server.key_queue import Order, Place
 from limpet.server.logs import failure_of
-from limpet.server.micro import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
+from limpet.server.nats_errors import reply_of
+from limpet.server.nats_info import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
+from limpet.server.nats_watch import Deliveries, is_answerable
 from limpet.server.operations import OPERATIONS, Operation, Reach
-from limpet.server.order import Order, Place
-from limpet.server.replies import reply_of
 
 if TYPE_CHECKING:
     from nats.aio.client import Client

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from limpet.server.desk import Call
+from limpet.server.dispatch import Call
 from limpet.server.logs import status_of
 from limpet.server.operations import OPERATIONS
 

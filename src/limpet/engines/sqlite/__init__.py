@@ -1,0 +1,1 @@
+"""The SQLite engine: one file, shared by the processes of one machine."""

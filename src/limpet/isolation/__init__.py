@@ -1,0 +1,1 @@
+"""Permissions of PostgreSQL, Redis and NATS that keep one namespace from reading or writing another."""

@@ -1,0 +1,1 @@
+"""The client of plugins that reach the store through NATS subjects."""

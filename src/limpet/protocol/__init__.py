@@ -1,0 +1,1 @@
+"""How values, errors and engine calls look on a wire, for every door and every language."""

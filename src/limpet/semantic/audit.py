@@ -1,0 +1,367 @@
+"""The audit trail: who changed what, when and for what, without any value.
+
+Every change of an audited namespace leaves a row, in the very commit that makes the change. Of the value
+before and after it has keyed hashes: whoever reads the trail can tell whether two are equal, and cannot guess
+either. A row is signed, counts on from the one before it of the same key, and names that one's signature.
+
+What is kept of a key, in the family ``audit`` of its namespace:
+
+    head/<key>              how many rows the key has, the signature of the last, and what that left
+    new/<key>/<n>           a row that is not sealed yet
+    sealed/<n>              a row in the chain of all rows, in the order in which they happened
+    chain                   how long the chain is, and its last link
+    mark                    up to where the chain was pruned, and the link there
+    past/<key>              how many rows of the key were pruned, and the last of them in short
+
+`limpet.semantic.seal` makes the chain, verifies it all and prunes it. An entry with a time to live has a copy in
+the family ``ghost``, so that it can be recovered for a while after it expired; that is the only value kept here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from limpet.codec import Stored, encode_field
+from limpet.engine import Engine
+from limpet.errors import Conflict, Corrupt, InvalidValue
+from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write
+from limpet.semantic.copies import GRACE_S, log_expiry
+from limpet.semantic.model import Semantics, directive_of
+from limpet.store import Store
+
+__all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "new_key", "signed"]
+
+log = logging.getLogger("limpet.semantic")
+
+SECRET_BYTES_MIN: Final = 32
+
+Op = Literal["put", "delete", "expire", "recover"]
+
+
+class Audit:
+    """What auditing needs: the key of the hashes, and how long what expired can be recovered.
+
+    Args:
+        secret: The key, 32 bytes or more. Whoever has it can guess at values, and forge rows.
+        key_id: Its name, which stands beside every hash.
+        older: Keys that were used before, by their names: what they signed stays valid.
+        grace_s: How long an entry that expired can be recovered.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        *,
+        key_id: str = "1",
+        older: Mapping[str, bytes] | None = None,
+        grace_s: float = GRACE_S,
+    ) -> None:
+        self.keys = Keys(secret, key_id, older or {})
+        if not grace_s > 0:
+            raise InvalidValue("the time to recover is more than zero seconds")
+        self.grace_ms = round(grace_s * 1000)
+
+    @classmethod
+    def from_environment(cls, *, grace_s: float = GRACE_S) -> Audit | None:
+        """The audit that the environment sets up; None where it sets up none.
+
+        ``LIMPET_AUDIT_KEYS``, or the file that ``LIMPET_AUDIT_KEYS_FILE`` names, holds pairs ``name:hex``, separated by
+        commas or lines. The first key is used from now on; the others have been used before.
+        """
+        text = os.environ.get("LIMPET_AUDIT_KEYS", "")
+        if not text and (file := os.environ.get("LIMPET_AUDIT_KEYS_FILE")):
+            text = Path(file).read_text(encoding="utf-8")
+        pairs = [pair.strip().partition(":") for pair in text.replace("\n", ",").split(",") if pair.strip()]
+        if not pairs:
+            return None
+        try:
+            secrets = {name: bytes.fromhex(secret) for name, _, secret in pairs}
+        except ValueError:
+            raise InvalidValue("LIMPET_AUDIT_KEYS holds pairs of a name, a colon and hexadecimal digits") from None
+        (key_id, secret), *older = secrets.items()
+        return cls(secret, key_id=key_id, older=dict(older), grace_s=grace_s)
+
+    def __repr__(self) -> str:
+        return f"Audit(key_id={self.keys.key_id!r})"
+
+
+class Keys:
+    """The keys of the hashes. A hash is the name of its key, a colon, and HMAC-SHA256 in hexadecimal digits."""
+
+    def __init__(self, secret: bytes, key_id: str, older: Mapping[str, bytes]) -> None:
+        self.key_id = key_id
+        self._secrets = {**older, key_id: secret}
+        for name, one in self._secrets.items():
+            if len(one) < SECRET_BYTES_MIN:
+                raise InvalidValue(f"the audit key {name!r} has {len(one)} bytes, and needs {SECRET_BYTES_MIN} or more")
+            if not name or ":" in name or "," in name:
+                raise InvalidValue("the name of an audit key is not empty, and has no colon and no comma")
+
+    def digest(self, what: str, content: bytes, key_id: str | None = None) -> str:
+        """A keyed hash of bytes. What is hashed for one purpose is worth nothing for another."""
+        name = self.key_id if key_id is None else key_id
+        secret = self._secrets.get(name)
+        if secret is None:
+            return ""
+        mac = hmac.new(secret, what.encode() + b"\0" + content, hashlib.sha256)
+        return f"{name}:{mac.hexdigest()}"
+
+    def matches(self, what: str, content: bytes, digest: object) -> bool:
+        """Whether a hash is that of these bytes, under the key that it names."""
+        if not isinstance(digest, str) or not digest:
+            return False
+        made = self.digest(what, content, digest.partition(":")[0])
+        return hmac.compare_digest(made.encode(), digest.encode(errors="replace"))
+
+    def of_value(self, namespace: str, key: str, stored: Stored, like: str | None = None) -> str:
+        """The hash of a value under its key; with ``like``, made by the key that made that one."""
+        body = b"\0" + stored if isinstance(stored, bytes) else encode_field({n: f.hex() for n, f in stored.items()})
+        content = encode_field([namespace, key]) + body
+        return self.digest("value", content, None if like is None else like.partition(":")[0])
+
+    def __repr__(self) -> str:
+        return f"Keys({', '.join(sorted(self._secrets))})"
+
+
+class Row(msgspec.Struct, frozen=True, rename="camel"):
+    """A row of the trail.
+
+    Attributes:
+        key: The key that changed.
+        n: Which change of this key it is, from 1 on.
+        op: ``put``, ``delete``, ``expire`` or ``recover``.
+        writer: Who changed it: ``<agent>:<directive>``, or a service account.
+        directive: The directive alone.
+        purpose: What the entry is for.
+        semantics: All that was said of that.
+        request_id: The request; None for an expiry.
+        version: The version after the change; of an end, the last one.
+        before: The keyed hash of the value before; None where there was none.
+        after: The keyed hash of the value after; None where there is none.
+        previous: The signature of the key's row before.
+        spec_ref: The specification that governs it.
+    """
+
+    key: str
+    n: int
+    op: Op
+    writer: str
+    directive: str
+    purpose: str
+    semantics: dict[str, Any]
+    request_id: str | None
+    version: int
+    before: str | None
+    after: str | None
+    previous: str | None
+    spec_ref: str | None = None
+
+
+class Head(msgspec.Struct, frozen=True, rename="camel"):
+    """What is kept of a key: the last row in short, and what an expiry would have to tell."""
+
+    n: int
+    row: str
+    op: Op
+    writer: str
+    semantics: dict[str, Any]
+    version: int
+    before: str | None
+    after: str | None
+    ttl_ms: int | None = None
+    spec_ref: str | None = None
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """What is to be written of a change: guards that keep the trail whole, and writes beside that of the data."""
+
+    row: Row
+    guards: tuple[Guard, ...]
+    writes: tuple[Write, ...]
+
+
+def head_key(key: str) -> str:
+    """Where the head of a key is."""
+    return f"head/{key}"
+
+
+def new_key(key: str, n: int) -> str:
+    """Where a row of a key is until it is sealed."""
+    return f"new/{key}/{n:010}"
+
+
+def signed(keys: Keys, namespace: str, what: str, document: dict[str, Any]) -> bytes:
+    """A document with its signature, as it is stored."""
+    mac = keys.digest(what, encode_field([namespace, document]))
+    return encode_field({**document, "mac": mac})
+
+
+class Trail:
+    """The audit trail of a namespace, as writers see it."""
+
+    def __init__(self, store: Store, audit: Audit) -> None:
+        self.audit = audit
+        self._store = store
+        self._keys = audit.keys
+
+    @property
+    def _engine(self) -> Engine:
+        return self._store._session.engine
+
+    def hash_of(self, key: str, stored: Stored) -> str:
+        """The keyed hash of a value."""
+        return self._keys.of_value(self._store.name, key, stored)
+
+    async def heads(self, keys: Sequence[str]) -> list[Entry | None]:
+        """The heads of some keys."""
+        asked = [head_key(key) for key in keys]
+        session = self._store._session
+        return await session.retrying(lambda: self._engine.read(self._store.name, asked, family="audit"))
+
+    def is_pending(self, entry: Entry | None, head: Entry | None) -> bool:
+        """Whether a key expired and no row tells of it yet."""
+        return entry is None and head is not None and read_head(head).ttl_ms is not None
+
+    def plan(
+        self,
+        op: Op,
+        key: str,
+        *,
+        found: Entry | None,
+        head_entry: Entry | None,
+        stored: Stored | None,
+        version: int,
+        writer: str,
+        semantics: Semantics | dict[str, Any],
+        request_id: str | None,
+        spec_ref: str | None,
+    ) -> Planned:
+        """The row of a change, and what else is to be written with it.
+
+        ``found`` is the entry before, ``stored`` the value after; a change that leaves none ends the entry.
+        """
+        name, keys = self._store.name, self._keys
+        head = None if head_entry is None else read_head(head_entry)
+        told = semantics.to_dict() if isinstance(semantics, Semantics) else semantics
+        before = None
+        if found is not None and found.stored is not None:
+            # As the last row has it, so that another key since then makes no difference. Whoever wrote by other
+            # means left a value that the last row knows nothing of.
+            known = None if head is None or head.after is None else head.after
+            before = keys.of_value(name, key, found.stored, like=known)
+            before = before if before == known else keys.of_value(name, key, found.stored)
+        elif op == "expire" and head is not None:
+            before = head.after
+        row = Row(
+            key,
+            1 if head is None else head.n + 1,
+            op,
+            writer,
+            directive_of(writer),
+            str(told.get("purpose", "")),
+            told,
+            request_id,
+            version,
+            before,
+            None if stored is None else keys.of_value(name, key, stored),
+            None if head is None else head.row,
+            spec_ref,
+        )
+        ttl_ms = None
+        if stored is not None and told.get("ttlSeconds") is not None:
+            ttl_ms = msgspec.convert(told, Semantics).ttl_ms
+        text = signed(keys, name, "row", msgspec.to_builtins(row))
+        new_head = Head(row.n, _mac(text), op, writer, told, version, row.before, row.after, ttl_ms, spec_ref)
+        writes: list[Write] = [
+            Put(new_key(key, row.n), text, family="audit"),
+            Put(head_key(key), signed(keys, name, f"head {key}", msgspec.to_builtins(new_head)), family="audit"),
+        ]
+        if stored is not None and ttl_ms is not None:
+            writes.append(self._ghost(key, stored, ttl_ms, row))
+        elif op == "delete":
+            writes += [Delete(f"live/{key}", family="ghost"), Delete(f"over/{key}", family="ghost")]
+        guard = Guard(head_key(key), ABSENT if head_entry is None else Revision(head_entry.revision), "audit")
+        return Planned(row, (guard,), tuple(writes))
+
+    def _ghost(self, key: str, stored: Stored, ttl_ms: int, row: Row) -> Put:
+        """A copy that outlives the entry by the time to recover it."""
+        meta = {"n": row.n, "writer": row.writer, "semantics": row.semantics}
+        if row.spec_ref is not None:
+            meta["specRef"] = row.spec_ref
+        return Put(f"live/{key}", stored, ttl_ms + self.audit.grace_ms, encode_field(meta), family="ghost")
+
+    async def record_expiry(self, key: str, head_entry: Entry) -> bool:
+        """Tell of an entry that expired, once. False when somebody else did, or when there is nothing to tell."""
+        head = read_head(head_entry)
+        if head.ttl_ms is None:
+            return False
+        (ghost,) = await self._ghosts([f"live/{key}"])
+        planned = self.plan(
+            "expire",
+            key,
+            found=None,
+            head_entry=head_entry,
+            stored=None,
+            version=head.version,
+            writer=head.writer,
+            semantics=head.semantics,
+            request_id=None,
+            spec_ref=head.spec_ref,
+        )
+        draft = self._store.batch().include(*planned.writes, guards=(*planned.guards, Guard(key, ABSENT)))
+        if ghost is not None and ghost.expires_ms is not None and ghost.stored is not None:
+            left_ms = ghost.expires_ms - (await self._store.status()).now_ms
+            draft.include(
+                Delete(ghost.key, family="ghost"), guards=[Guard(ghost.key, Revision(ghost.revision), "ghost")]
+            )
+            if left_ms > 0 and ghost.meta.get("n") == head.n:
+                draft.include(Put(f"over/{key}", ghost.stored, left_ms, ghost.meta_json, family="ghost"))
+        try:
+            await draft.commit()
+        except Conflict:
+            # It is there again, or was told of, or its copy went its way. The next look shows.
+            return False
+        log_expiry(key, {"writer": head.writer, "semantics": head.semantics, "version": head.version})
+        return True
+
+    async def recoverable(self, key: str) -> tuple[Entry, Entry] | None:
+        """What a key held when it expired, and its head; None when that can no longer be recovered."""
+        (head_entry,) = await self.heads([key])
+        (ghost,) = await self._ghosts([f"over/{key}"])
+        if head_entry is None or ghost is None or ghost.stored is None:
+            return None
+        head = read_head(head_entry)
+        if head.op != "expire" or ghost.meta.get("n") != head.n - 1:
+            return None
+        if head.before != self._keys.of_value(self._store.name, key, ghost.stored, like=head.before):
+            # Not what expired.
+            return None
+        return ghost, head_entry
+
+    async def _ghosts(self, keys: Sequence[str]) -> list[Entry | None]:
+        session = self._store._session
+        return await session.retrying(lambda: self._engine.read(self._store.name, keys, family="ghost"))
+
+
+def read_head(entry: Entry) -> Head:
+    """What a head says. Whether it is signed is the business of whoever verifies."""
+    try:
+        return msgspec.convert(entry.value, Head)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{entry.key!r} of the audit trail is not as it was written: verify the trail") from error
+
+
+def _mac(text: bytes) -> str:
+    return msgspec.json.decode(text, type=_Signed).mac
+
+
+class _Signed(msgspec.Struct):
+    mac: str

@@ -1,0 +1,195 @@
+"""What the service tells of itself, as a NATS micro service.
+
+Anybody who may ask on ``$SRV.PING``, ``$SRV.INFO`` and ``$SRV.STATS`` learns which servers there are, which subjects
+they serve with which shapes of requests and replies, and how much they were asked (NATS ADR-32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+import limpet
+from limpet.server import requests
+from limpet.server.nats_watch import is_answerable
+from limpet.server.operations import Operation
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+__all__ = ["SERVICE", "Endpoint", "MicroService", "schema_of"]
+
+SERVICE: Final = "limpet"
+KEY_LENGTH_MAX: Final = 255
+TTL_S_MAX: Final = 2_147_483_647
+
+
+class Endpoint:
+    """One operation: how its requests are read, and how much it was asked."""
+
+    __slots__ = ("decode", "errors", "last_error", "operation", "requests", "seconds", "shape")
+
+    def __init__(self, operation: Operation, shape: type[requests.Request]) -> None:
+        self.operation = operation
+        self.shape = shape
+        # In one step, which most requests take; `requests.parse` finds out what is wrong with the others.
+        self.decode: Callable[[bytes], requests.Request] = msgspec.json.Decoder(shape).decode
+        self.requests = 0
+        self.errors = 0
+        self.seconds = 0.0
+        self.last_error = ""
+
+
+class MicroService:
+    """Answers who asks what there is."""
+
+    def __init__(
+        self, connection: Client, server_id: str, endpoints: Mapping[str, Endpoint], *, prefix: str, queue: str
+    ) -> None:
+        self._connection = connection
+        self._id = server_id
+        self._endpoints = endpoints
+        self._prefix = prefix
+        self._queue = queue
+        self._began = datetime.now(UTC)
+        self._subscriptions: list[Subscription] = []
+
+    async def start(self) -> None:
+        """Begin to answer."""
+        for verb, answer in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
+            for subject in (f"$SRV.{verb}", f"$SRV.{verb}.{SERVICE}", f"$SRV.{verb}.{SERVICE}.{self._id}"):
+                self._subscriptions.append(await self._connection.subscribe(subject, cb=self._answering(answer)))
+
+    async def stop(self) -> None:
+        """Answer no more."""
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
+
+    def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
+        async def heard(message: Msg) -> None:
+            if is_answerable(message.reply, None):
+                await self._connection.publish(message.reply, msgspec.json.encode(answer()))
+
+        return heard
+
+    def ping(self) -> dict[str, Any]:
+        """That it is there."""
+        return self._named("ping")
+
+    def info(self) -> dict[str, Any]:
+        """What it serves."""
+        return {
+            **self._named("info"),
+            "description": "State of plugins: keys and values that must not be lost",
+            "endpoints": [
+                {
+                    "name": name,
+                    "subject": self._subject(name),
+                    "queue_group": self._queue,
+                    "metadata": {
+                        "request_schema": msgspec.json.encode(schema_of(endpoint.shape)).decode(),
+                        "reply_schema": msgspec.json.encode(_reply_schema(name)).decode(),
+                    },
+                }
+                for name, endpoint in self._endpoints.items()
+            ],
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """How much it was asked."""
+        return {
+            **self._named("stats"),
+            "started": self._began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "endpoints": [
+                {
+                    "name": name,
+                    "subject": self._subject(name),
+                    "queue_group": self._queue,
+                    "num_requests": endpoint.requests,
+                    "num_errors": endpoint.errors,
+                    "last_error": endpoint.last_error,
+                    "processing_time": round(endpoint.seconds * 1e9),
+                    "average_processing_time": round(endpoint.seconds * 1e9 / max(1, endpoint.requests)),
+                    "data": None,
+                }
+                for name, endpoint in self._endpoints.items()
+            ],
+        }
+
+    def _named(self, verb: str) -> dict[str, Any]:
+        return {
+            "type": f"io.nats.micro.v1.{verb}_response",
+            "name": SERVICE,
+            "id": self._id,
+            "version": limpet.__version__,
+            "metadata": {"prefix": self._prefix},
+        }
+
+    def _subject(self, name: str) -> str:
+        return f"{self._prefix}.*.{name}"
+
+
+def schema_of(shape: type[requests.Request]) -> dict[str, Any]:
+    """The JSON schema of a request, with the narrower rules of this face."""
+    schema = msgspec.json.schema(shape)
+    for part in schema.get("$defs", {}).values():
+        properties = part.get("properties", {})
+        for name in ("key", "name"):
+            if name in properties:
+                properties[name] |= {"minLength": 1, "maxLength": KEY_LENGTH_MAX}
+        if "ttl" in properties:
+            whole = {"type": "integer", "minimum": 1, "maximum": TTL_S_MAX}
+            takes_null = {"type": "null"} in properties["ttl"].get("anyOf", [])
+            properties["ttl"] = {"anyOf": [whole, {"type": "null"}]} if takes_null else whole
+    return schema
+
+
+def _reply_schema(name: str) -> dict[str, Any]:
+    """The JSON schema of a reply: one of a success, or of an error."""
+    properties = {"success": {"const": True}, **_REPLIES.get(name, {})}
+    granted = {"type": "object", "properties": properties, "required": ["success"]}
+    return {"oneOf": [granted, _ERROR]}
+
+
+_ERROR: Final = {
+    "type": "object",
+    "properties": {"success": {"const": False}, "error_code": {"type": "string"}, "message": {"type": "string"}},
+    "required": ["success", "error_code", "message"],
+}
+_BOOLEAN: Final = {"type": "boolean"}
+_INTEGER: Final = {"type": "integer"}
+_OBJECT: Final = {"type": "object"}
+_STAMP: Final = {"version": _INTEGER, "revision": _INTEGER}
+_TEXT: Final = {"type": "string"}
+_OBJECTS: Final = {"type": "array", "items": _OBJECT}
+_ENVELOPE: Final = {
+    **dict.fromkeys(("key", "lastWriter", "requestId", "specRef", "updatedAt", "expiresAt"), _TEXT),
+    **{"value": _OBJECT, "semantics": _OBJECT, "token": _INTEGER, **_STAMP},
+}
+_REPLIES: Final[dict[str, dict[str, Any]]] = {
+    "get": {"exists": _BOOLEAN, "value": {}},
+    "delete": {"deleted": _BOOLEAN},
+    "list": {"keys": {"type": "array", "items": {"type": "string"}}, "count": _INTEGER, "truncated": _BOOLEAN},
+    "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
+    "put": {"entry": _OBJECT},
+    "cas": _STAMP,
+    "incr": {"value": _INTEGER},
+    "take": {"exists": _BOOLEAN, "value": {}},
+    "touch": {"exists": _BOOLEAN, "entry": _OBJECT},
+    "fields": {"exists": _BOOLEAN, "fields": _OBJECT, "swapped": _BOOLEAN, **_STAMP},
+    "watch": {"watch": {"type": "string"}, "subject": {"type": "string"}, "heartbeat": {"type": "number"}},
+    "unwatch": {"ended": _BOOLEAN},
+    "lock": {"token": _INTEGER},
+    "outcome": {"applied": _BOOLEAN, "revision": _INTEGER},
+    "kv_get": {"exists": _BOOLEAN, **_ENVELOPE},
+    "kv_put": {**_ENVELOPE, "replayed": _BOOLEAN},
+    "kv_delete": {"deleted": _BOOLEAN},
+    "kv_list": {"entries": _OBJECTS, "truncated": _BOOLEAN, "cursor": {"type": ["string", "null"]}},
+    "kv_batch": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
+}
