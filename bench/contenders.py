@@ -118,7 +118,7 @@ class Void(Exception):
     """A contender does not do what its figures would claim."""
 
 
-class Desk:
+class Dispatcher:
     """Opens contenders, fills them and looks at them."""
 
     def __init__(self, runner: asyncio.Runner, folder: Path) -> None:

@@ -39,10 +39,10 @@ class Ticks(NamedTuple):
 def measure(run: Run) -> None:
     keys = run.options.scaled(KEYS, 500)
     slice_s = 0.1 if run.options.quick else max(run.options.slice_s, SLICE_S)
-    desk, findings = run.desk("lag"), run.findings
+    dispatcher, findings = run.dispatcher("lag"), run.findings
     kinds = (on_sqlite.LimpetFull, on_sqlite.LanggraphSqlite, on_sqlite.Aiosqlite, on_sqlite.PyKeyValueDisk)
-    with desk.opened([kind() for kind in kinds], keys) as contenders:
-        findings.keep_checks(desk.checks, desk.absent)
+    with dispatcher.opened([kind() for kind in kinds], keys) as contenders:
+        findings.keep_checks(dispatcher.checks, dispatcher.absent)
         loads: dict[str, Callable[[float], Ticks]] = {IDLE: lambda seconds: run.runner.run(_beside(None, seconds))}
         for contender in contenders:
             assert isinstance(contender, Contender)

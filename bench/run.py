@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import limpet
-from bench.contenders import Desk
+from bench.contenders import Dispatcher
 from bench.report import Findings
 
 ROOT = Path(__file__).parent.parent
@@ -50,9 +50,9 @@ class Run:
         self.runner = runner
         self.findings = Findings(about=_about(options, folder))
 
-    def desk(self, name: str) -> Desk:
+    def dispatcher(self, name: str) -> Dispatcher:
         """A place to open contenders, with a folder of its own."""
-        return Desk(self.runner, self.folder / name)
+        return Dispatcher(self.runner, self.folder / name)
 
     def child(self, *arguments: str) -> str:
         """What a fresh interpreter prints. It starts where ``bench`` can be imported."""

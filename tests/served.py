@@ -28,7 +28,7 @@ from limpet.engines.memory import MemoryEngine
 from limpet.keys import Span
 from limpet.model import Window
 from limpet.opening import open_session
-from limpet.server.dispatch import Desk
+from limpet.server.dispatch import Dispatcher
 from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
 
@@ -95,7 +95,7 @@ class Places:
                 if isinstance(session.engine, MemoryEngine):
                     # To clients, whose processes it outlives.
                     session.engine.traits = msgspec.structs.replace(session.engine.traits, durability="process")
-                given = routes(session, callers=Root(), desk=Desk(session, "http"), ending=self._ending)
+                given = routes(session, callers=Root(), dispatcher=Dispatcher(session, "http"), ending=self._ending)
                 self._apps[place] = clock, Starlette(routes=given)
             return self._apps[place]
 

@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.engine import Indexing
-from limpet.index import CANDIDATES_MAX, Sought, sought
+from limpet.index import CANDIDATES_MAX, IndexProbe, sought
 from limpet.keys import prefix_span
 from tests.engines import ENGINES, unique, url_of
 
@@ -78,6 +78,6 @@ async def test_one_that_is_dropped_is_used_no_more(store: limpet.Store) -> None:
 
 
 def test_a_part_that_can_hold_nothing_is_known() -> None:
-    assert not Sought("n").has_numbers
-    assert sought(limpet.field("n").in_([])) == [Sought("n")]
+    assert not IndexProbe("n").has_numbers
+    assert sought(limpet.field("n").in_([])) == [IndexProbe("n")]
     assert CANDIDATES_MAX == 50_000

@@ -350,8 +350,8 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
 
     clock.advance(3599)
     await engine.trim("default", Window())
-    assert list(space.overtaken) == ["mine"]
+    assert list(space.superseded) == ["mine"]
     clock.advance(1)
     await engine.trim("default", Window())
 
-    assert not space.overtaken
+    assert not space.superseded

@@ -30,10 +30,10 @@ from limpet.model import (
     Filter,
     Guard,
     HeldBy,
-    Mark,
     Patch,
     Put,
     Revision,
+    Sentinel,
     Test,
     Touch,
     Version,
@@ -99,7 +99,7 @@ def check_condition(key: str, condition: object) -> Condition:
             _check_name(name)
             if stored is not ABSENT:
                 _check_encoded(key, stored)
-        case Mark.ABSENT | Mark.PRESENT:
+        case Sentinel.ABSENT | Sentinel.PRESENT:
             pass
         case _:
             raise InvalidValue(f"a guard on {key!r} has a condition, not something of type {type(condition).__name__}")

@@ -50,11 +50,11 @@ from limpet.model import (
     Filter,
     Guard,
     HeldBy,
-    Mark,
     Patch,
     Put,
     Refusal,
     Revision,
+    Sentinel,
     Test,
     Touch,
     Version,
@@ -72,7 +72,9 @@ TTL = float | timedelta | None
 Meta = Mapping[str, Any] | None
 """A JSON object beside the value."""
 
-Expectation = Entry | None | Version | Revision | Equals | Filter | Literal[Mark.ABSENT, Mark.PRESENT, Mark.ANY]
+Expectation = (
+    Entry | None | Version | Revision | Equals | Filter | Literal[Sentinel.ABSENT, Sentinel.PRESENT, Sentinel.ANY]
+)
 """What a write may expect of its key. An entry means: unchanged since. None means: absent, as `entry` returned it."""
 
 RECEIPT_MS: Final = 600_000
@@ -206,7 +208,12 @@ class Draft:
     # Writes -------------------------------------------------------------------
 
     def put(
-        self, key: str, value: object, *, ttl: TTL | Literal[Mark.KEEP] = None, meta: Meta | Literal[Mark.KEEP] = None
+        self,
+        key: str,
+        value: object,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = None,
+        meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Self:
         """Replace the whole value."""
         return self._write(*_put(key, value, ttl, meta, self._session.value_bytes_max))
@@ -220,8 +227,8 @@ class Draft:
         key: str,
         by: int = 1,
         *,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
-        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
         """Add to a counter. A missing key counts as zero."""
         return self._write(Add(check_key(key), check_step(by), _ttl_ms(ttl), _meta_json(key, meta)))
@@ -234,8 +241,8 @@ class Draft:
         *,
         unset: Iterable[str] = (),
         if_exists: bool = False,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
-        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
         **more: object,
     ) -> Self:
         """Write and clear single fields of a record."""
@@ -267,7 +274,7 @@ class Draft:
         new: object,
         *,
         set: Mapping[str, object] | None = None,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
         """Write a field, and others with it, if it holds what is expected; ABSENT means no such field."""
         condition = FieldEquals(check_key(name), ABSENT if expected is ABSENT else codec.encode_field(expected, name))
@@ -391,7 +398,11 @@ class Draft:
 
 
 def plain_put(
-    key: str, value: object, ttl: TTL | Literal[Mark.KEEP], meta: Meta | Literal[Mark.KEEP], value_bytes_max: int
+    key: str,
+    value: object,
+    ttl: TTL | Literal[Sentinel.KEEP],
+    meta: Meta | Literal[Sentinel.KEEP],
+    value_bytes_max: int,
 ) -> Batch:
     """A batch of one put that nothing guards. Most writes are one, and need no draft."""
     put, _ = _put(key, value, ttl, meta, value_bytes_max)
@@ -399,7 +410,11 @@ def plain_put(
 
 
 def _put(
-    key: str, value: object, ttl: TTL | Literal[Mark.KEEP], meta: Meta | Literal[Mark.KEEP], value_bytes_max: int
+    key: str,
+    value: object,
+    ttl: TTL | Literal[Sentinel.KEEP],
+    meta: Meta | Literal[Sentinel.KEEP],
+    value_bytes_max: int,
 ) -> tuple[Put, int]:
     """A put, held to its limits, and what its value counts."""
     stored = codec.encode(value)
@@ -430,7 +445,7 @@ def _condition(expectation: Expectation) -> Condition:
             return check_filter(expectation).as_condition()
         case Equals() | Version() | Revision():
             return check_condition("", expectation)
-        case Mark.ABSENT | Mark.PRESENT:
+        case Sentinel.ABSENT | Sentinel.PRESENT:
             return expectation
         case _:
             pass
@@ -440,11 +455,11 @@ def _condition(expectation: Expectation) -> Condition:
     )
 
 
-def _ttl_ms(ttl: TTL | Literal[Mark.KEEP]) -> int | Literal[Mark.KEEP] | None:
+def _ttl_ms(ttl: TTL | Literal[Sentinel.KEEP]) -> int | Literal[Sentinel.KEEP] | None:
     return ttl if ttl is None or ttl is KEEP else ttl_to_ms(ttl)
 
 
-def _meta_json(key: str, meta: Meta | Literal[Mark.KEEP]) -> bytes | Literal[Mark.KEEP] | None:
+def _meta_json(key: str, meta: Meta | Literal[Sentinel.KEEP]) -> bytes | Literal[Sentinel.KEEP] | None:
     if meta is None or meta is KEEP:
         return meta
     if not isinstance(meta, Mapping):

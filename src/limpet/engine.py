@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from limpet.index import Sought
+from limpet.index import IndexProbe
 from limpet.keys import Span
 from limpet.model import (
     Batch,
@@ -20,12 +20,12 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
     Resealed,
+    ScanPage,
     Seals,
-    Slice,
     Status,
     Traits,
     Window,
@@ -61,7 +61,7 @@ class Engine(Protocol):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """Read live entries of a span in key order, at most ``limit`` of them.
 
         Behaviour:
@@ -90,7 +90,7 @@ class Engine(Protocol):
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """Read the log after a revision, in revision order; wait for news when there is none.
 
         With a span, only the data of its keys; without, all families. With a limit of 0, none at all: then it is
@@ -165,7 +165,7 @@ class Indexing(Protocol):
         """The fields that have an index, in their order."""
         ...
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """The keys of a span that an index finds, in any order; None when there is none to help, or it finds too many.
 
         Each of ``wanted`` finds all that match; so one of them is enough.

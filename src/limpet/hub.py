@@ -20,7 +20,7 @@ from limpet.clock import Clock
 from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
-from limpet.model import BEGINNING, Change, Event, Feed, Op, Status, Synced, Traits, fingerprint
+from limpet.model import BEGINNING, Change, Event, LogPage, Op, Status, Synced, Traits, fingerprint
 from limpet.retry import Outage, retrying
 
 __all__ = ["Hub", "Watch", "event_of"]
@@ -95,7 +95,7 @@ class Hub:
         """How many revisions each watch is behind what the hub has read."""
         return [max(0, self._head - watch._delivered()) for watch in self._watches]
 
-    async def changes(self, after: int, span: Span | None) -> Feed | None:
+    async def changes(self, after: int, span: Span | None) -> LogPage | None:
         """What came after a revision; None when there is nothing yet. Other families come with no span."""
         if self._end is not None:
             raise self._end
@@ -106,7 +106,7 @@ class Hub:
         fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
         if span is not None:
             fresh = [change for change in fresh if change.family == "data" and change.key in span]
-        return Feed(fresh, self._head, "", self._at)
+        return LogPage(fresh, self._head, "", self._at)
 
     async def news(self) -> None:
         """Wait until something may have changed: the log, a watch that was closed, the store."""
@@ -403,7 +403,7 @@ def _other_history(revision: int) -> Compacted:
     )
 
 
-def _head_of(feed: Feed) -> str | None:
+def _head_of(feed: LogPage) -> str | None:
     """The fingerprint of the change at the head of a feed; None where nothing in the feed tells."""
     if feed.at is not None:
         return feed.at

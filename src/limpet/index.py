@@ -19,7 +19,7 @@ from limpet.errors import InvalidKey
 from limpet.keys import check_key
 from limpet.model import Filter, Test
 
-__all__ = ["CANDIDATES_MAX", "Sought", "check_field", "sought"]
+__all__ = ["CANDIDATES_MAX", "IndexProbe", "check_field", "sought"]
 
 CANDIDATES_MAX: Final = 50_000
 """With more than so many candidates, an index is no help: a scan then reads through."""
@@ -27,7 +27,7 @@ CANDIDATES_MAX: Final = 50_000
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+\Z')
 
 
-class Sought(msgspec.Struct, frozen=True):
+class IndexProbe(msgspec.Struct, frozen=True):
     """A part of an index: numbers from ``low`` to ``high``, these texts, and all texts where ``odd``."""
 
     name: str
@@ -50,12 +50,12 @@ def check_field(name: str) -> str:
     return name
 
 
-def sought(where: Filter) -> list[Sought]:
+def sought(where: Filter) -> list[IndexProbe]:
     """What to look for in an index of each field; each finds all that match. Tests that no index helps are left out."""
     return [found for test in where.tests if (found := _sought(test)) is not None]
 
 
-def _sought(test: Test) -> Sought | None:
+def _sought(test: Test) -> IndexProbe | None:
     if not _PLAIN.match(test.name):
         return None
     if test.comparison in ("lt", "le", "gt", "ge") and test.operands[0][:1] == b"\0" and not test.raw:
@@ -74,11 +74,11 @@ def _sought(test: Test) -> Sought | None:
         case "eq" | "in":
             # One range over all of them: an index that finds too much is still right.
             low, high = (_below(min(numbers)), _above(max(numbers))) if numbers else (math.inf, -math.inf)
-            return Sought(test.name, low, high, tuple(texts))
+            return IndexProbe(test.name, low, high, tuple(texts))
         case "lt" | "le" if numbers:
-            return Sought(test.name, -math.inf, _above(numbers[0]), odd=test.raw)
+            return IndexProbe(test.name, -math.inf, _above(numbers[0]), odd=test.raw)
         case "gt" | "ge" if numbers:
-            return Sought(test.name, _below(numbers[0]), math.inf, odd=test.raw)
+            return IndexProbe(test.name, _below(numbers[0]), math.inf, odd=test.raw)
         case _:
             return None
 

@@ -40,18 +40,18 @@ __all__ = [
     "Event",
     "Expire",
     "Family",
-    "Feed",
     "FieldEquals",
     "Filter",
     "Guard",
     "HeldBy",
-    "Mark",
+    "LogPage",
     "Op",
     "Patch",
     "Put",
     "Refusal",
     "Revision",
-    "Slice",
+    "ScanPage",
+    "Sentinel",
     "Status",
     "Synced",
     "Test",
@@ -76,7 +76,7 @@ Op = Literal["put", "patch", "touch", "delete", "expire"]
 """What a change did to its key."""
 
 
-class Mark(Enum):
+class Sentinel(Enum):
     """Words that stand where a value could."""
 
     ABSENT = "ABSENT"
@@ -89,18 +89,18 @@ class Mark(Enum):
         return f"limpet.{self.value}"
 
 
-ABSENT: Final = Mark.ABSENT
+ABSENT: Final = Sentinel.ABSENT
 """No such key, or no such field."""
-PRESENT: Final = Mark.PRESENT
+PRESENT: Final = Sentinel.PRESENT
 """The key exists, whatever it holds."""
-KEEP: Final = Mark.KEEP
+KEEP: Final = Sentinel.KEEP
 """Leave the time to live, or the meta, as it is."""
-UNCHANGED: Final = Mark.UNCHANGED
+UNCHANGED: Final = Sentinel.UNCHANGED
 """What the function of an update returns to write nothing."""
-ANY: Final = Mark.ANY
+ANY: Final = Sentinel.ANY
 """No expectation: the default of ``expect``."""
 
-Keep = Literal[Mark.KEEP]
+Keep = Literal[Sentinel.KEEP]
 
 
 # What is stored ---------------------------------------------------------------
@@ -226,7 +226,7 @@ class FieldEquals(msgspec.Struct, frozen=True, gc=False):
     """Expect this field to hold this value, or not to exist."""
 
     name: str
-    stored: bytes | Literal[Mark.ABSENT]
+    stored: bytes | Literal[Sentinel.ABSENT]
 
     def __str__(self) -> str:
         return (
@@ -243,7 +243,7 @@ class HeldBy(msgspec.Struct, frozen=True, gc=False):
         return f"token {self.token}"
 
 
-Condition = Literal[Mark.ABSENT, Mark.PRESENT] | Version | Revision | Equals | FieldEquals | HeldBy
+Condition = Literal[Sentinel.ABSENT, Sentinel.PRESENT] | Version | Revision | Equals | FieldEquals | HeldBy
 
 
 class Guard(msgspec.Struct, frozen=True, gc=False):
@@ -459,14 +459,14 @@ class Synced(Event, frozen=True, gc=False):
     """Everything there was has been delivered; changes follow."""
 
 
-class Slice(msgspec.Struct, frozen=True, gc=False):
+class ScanPage(msgspec.Struct, frozen=True, gc=False):
     """Part of a scan. ``cursor`` is the last key looked at; None when the span is exhausted."""
 
     entries: list[Entry]
     cursor: str | None
 
 
-class Feed(msgspec.Struct, frozen=True, gc=False):
+class LogPage(msgspec.Struct, frozen=True, gc=False):
     """Part of the log.
 
     Attributes:

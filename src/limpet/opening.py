@@ -62,9 +62,9 @@ def find_keyring(given: Keyring | None, option: str | None) -> Keyring | None:
 
 def encrypt_engine(engine: Engine, keyring: Keyring, clock: Clock) -> Engine:
     """Put encryption in front of an engine."""
-    from limpet.encryption.engine import SealedEngine
+    from limpet.encryption.engine import EncryptedEngine
 
-    return SealedEngine(engine, keyring, clock)
+    return EncryptedEngine(engine, keyring, clock)
 
 
 async def open_session(

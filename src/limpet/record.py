@@ -9,7 +9,7 @@ from limpet.codec import Fields
 from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, as_fields
 from limpet.errors import TypeMismatch
 from limpet.keys import check_key
-from limpet.model import ANY, KEEP, Entry, FieldEquals, Mark, Refusal
+from limpet.model import ANY, KEEP, Entry, FieldEquals, Refusal, Sentinel
 
 if TYPE_CHECKING:
     from limpet.store import Store
@@ -46,11 +46,11 @@ class Record:
         self,
         fields: Mapping[str, object],
         *,
-        ttl: TTL | Literal[Mark.KEEP] = None,
+        ttl: TTL | Literal[Sentinel.KEEP] = None,
         expect: Expectation = ANY,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
-        meta: Meta | Literal[Mark.KEEP] = None,
+        meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Entry:
         """Replace the whole record."""
         return await self._store.put(
@@ -84,7 +84,7 @@ class Record:
         new: object,
         *,
         set: Mapping[str, object] | None = None,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
     ) -> bool:

@@ -46,11 +46,11 @@ from limpet.model import (
     Commit,
     Entry,
     Event,
-    Feed,
     Filter,
-    Mark,
+    LogPage,
     Resealed,
     Seals,
+    Sentinel,
     Status,
     Traits,
     Window,
@@ -264,11 +264,11 @@ class Store:
         key: str,
         value: object,
         *,
-        ttl: TTL | Literal[Mark.KEEP] = None,
+        ttl: TTL | Literal[Sentinel.KEEP] = None,
         expect: Expectation = ANY,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
-        meta: Meta | Literal[Mark.KEEP] = None,
+        meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Entry:
         """Replace the whole value under a key.
 
@@ -311,15 +311,15 @@ class Store:
         key: str,
         change: Callable[[Any], Any] | Callable[[Any], Awaitable[Any]],
         *,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
         fence: Fencing | Fence | None = None,
-        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Entry | None:
         """Change a value by a function of the value found (None when there is none).
 
         The function, plain or async, runs again only when another writer wrote in between. Tasks and threads
         that update the same key through one opened store take turns, in the order they came. A function that
-        runs for longer than two seconds while others wait may be overtaken, and then runs again.
+        runs for longer than two seconds while others wait may lose its turn to others, and then runs again.
 
         Returning ABSENT deletes the key; then the answer is None. Returning UNCHANGED writes nothing and checks
         no fence; then the answer is the entry found, or None.
@@ -363,11 +363,11 @@ class Store:
         key: str,
         by: int = 1,
         *,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
         expect: Expectation = ANY,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
-        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> int:
         """Add to a counter, in one step. Returns its new value; a missing key counts as zero."""
         draft = self._draft(key, expect, fence, request_id).add(key, by, ttl=ttl, meta=meta)
@@ -544,7 +544,7 @@ class Store:
                 yield event_of(change, prefix)
             after = feed.head
 
-    async def _feed(self, after: int, span: Span | None = None) -> Feed:
+    async def _feed(self, after: int, span: Span | None = None) -> LogPage:
         return await self._session.retrying(lambda: self._session.engine.changes(self.name, after, span=span))
 
     async def status(self) -> Status:

@@ -38,7 +38,7 @@ from limpet.draft import Draft as _Draft
 from limpet.errors import Closed, Conflict, Unavailable
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
-from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Mark, Traits, Window
+from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Sentinel, Traits, Window
 from limpet.session import Session
 
 if TYPE_CHECKING:
@@ -296,9 +296,9 @@ class Store(Face):
         key: str,
         change: Callable[[Any], Any],
         *,
-        ttl: TTL | Literal[Mark.KEEP] = KEEP,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
         fence: Fencing | Fence | None = None,
-        meta: Meta | Literal[Mark.KEEP] = KEEP,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Entry | None:
         """Change a value by a plain function of the value found; see `limpet.Store.update`."""
         if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004

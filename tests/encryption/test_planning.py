@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.conformance.support import Failing
-from limpet.encryption.engine import UNSETTLED_MAX, SealedEngine
+from limpet.encryption.engine import UNSETTLED_MAX, EncryptedEngine
 from limpet.engine import Engine
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Commit, Guard, Patch, Put, Refusal, Version
@@ -21,8 +21,8 @@ from tests.encryption.support import keyring
 CLOCK = limpet.SystemClock()
 
 
-async def sealed_over(engine: Engine) -> SealedEngine:
-    return SealedEngine(engine, keyring("k1"), CLOCK)
+async def sealed_over(engine: Engine) -> EncryptedEngine:
+    return EncryptedEngine(engine, keyring("k1"), CLOCK)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ async def test_a_guard_of_the_caller_is_not_tried_again(behind: Engine) -> None:
 async def test_a_count_whose_answer_is_lost_is_answered_with_what_it_made(behind: Engine) -> None:
     """Somebody else counts before it is asked for again: the first sum is the answer, and not a later one."""
     failing = Failing(behind)
-    engine, other = await sealed_over(failing), SealedEngine(behind, keyring("k1"), CLOCK)
+    engine, other = await sealed_over(failing), EncryptedEngine(behind, keyring("k1"), CLOCK)
     other._keyring = engine._keyring
     failing.after = 1
     with pytest.raises(Ambiguous) as lost:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.encryption.engine import SealedEngine
+from limpet.encryption.engine import EncryptedEngine
 from limpet.encryption.keyring import key_id_of_meta, key_id_of_value
 from limpet.keys import Span
 from limpet.model import FAMILIES
@@ -109,7 +109,7 @@ async def put(kept: SemanticStore, name: str, number: int, **semantics: Any) -> 
 async def keys_in_use(store: limpet.Store) -> set[str]:
     """The keys that anything in the database is sealed with, but for locks and for receipts, which go by themselves."""
     sealed = store._session.engine
-    assert isinstance(sealed, SealedEngine)
+    assert isinstance(sealed, EncryptedEngine)
     found: set[str] = set()
     for family in set(FAMILIES) - {"lock", "receipt"}:
         part = await sealed._engine.scan(store.name, Span("", None), family=family)
@@ -194,7 +194,7 @@ async def test_a_key_that_is_dropped_while_a_read_is_under_way_still_opens_it(
     async with limpet.open("memory:", encryption=keyring, sweep=False) as store:
         await store.put("a", 1)
         sealed = store._session.engine
-        assert isinstance(sealed, SealedEngine)
+        assert isinstance(sealed, EncryptedEngine)
         fetch = getattr(sealed._engine, verb)
 
         async def fetch_and_drop(*args: Any, **options: Any) -> Any:

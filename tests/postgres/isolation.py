@@ -153,8 +153,8 @@ def _furnish(role: str, schema: str, namespace: str, secret: str) -> None:
         store.record("job").put({"state": secret})
         store.take("paid")
         store.lock(f"lock of {secret}", ttl=3600, holder=secret).acquire()
-    overtaken = f"jsonb_build_object('{secret}', 1)"
-    execute(f"UPDATE {quoted(schema)}.limpet_namespaces SET overtaken = {overtaken} WHERE namespace = '{namespace}'")
+    superseded = f"jsonb_build_object('{secret}', 1)"
+    execute(f"UPDATE {quoted(schema)}.limpet_namespaces SET superseded = {superseded} WHERE namespace = '{namespace}'")
 
 
 # An attack and its outcome ----------------------------------------------------

@@ -81,7 +81,7 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
         result = await VERBS[verb](late, lock)
         answer = await asyncio.to_thread(proxy.deliver)
 
-        assert answer == "limpet: this request was overtaken by its own retry"
+        assert answer == "limpet: this request was superseded by its own retry"
         assert await seen(late, result) == expected
 
 
@@ -95,7 +95,7 @@ async def test_a_late_group_is_refused_whole(schema: str, proxy: Proxy) -> None:
         answer = await asyncio.to_thread(proxy.deliver)
 
         assert answer is not None
-        assert "overtaken" in answer
+        assert "superseded" in answer
         assert sorted(entry.revision for entry in entries) == [*range(2, 22)]
         assert [change.revision for change in await log_of(store)] == [*range(1, 22)]
 

@@ -16,7 +16,7 @@ from limpet.clock import Clock
 from limpet.errors import PermissionDenied
 from limpet.keys import Span, prefix_span
 from limpet.opening import open_session
-from limpet.server.dispatch import Call, Caller, Callers, Desk
+from limpet.server.dispatch import Call, Caller, Callers, Dispatcher
 from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
 from limpet.session import Session
@@ -100,13 +100,13 @@ async def application(
     clock: Clock | None = None,
     value_bytes_max: int = 1_000_000,
     observers: Sequence[Any] = (),
-    **desk: Any,
+    **dispatcher: Any,
 ) -> AsyncIterator[Running]:
-    """What a server runs, on an engine of its own, with nobody listening; ``desk`` takes the options of `Desk`."""
+    """What a server runs, on its own engine and without a port; ``dispatcher`` takes the options of `Dispatcher`."""
     session = await open_session(url, clock=clock, max_value_bytes=value_bytes_max, window=None)
     ending, book = asyncio.Event(), Book()
-    served = Desk(session, "http", observers=(book, *observers), **desk)
-    app = Starlette(routes=routes(session, callers=callers or Root(), desk=served, ending=ending))
+    served = Dispatcher(session, "http", observers=(book, *observers), **dispatcher)
+    app = Starlette(routes=routes(session, callers=callers or Root(), dispatcher=served, ending=ending))
     try:
         yield Running("", session, app, ending, book)
     finally:

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from limpet.errors import PermissionDenied
 from limpet.keys import Span, prefix_span
 from limpet.opening import open_session
-from limpet.server.dispatch import Call, Caller, Desk
+from limpet.server.dispatch import Call, Caller, Dispatcher
 from limpet.server.http import make_app, streams_of
 from limpet.session import Session
 
@@ -99,8 +99,8 @@ class Face:
         self.tokens = tokens()
         self.is_ready = True
         self.server: uvicorn.Server | None = None
-        self.desk = Desk(session, "http", observers=[self.notes], **options.pop("desk", {}))
-        self.app: Starlette = make_app(self.desk, callers=self.tokens, ready=lambda: self.is_ready, **options)
+        self.dispatcher = Dispatcher(session, "http", observers=[self.notes], **options.pop("dispatcher", {}))
+        self.app: Starlette = make_app(self.dispatcher, callers=self.tokens, ready=lambda: self.is_ready, **options)
 
     def client(self, token: str | None = "root") -> httpx2.AsyncClient:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}

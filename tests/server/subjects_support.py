@@ -21,7 +21,7 @@ from nats.aio.client import Client
 
 from limpet.clock import ManualClock
 from limpet.opening import open_session
-from limpet.server.dispatch import Call, Desk
+from limpet.server.dispatch import Call, Dispatcher
 from limpet.server.subjects import Subjects
 from limpet.session import Session
 from tests.servers import Nats
@@ -90,9 +90,9 @@ async def opened(url: str, clock: Any = None) -> AsyncIterator[Session]:
 async def serving(session: Session, *, nats_url: str | None = None, **options: Any) -> AsyncIterator[Subjects]:
     """A server on a connection of its own."""
     connection = await driver.connect(nats_url or nats_server().url, allow_reconnect=False)
-    observers, more = options.pop("observers", ()), options.pop("desk", {})
-    desk = Desk(session.limited(65_536), "nats", observers=observers, **more)
-    served = Subjects(desk, connection, **options)
+    observers, more = options.pop("observers", ()), options.pop("dispatcher", {})
+    dispatcher = Dispatcher(session.limited(65_536), "nats", observers=observers, **more)
+    served = Subjects(dispatcher, connection, **options)
     await served.start()
     try:
         yield served

@@ -30,7 +30,7 @@ from limpet.server.access import (
     revoke_token,
     rotate_token,
 )
-from limpet.server.dispatch import OWN_NAMESPACE, Desk
+from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher
 from limpet.server.operations import OPERATIONS, Right
 from limpet.server.requests import request_of
 from tests.engines import url_of
@@ -79,13 +79,13 @@ async def bearer(own: Store, tokens: Tokens, *scopes: Scope, expires: float | No
     return await known(tokens, await create_token(own, "trivia", scopes, expires=expires))
 
 
-def desk(own: Store) -> Desk:
-    return Desk(own._session, "http")
+def dispatcher(own: Store) -> Dispatcher:
+    return Dispatcher(own._session, "http")
 
 
-async def run(desk: Desk, caller: Bearer, operation: str, namespace: str, **members: Any) -> dict[str, Any]:
+async def run(dispatcher: Dispatcher, caller: Bearer, operation: str, namespace: str, **members: Any) -> dict[str, Any]:
     row = OPERATIONS[operation]
-    return await desk.run(row, namespace, request_of(row.request, members), caller)
+    return await dispatcher.run(row, namespace, request_of(row.request, members), caller)
 
 
 # What a token opens -----------------------------------------------------------
@@ -94,8 +94,8 @@ async def run(desk: Desk, caller: Bearer, operation: str, namespace: str, **memb
 async def test_a_token_opens_its_namespace_for_its_rights(own: Store, tokens: Tokens) -> None:
     caller = await bearer(own, tokens, Scope("trivia", "", ALL))
 
-    await run(desk(own), caller, "set", "trivia", key="score", value=1)
-    assert await run(desk(own), caller, "get", "trivia", key="score") == {"exists": True, "value": 1}
+    await run(dispatcher(own), caller, "set", "trivia", key="score", value=1)
+    assert await run(dispatcher(own), caller, "get", "trivia", key="score") == {"exists": True, "value": 1}
     assert re.fullmatch(r"trivia#[0-9a-f]{12}", caller.name)
 
 
@@ -180,7 +180,7 @@ async def test_a_token_for_a_folder_opens_nothing_else(
     before = await own.namespace("shared").status()
 
     with pytest.raises((PermissionDenied, InvalidNamespace)):
-        await run(desk(own), caller, operation, namespace, **members)
+        await run(dispatcher(own), caller, operation, namespace, **members)
     assert (await own.namespace("shared").status()).revision == before.revision
 
 
@@ -205,7 +205,7 @@ async def test_no_right_brings_another_with_it(
     caller = await bearer(own, tokens, Scope("shared", "", rights))
 
     with pytest.raises(PermissionDenied):
-        await run(desk(own), caller, operation, "shared", **members)
+        await run(dispatcher(own), caller, operation, "shared", **members)
 
 
 @pytest.mark.parametrize("pattern", ["team-a/*", "team-a/x"])

@@ -127,7 +127,7 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "scan for copies": lambda engine: engine.scan("trivia", prefix_span("live/alice/"), family="ghost"),
     "guard": lambda engine: commit(engine, Guard("bob/1", Version(9))),
     "guard one's own by another's": lambda engine: commit(engine, Guard("bob/1", Version(1)), Put("alice/2", b"1")),
-    "acquire": lambda engine: commit(engine, Put("bob/desk", b'{"holder":"me"}', 1000, family="lock")),
+    "acquire": lambda engine: commit(engine, Put("bob/dispatcher", b'{"holder":"me"}', 1000, family="lock")),
     "release": lambda engine: commit(engine, Delete("bob/door", family="lock")),
     "look at a lock by a guard": lambda engine: commit(engine, Guard("bob/door", limpet.ABSENT, "lock")),
     "read the server's own": lambda engine: engine.read("limpet-server", ["namespace/trivia"]),
@@ -483,7 +483,7 @@ async def test_a_server_for_reading_refuses_every_write() -> None:
 
 
 def limited(**limits: float) -> Any:
-    """The options of a desk that holds namespaces to these limits."""
+    """The options of a dispatcher that holds namespaces to these limits."""
     rates, quotas = gates_of(limits_of(limits), limpet.SystemClock())
     return {"gates": [gate for gate in (rates, quotas) if gate], "observers": [quotas] if quotas else []}
 

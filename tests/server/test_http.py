@@ -17,7 +17,7 @@ import limpet
 from limpet import errors
 from limpet.clock import ManualClock
 from limpet.protocol.codes import CODES
-from limpet.server.dispatch import Desk
+from limpet.server.dispatch import Dispatcher
 from limpet.server.http import ENDPOINTS, streams_of
 from limpet.server.operations import OPERATIONS
 from tests.server.http_support import Face, face, until
@@ -752,7 +752,7 @@ async def test_bodies_have_a_bound_together() -> None:
 
 
 async def test_a_server_for_reading_refuses_writes() -> None:
-    async with face(desk={"read_only": True}) as made, made.client() as http:
+    async with face(dispatcher={"read_only": True}) as made, made.client() as http:
         problem(await http.put("entries/k", json=1), 403, "permission_denied")
         assert (await http.get("keys")).status_code == 200
 
@@ -789,7 +789,7 @@ async def test_every_error_is_told_by_its_row_in_the_table(
     async def fails(*_: object) -> Any:
         raise one_of(kind)
 
-    monkeypatch.setattr(Desk, "run", fails)
+    monkeypatch.setattr(Dispatcher, "run", fails)
     async with made.client() as http:
         refused = await http.get("keys")
 
@@ -805,7 +805,7 @@ async def test_what_nobody_expected_is_500_with_nothing_but_a_traceback_in_the_l
     async def fails(*_: object) -> Any:
         raise KeyError("postgresql://user:password@host")
 
-    monkeypatch.setattr(Desk, "run", fails)
+    monkeypatch.setattr(Dispatcher, "run", fails)
     with caplog.at_level(logging.DEBUG):
         async with made.client() as http:
             refused = await http.put("entries/k", json="secret")

@@ -144,14 +144,14 @@ ATTACKS: list[Attack] = [
 async def test_what_is_not_theirs_is_refused(
     made: Face, token: str, method: str, path: str, extra: dict[str, Any]
 ) -> None:
-    before = [await made.desk.store(name).status() for name in ("shop", "bank")]
+    before = [await made.dispatcher.store(name).status() for name in ("shop", "bank")]
 
     async with made.client(token) as http:
         refused = await http.request(method, ROOT + path if path.startswith("/") else path, **extra)
 
     assert refused.status_code == 403, refused.text
     assert SECRET not in refused.text
-    after = [await made.desk.store(name).status() for name in ("shop", "bank")]
+    after = [await made.dispatcher.store(name).status() for name in ("shop", "bank")]
     assert [status.revision for status in after] == [status.revision for status in before]
 
 
@@ -235,12 +235,12 @@ async def test_a_conflict_shows_no_value_to_anybody(made: Face) -> None:
 
 async def test_an_attempt_leaves_no_namespace_behind(made: Face) -> None:
     """A server that kept something for every name that is asked for could be filled by asking."""
-    known = set(made.desk._stores)
+    known = set(made.dispatcher._stores)
     async with made.client("shop") as http:
         for number in range(20):
             assert (await http.get(f"{ROOT}/v1/made-up-{number}/keys")).status_code == 403
 
-    assert set(made.desk._stores) == known
+    assert set(made.dispatcher._stores) == known
 
 
 def fully_asked() -> list[tuple[str, dict[str, Any]]]:
@@ -287,7 +287,7 @@ def fully_asked() -> list[tuple[str, dict[str, Any]]]:
 
 
 def test_the_reach_of_every_operation_has_whatever_a_request_names() -> None:
-    """What a request names and its reach does not would pass the desk unchecked."""
+    """What a request names and its reach does not would pass the dispatcher unchecked."""
     caller = Scoped("team", "shop", "team/a/")
     asked = fully_asked()
     passed = [

@@ -183,7 +183,7 @@ async def test_a_watch_that_the_log_leaves_behind_is_told(monkeypatch: pytest.Mo
     async with face(window=window) as made, listening(made) as url, client(url) as http:
         for turn in range(10):
             await http.put("entries/k", json=turn)
-        store = made.desk.store("shop")
+        store = made.dispatcher.store("shop")
         begin = limpet.Watch.__aenter__
 
         async def begin_and_trim(watch: limpet.Watch) -> limpet.Watch:
@@ -244,7 +244,7 @@ async def _lose_connections(made: Face, http: httpx2.AsyncClient) -> None:
     """Four writers, and a reader that is cut off twenty times at moments of no choice of its own."""
     total, writers = 3000, 4
     rolls = random.Random(7)
-    store = made.desk.store("shop")
+    store = made.dispatcher.store("shop")
 
     async def write(number: int) -> None:
         for turn in range(total // writers):
@@ -276,7 +276,7 @@ async def test_a_slow_client_holds_nobody_up_and_misses_nothing(made: Face, http
     text = "x" * 100_000
     async with watching(http) as stream:
         for turn in range(100):
-            await made.desk.store("shop").put("k", f"{turn}{text}")
+            await made.dispatcher.store("shop").put("k", f"{turn}{text}")
         seen = [(await stream.event()).data["version"] for _ in range(100)]
 
     assert seen == list(range(1, 101))
@@ -425,7 +425,7 @@ async def test_a_client_that_takes_nothing_is_left_when_the_service_ends(made: F
             stalled.sendall(request.encode())
             await until(lambda: len(streams_of(made.app)) == 1)
             for _ in range(30):
-                await made.desk.store("shop").put("k", "x" * 900_000)
+                await made.dispatcher.store("shop").put("k", "x" * 900_000)
             await until(lambda: _is_stuck(made))
             streams_of(made.app).close()
             await until(lambda: len(streams_of(made.app)) == 0)

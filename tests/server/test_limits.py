@@ -13,7 +13,7 @@ import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, InvalidValue, RateLimited
 from limpet.server import limits
-from limpet.server.dispatch import Desk, Everybody
+from limpet.server.dispatch import Dispatcher, TrustedCaller
 from limpet.server.limits import Limit, Limits, Quotas, Rates, gates_of, limits_of
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
@@ -33,16 +33,18 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
 
 
 class Counter:
-    """A desk with limits, and somebody who asks."""
+    """A dispatcher with limits, and somebody who asks."""
 
     def __init__(self, store: Store, clock: ManualClock, **settings: Any) -> None:
         rates, quotas = gates_of(limits_of(settings), clock)
         observers = [] if quotas is None else [quotas]
-        self.desk = Desk(store._session, "nats", gates=[one for one in (rates, quotas) if one], observers=observers)
+        self.dispatcher = Dispatcher(
+            store._session, "nats", gates=[one for one in (rates, quotas) if one], observers=observers
+        )
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> dict[str, Any]:
         row = OPERATIONS[operation]
-        return await self.desk.run(row, namespace, request_of(row.request, members), Everybody())
+        return await self.dispatcher.run(row, namespace, request_of(row.request, members), TrustedCaller())
 
     async def passes(self, operation: str, count: int, **members: Any) -> int:
         """How many of so many requests at once pass."""

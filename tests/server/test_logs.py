@@ -15,7 +15,7 @@ import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, Corrupt, LimpetError, RateLimited, Unavailable
 from limpet.server import logs
-from limpet.server.dispatch import Call, Desk, Everybody
+from limpet.server.dispatch import Call, Dispatcher, TrustedCaller
 from limpet.server.logs import Logs, configure, shown
 from limpet.server.metrics import Metrics
 from limpet.server.operations import OPERATIONS
@@ -49,16 +49,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 class Talk:
-    """Somebody who asks at a desk that logs."""
+    """Somebody who asks at a dispatcher that logs."""
 
     def __init__(self, store: Store, clock: ManualClock) -> None:
         # On a busy machine anything may take a while; what is slow has tests of its own.
         self.logs = Logs(clock, slow_s=3600)
-        self.desk = Desk(store._session, "nats", observers=[self.logs])
+        self.dispatcher = Dispatcher(store._session, "nats", observers=[self.logs])
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> Any:
         row = OPERATIONS[operation]
-        return await self.desk.run(row, namespace, request_of(row.request, members), Everybody("alice"))
+        return await self.dispatcher.run(row, namespace, request_of(row.request, members), TrustedCaller("alice"))
 
 
 @pytest.fixture
@@ -295,7 +295,7 @@ def test_an_error_that_a_face_made_for_itself_says_how_bad_it_is(
 
 
 async def test_a_request_that_was_refused_early_is_a_line_too(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
-    talk.desk.refused(Everybody(), "trivia\nforged", "se t", MissingField("key"))
+    talk.dispatcher.refused(TrustedCaller(), "trivia\nforged", "se t", MissingField("key"))
 
     assert lines.records[0].getMessage() == (
         r'KV "se t" failed: plugin="trivia\nforged" error=MISSING_FIELD reason="Missing required field: key"'

@@ -21,8 +21,8 @@ from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, LimpetError, Unavailable
 from limpet.protocol.codes import CODES, OF_FACES
 from limpet.server import metrics
-from limpet.server.audited import Kept
-from limpet.server.dispatch import OWN_NAMESPACE, Desk, Everybody
+from limpet.server.audited import AuditedNamespaces
+from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher, TrustedCaller
 from limpet.server.metrics import Metrics, Names
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import MissingField, request_of
@@ -44,17 +44,17 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
 
 
 class Counted:
-    """A desk that counts, and somebody who asks."""
+    """A dispatcher that counts, and somebody who asks."""
 
     def __init__(self, store: Store, names: Names = "limpet", **options: Any) -> None:
         self.metrics = Metrics(store._session, names=names, **options)
-        kept = Kept(observers=[self.metrics.observe])
-        self.desk = Desk(store._session, "nats", observers=[self.metrics], semantic=kept.of)
+        kept = AuditedNamespaces(observers=[self.metrics.observe])
+        self.dispatcher = Dispatcher(store._session, "nats", observers=[self.metrics], semantic=kept.of)
         store._session.sweeper.listeners.append(self.metrics.swept)
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> Any:
         row = OPERATIONS[operation]
-        return await self.desk.run(row, namespace, request_of(row.request, members), Everybody())
+        return await self.dispatcher.run(row, namespace, request_of(row.request, members), TrustedCaller())
 
     async def samples(self) -> list[Sample]:
         text = (await self.metrics.render()).decode()
@@ -87,8 +87,8 @@ async def test_errors_are_counted_by_code_and_as_operations(counted: Counted) ->
     await counted.ask("set", key="a", value=1)
     with pytest.raises(Conflict):
         await counted.ask("cas", key="a", value=1, expect={"version": 7})
-    counted.desk.refused(Everybody(), "trivia", "set", MissingField("key"))
-    counted.desk.refused(Everybody(), "trivia", "made-up", ValueError("x"))
+    counted.dispatcher.refused(TrustedCaller(), "trivia", "set", MissingField("key"))
+    counted.dispatcher.refused(TrustedCaller(), "trivia", "made-up", ValueError("x"))
 
     assert await counted.value("limpet_errors_total", namespace="trivia", code="conflict") == 1
     assert await counted.value("limpet_errors_total", namespace="trivia", code="invalid_value") == 1
@@ -287,7 +287,7 @@ async def test_a_name_that_was_made_up_gets_no_label(store: Store) -> None:
     """Or somebody without a token could use up the names."""
     counted = Counted(store, namespaces_max=3)
     for number in range(10):
-        counted.desk.refused(Everybody(), f"made-up-{number}", "set", MissingField("key"))
+        counted.dispatcher.refused(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
         with pytest.raises(InvalidNamespace):
             await counted.ask("set", f"NOT {number}", key="a", value=1)
     await counted.ask("set", "real", key="a", value=1)

@@ -16,7 +16,7 @@ import pytest
 import limpet
 from limpet.errors import InvalidNamespace, InvalidValue
 from limpet.isolation.nats import granting, inbox_of, password_of
-from limpet.server.dispatch import Desk
+from limpet.server.dispatch import Dispatcher
 from limpet.server.subjects import Subjects
 from tests.cli.support import Limpet
 from tests.server.subjects_support import PATIENCE_S, eventually, opened
@@ -69,7 +69,7 @@ async def served(walled: Nats, tmp_path: Path) -> AsyncIterator[Subjects]:
         opened(f"sqlite:///{tmp_path}/state.db") as session,
         joined(walled, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = Subjects(Desk(session.limited(65_536), "nats"), server.client)
+        subjects = Subjects(Dispatcher(session.limited(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()

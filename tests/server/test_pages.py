@@ -223,7 +223,7 @@ async def test_too_many_operands_over_http_are_refused(http: httpx2.AsyncClient)
 async def test_a_read_that_repeats_a_key_is_bounded(store: Store, made: Face) -> None:
     await store.put("large", LARGE)
     app = made.app
-    app.router.routes.extend(primitives.routes(made.session, callers=made.tokens, desk=made.desk))
+    app.router.routes.extend(primitives.routes(made.session, callers=made.tokens, dispatcher=made.dispatcher))
 
     async with made.client() as http:
         for count, status in ((10, 200), (1_000, 413)):

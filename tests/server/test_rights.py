@@ -28,7 +28,7 @@ from limpet.protocol import engine_msgpack as wire
 from limpet.semantic.store import SemanticStore
 from limpet.server import events
 from limpet.server.access import Scope, create_token, revoke_token, rotate_token
-from limpet.server.dispatch import OWN_NAMESPACE, Desk, Everybody
+from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher, TrustedCaller
 from limpet.server.engine_routes import routes
 from limpet.server.http_errors import document_of
 from limpet.server.nats_errors import reply_of
@@ -153,7 +153,7 @@ def test_every_operation_is_asked() -> None:
 async def answer(session: Session, name: str, members: dict[str, Any]) -> Any:
     row = OPERATIONS[name]
     try:
-        found = await Desk(session, "http").run(row, "shop", request_of(row.request, members), Blind())
+        found = await Dispatcher(session, "http").run(row, "shop", request_of(row.request, members), Blind())
         # The one thing that differs by chance.
         return {member: item for member, item in found.items() if member != "store_id"}
     except LimpetError as error:
@@ -211,7 +211,7 @@ async def test_no_commit_of_a_primitive_depends_on_a_value(what: str) -> None:
     for secret in SECRETS:
         session = await filled(secret)
         blind = Guests(Somebody("blind", Part("shop", "", "read write lock")))
-        app = Starlette(routes=routes(session, callers=blind, desk=Desk(session, "http")))
+        app = Starlette(routes=routes(session, callers=blind, dispatcher=Dispatcher(session, "http")))
         body = wire.encode(wire.Commits([msgspec.Raw(wire.encode_batch(BATCHES[what]))] * 2))
         headers = {"Authorization": "Bearer blind", "Content-Type": wire.MEDIA}
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://limpet.test") as client:
@@ -268,7 +268,7 @@ async def test_over_nats_nobody_ends_a_lock_by_force(made: Face) -> None:
     row = OPERATIONS["unlock"]
     asked = request_of(row.request, {"name": "job", "reason": "because"})
     with pytest.raises(PermissionDenied, match="may not admin"):
-        await made.desk.run(row, "shop", asked, Everybody("plugin shop"))
+        await made.dispatcher.run(row, "shop", asked, TrustedCaller("plugin shop"))
 
 
 async def test_request_ids_of_two_prefixes_do_not_meet(made: Face) -> None:

@@ -19,7 +19,7 @@ from limpet.semantic.alarm import ConflictAlarm
 from limpet.semantic.audit import Audit
 from limpet.semantic.seal import rows_of, verify
 from limpet.semantic.store import SemanticStore
-from limpet.server.audited import Kept
+from limpet.server.audited import AuditedNamespaces
 from limpet.server.requests import KV_PAGE_MAX
 from limpet.server.service import Service
 from limpet.server.settings import Place, Settings
@@ -271,14 +271,14 @@ async def test_what_is_not_theirs_is_refused(made: Face, token: str, operation: 
     async with made.client("root") as http:
         for key in (KEY, FOREIGN):
             await http.put(f"semantic/{key}", json=PUT)
-    before = (await made.desk.store("shop").status()).revision
+    before = (await made.dispatcher.store("shop").status()).revision
 
     async with made.client(token) as http:
         refused = await http.post(f"call/{operation}", json=members)
 
     assert (refused.status_code, refused.json()["code"]) == (403, "permission_denied")
     assert SECRET not in refused.text
-    assert (await made.desk.store("shop").status()).revision == before
+    assert (await made.dispatcher.store("shop").status()).revision == before
 
 
 async def test_a_caller_of_a_prefix_does_all_that_concerns_it(made: Face) -> None:
@@ -390,8 +390,8 @@ def audit() -> Audit:
 
 @pytest.fixture
 async def audited() -> AsyncIterator[Face]:
-    kept = Kept(audit(), ["shop"])
-    async with face(desk={"gates": [kept], "semantic": kept.of}) as found:
+    kept = AuditedNamespaces(audit(), ["shop"])
+    async with face(dispatcher={"gates": [kept], "semantic": kept.of}) as found:
         yield found
 
 
@@ -400,7 +400,7 @@ async def test_every_change_of_an_audited_namespace_leaves_a_row(audited: Face) 
         await http.put(f"semantic/{KEY}", json=PUT)
         await http.post("semantic", json={"items": [{"op": "delete", "key": KEY}], **BY})
         await http.put(f"semantic/{KEY}", json={**PUT, "expectedVersion": 4})
-    store = audited.desk.store("shop")
+    store = audited.dispatcher.store("shop")
 
     rows = [(row["op"], row["directive"]) async for row in rows_of(store)]
     assert rows == [("put", "nightly"), ("delete", "nightly")]
@@ -433,13 +433,13 @@ async def test_what_would_leave_no_row_is_refused(audited: Face, operation: str,
         for path in (f"entries/{KEY}", "keys", "scan", f"history/{KEY}", "status", "locks"):
             assert (await http.get(path)).status_code == 200
         assert (await http.post("locks/l", json={"ttl": 30})).status_code == 201
-    assert (await verify(audited.desk.store("shop"), audit())).is_sound
+    assert (await verify(audited.dispatcher.store("shop"), audit())).is_sound
 
 
 async def test_rows_that_cannot_be_sealed_at_the_end_are_left_to_the_next_server(
     audited: Face, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Kept(audit(), ["shop"]).sealing(audited.session):
+    async with AuditedNamespaces(audit(), ["shop"]).sealing(audited.session):
         await audited.session.close()
 
     assert "a trail has rows that the next server will seal: Closed" in caplog.text
@@ -451,7 +451,7 @@ async def test_other_namespaces_are_written_as_ever(audited: Face) -> None:
         put = await http.put(f"http://limpet.test/v1/bank/semantic/{KEY}", json=PUT)
 
     assert put.status_code == 201
-    assert [row async for row in rows_of(audited.desk.store("bank"))] == []
+    assert [row async for row in rows_of(audited.dispatcher.store("bank"))] == []
 
 
 # A whole server ---------------------------------------------------------------
@@ -515,9 +515,9 @@ async def test_an_audited_namespace_takes_keys(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_nats: Plugins) -> None:
-    kept = Kept(audit(), ["platform"])
+    kept = AuditedNamespaces(audit(), ["platform"])
     options: dict[str, Any] = {"gates": [kept], "semantic": kept.of}
-    async with serving(sqlite_nats.session, prefix="trail.kv", desk=options):
+    async with serving(sqlite_nats.session, prefix="trail.kv", dispatcher=options):
         body = json.dumps({"key": KEY, **PUT}).encode()
         assert (await sqlite_nats.say("trail.kv.platform.kv_put", body))["success"]
         told = await sqlite_nats.say("trail.kv.platform.set", b'{"key": "k", "value": 1}')

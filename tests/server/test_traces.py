@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.errors import Conflict
-from limpet.server.dispatch import Call, Desk, Everybody
+from limpet.server.dispatch import Call, Dispatcher, TrustedCaller
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from limpet.server.traces import Traces
@@ -41,16 +41,16 @@ class Recorder:
 async def test_a_request_is_a_span_with_what_came_of_it_and_without_key_or_value() -> None:
     recorder, before = Recorder(), time.time_ns()
     async with limpet.open("memory:", namespace="trivia", sweep=False) as store:
-        desk = Desk(store._session, "http", observers=[Traces(recorder)])
+        dispatcher = Dispatcher(store._session, "http", observers=[Traces(recorder)])
 
         async def ask(operation: str, **members: Any) -> None:
             row = OPERATIONS[operation]
-            await desk.run(row, "trivia", request_of(row.request, members), Everybody())
+            await dispatcher.run(row, "trivia", request_of(row.request, members), TrustedCaller())
 
         await ask("set", key="the-key", value="the-value")
         with pytest.raises(Conflict):
             await ask("cas", key="the-key", value="the-value", expect={"version": 9})
-        desk.refused(Everybody(), "trivia", "made-up", ValueError("the-value"))
+        dispatcher.refused(TrustedCaller(), "trivia", "made-up", ValueError("the-value"))
 
     common = {"db.system.name": "limpet", "db.namespace": "trivia", "limpet.face": "http", "limpet.caller": "anonymous"}
     assert recorder.spans == [

@@ -482,19 +482,19 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
     engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask
 ) -> None:
     """Nobody counts it, lists it or ends it meanwhile."""
-    overtaken = "SELECT key FROM limpet_entries WHERE family = 'overtaken'"
+    superseded = "SELECT key FROM limpet_entries WHERE family = 'superseded'"
     outcome = await engine.commit("default", batch(put("a", 1), request_id="mine", retry_since=0))
 
     clock.advance(3599)
     await engine.trim("default", limpet.Window())
-    assert ask(overtaken) == [("mine",)]
+    assert ask(superseded) == [("mine",)]
     clock.advance(1)
     assert await engine.due("default") == []
     assert (await engine.status("default")).keys == 1
     await engine.trim("default", limpet.Window())
 
     assert isinstance(outcome, Commit)
-    assert ask(overtaken) == []
+    assert ask(superseded) == []
 
 
 @pytest.mark.parametrize(

@@ -50,14 +50,14 @@ _TALLIES: Final = """
            (SELECT count(*) FROM limpet_entries e WHERE e.namespace = n.namespace AND family = 'data'),
            (SELECT count(*) FROM limpet_changes c WHERE c.namespace = n.namespace),
            (SELECT max(revision) FROM limpet_entries e WHERE e.namespace = n.namespace
-             AND family NOT IN ('receipt', 'overtaken')),
+             AND family NOT IN ('receipt', 'superseded')),
            (SELECT min(at_ms) FROM limpet_changes c WHERE c.namespace = n.namespace)
       FROM limpet_namespaces n ORDER BY namespace"""
 _UNREADABLE: Final = """
     SELECT count(*) FROM limpet_entries WHERE kind IN ('json', 'record') AND NOT json_valid(CAST(value AS TEXT))"""
 _OVERDUE: Final = """
     SELECT count(*), min(expires_ms) FROM limpet_entries
-     WHERE family NOT IN ('receipt', 'overtaken') AND expires_ms <= ?"""
+     WHERE family NOT IN ('receipt', 'superseded') AND expires_ms <= ?"""
 
 
 class Finding(NamedTuple):

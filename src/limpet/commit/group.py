@@ -7,10 +7,10 @@ from typing import Final, get_args
 from limpet.errors import InvalidValue, LimpetError
 from limpet.model import Batch, Guard, Write
 
-__all__ = ["Undone", "may_be_of_one", "not_committed"]
+__all__ = ["NotApplied", "commit_error", "is_fault_of_one"]
 
 
-class Undone(Exception):
+class NotApplied(Exception):
     """Nothing of a group of batches was applied, and one of them may be the reason: each is committed by itself.
 
     Attributes:
@@ -22,7 +22,7 @@ class Undone(Exception):
         self.meaning = meaning
 
 
-def may_be_of_one(error: Exception) -> bool:
+def is_fault_of_one(error: Exception) -> bool:
     """Whether the error of a group of which nothing was applied may be the fault of one batch in it.
 
     An error of ours concerns all of them: the place cannot be reached, is closed, or refuses the caller.
@@ -30,13 +30,13 @@ def may_be_of_one(error: Exception) -> bool:
     return not isinstance(error, LimpetError)
 
 
-def not_committed(batch: Batch, error: Exception) -> LimpetError:
+def commit_error(batch: Batch, error: Exception) -> LimpetError:
     """What the caller of a batch is told that was tried by itself and could not be committed.
 
     No draft makes a batch that an engine cannot encode, so that this is a batch made by hand or a mistake of ours. An
     error of ours in any case, so that whoever commits in the background handles it like others.
     """
-    meaning = error.meaning if isinstance(error, Undone) else error
+    meaning = error.meaning if isinstance(error, NotApplied) else error
     if isinstance(meaning, LimpetError):
         meaning.__cause__ = meaning.__cause__ or error.__cause__
         return meaning

@@ -7,18 +7,18 @@ from typing import Final
 from limpet.errors import Unavailable
 from limpet.model import Batch
 
-__all__ = ["OVERTAKEN_MS", "may_be_late", "overtaken"]
+__all__ = ["SUPERSEDED_MS", "may_be_superseded", "superseded_error"]
 
-OVERTAKEN_MS: Final = 3_600_000
-"""How long it is known which requests were overtaken by their own retry."""
+SUPERSEDED_MS: Final = 3_600_000
+"""How long it is known which requests were superseded by their own retry."""
 
 
-def overtaken() -> Unavailable:
+def superseded_error() -> Unavailable:
     """What a first attempt is told that arrives after its retry, when nobody waits for it any more."""
-    return Unavailable("this request was overtaken by its own retry")
+    return Unavailable("this request was superseded by its own retry")
 
 
-def may_be_late(batch: Batch) -> bool:
+def may_be_superseded(batch: Batch) -> bool:
     """Whether a batch is a first attempt that somebody else may have asked for again meanwhile.
 
     That is one which its sender has named. What leaves a receipt is known by that.

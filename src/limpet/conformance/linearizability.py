@@ -29,7 +29,7 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from limpet.model import ABSENT, PRESENT, Entry, Mark, Revision, Version
+from limpet.model import ABSENT, PRESENT, Entry, Revision, Sentinel, Version
 
 __all__ = ["UNSEEN", "Held", "Operation", "Recorder", "check_order", "check_register", "check_watch"]
 
@@ -37,7 +37,7 @@ Kind = Literal["get", "put", "add", "delete", "check"]
 """What was asked. A create is a put that expects ABSENT, a take is a delete that saw a value, and
 a check is a guard of a batch on a key that the batch does not write."""
 
-Expected = Literal[Mark.ABSENT, Mark.PRESENT] | Version | Revision | None
+Expected = Literal[Sentinel.ABSENT, Sentinel.PRESENT] | Version | Revision | None
 
 
 class _Unseen(Enum):

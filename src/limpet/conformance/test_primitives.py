@@ -393,10 +393,10 @@ async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
 
 async def test_an_empty_span_has_no_cursor(asked: Asked) -> None:
     """A slice that ends early says where to go on; a slice without a cursor was the last."""
-    assert await asked.scan() == limpet.model.Slice([], None)
+    assert await asked.scan() == limpet.model.ScanPage([], None)
     await asked.done(put("a"), put("z"))
 
-    assert await asked.scan(Span("b", "c")) == limpet.model.Slice([], None)
+    assert await asked.scan(Span("b", "c")) == limpet.model.ScanPage([], None)
     assert (await asked.scan(Span("a", "b"), limit=1)).cursor is None
 
 

@@ -23,7 +23,7 @@ from limpet.codec import Stored, size_bytes
 from limpet.encryption.keyring import DIGEST_BYTES, PLAIN, Keyring, Ring, key_id_of, key_id_of_meta, key_id_of_value
 from limpet.engine import Engine, Indexing, Restoring
 from limpet.errors import Ambiguous, Corrupt, InvalidValue
-from limpet.index import Sought
+from limpet.index import IndexProbe
 from limpet.keys import Span, check_key
 from limpet.model import (
     ABSENT,
@@ -37,17 +37,17 @@ from limpet.model import (
     Equals,
     Expire,
     Family,
-    Feed,
     FieldEquals,
     Filter,
     Guard,
+    LogPage,
     Patch,
     Put,
     Refusal,
     Resealed,
     Revision,
+    ScanPage,
     Seals,
-    Slice,
     Status,
     Traits,
     Window,
@@ -58,7 +58,7 @@ from limpet.retry import jitter_s
 from limpet.transition import plan, read_receipt, remember
 from limpet.turns import Turns
 
-__all__ = ["SealedEngine"]
+__all__ = ["EncryptedEngine"]
 
 CROWD: Final = 4
 PAGE: Final = 500
@@ -105,7 +105,7 @@ class _Sent(msgspec.Struct, frozen=True):
         return (self.asked.guards, self.asked.writes) == (batch.guards, batch.writes)
 
 
-class SealedEngine:
+class EncryptedEngine:
     """Another engine, sealed."""
 
     def __init__(self, engine: Engine, keyring: Keyring, clock: Clock) -> None:
@@ -135,12 +135,12 @@ class SealedEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`. A filter is held against what comes back: the other engine cannot look."""
         ring = self._keyring.ring()
         if where is None:
             part = await self._engine.scan(namespace, span, family=family, values=values, limit=limit)
-            return Slice([self._opened(ring, namespace, family, entry) for entry in part.entries], part.cursor)
+            return ScanPage([self._opened(ring, namespace, family, entry) for entry in part.entries], part.cursor)
         part = await self._engine.scan(namespace, span, family=family, limit=max(limit, PAGE))
         found: list[Entry] = []
         for sealed in part.entries:
@@ -148,9 +148,9 @@ class SealedEngine:
             if entry.stored is None or not where.matches(entry.stored):
                 continue
             if len(found) == limit:
-                return Slice(found, found[-1].key)
+                return ScanPage(found, found[-1].key)
             found.append(entry if values else entry.without_value())
-        return Slice(found, part.cursor)
+        return ScanPage(found, part.cursor)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -163,7 +163,7 @@ class SealedEngine:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         ring = self._keyring.ring()
         feed = await self._engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
@@ -204,7 +204,7 @@ class SealedEngine:
         """The indexes from before the store was encrypted. They find nothing that is sealed."""
         return await self._engine.indexes(namespace) if isinstance(self._engine, Indexing) else []
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """None: no index helps."""
         return None
 

@@ -21,7 +21,7 @@ import httpx2
 import msgspec
 
 from limpet.clock import Clock
-from limpet.engines.server_engine import Found, Gathering, Outcome, Ticket
+from limpet.engines.server_engine import Found, GroupingEngine, Outcome, Ticket
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -38,10 +38,10 @@ from limpet.model import (
     Commit,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Traits,
     Window,
@@ -134,7 +134,7 @@ def _seconds(address: Address, name: str, default: float) -> float:
     return seconds
 
 
-class HttpEngine(Gathering):
+class HttpEngine(GroupingEngine):
     """A handle on a Limpet server."""
 
     _reads_at_once = 2
@@ -157,7 +157,7 @@ class HttpEngine(Gathering):
         super()._begin()
         self._line: _Line | None = None
         self._urls: dict[tuple[str, str], httpx2.URL] = {}
-        self._polls: set[asyncio.Task[Feed]] = set()
+        self._polls: set[asyncio.Task[LogPage]] = set()
         # Where the server sweeps, or trims, alone, because it does not let us.
         self._swept: set[str] = set()
         self._trimmed: set[str] = set()
@@ -189,13 +189,13 @@ class HttpEngine(Gathering):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
-        return await self._ask(namespace, "scan", wire.Scan(span, family, where, values, limit), Slice)
+        return await self._ask(namespace, "scan", wire.Scan(span, family, where, values, limit), ScanPage)
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -263,11 +263,11 @@ class HttpEngine(Gathering):
         entries = dict(zip(asked, found, strict=True))
         return [entries[key] for key in keys]
 
-    async def _poll(self, namespace: str, asked: wire.Changes) -> Feed:
+    async def _poll(self, namespace: str, asked: wire.Changes) -> LogPage:
         """Ask for changes; whoever waits for an answer when the engine is closed is told."""
         self._check_open()
         poll = asyncio.get_running_loop().create_task(
-            self._ask(namespace, "changes", asked, Feed, patience_s=asked.wait_s, polls=asked.wait_s > 0)
+            self._ask(namespace, "changes", asked, LogPage, patience_s=asked.wait_s, polls=asked.wait_s > 0)
         )
         self._polls.add(poll)
         try:

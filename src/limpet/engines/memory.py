@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from limpet.clock import Clock, has_loop
-from limpet.commit.receipts import OVERTAKEN_MS, may_be_late, overtaken
+from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.budget import SCAN_CALLS, Budget
-from limpet.engines.sorted_keys import KeyOrder
+from limpet.engines.sorted_keys import SortedKeys
 from limpet.engines.wakeup import Bell
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
@@ -35,10 +35,10 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Traits,
     Window,
@@ -91,14 +91,14 @@ class _Space:
         self.floor = 0
         self.floor_print = BEGINNING
         self.map: dict[Family, dict[str, Entry]] = {family: {} for family in FAMILIES}
-        self.order: dict[Family, KeyOrder] = {family: KeyOrder() for family in FAMILIES}
+        self.order: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
         self.expiries: list[tuple[int, Family, str, int]] = []
         self.log: list[Change] = []
         self.size_bytes = 0
         self.log_bytes = 0
         self.is_halfway = False
         # Requests that were asked for again, and until when that is remembered.
-        self.overtaken: dict[str, int] = {}
+        self.superseded: dict[str, int] = {}
         self._latest_ms = 0
 
     def now_ms(self, clock: Clock) -> int:
@@ -140,9 +140,9 @@ class _Space:
         """Remember a retry that found nothing, and refuse a first attempt that comes after its own."""
         name = batch.request_id or ""
         if batch.retry_since is not None:
-            self.overtaken[name] = now_ms + OVERTAKEN_MS
-        elif name in self.overtaken and may_be_late(batch):
-            raise overtaken()
+            self.superseded[name] = now_ms + SUPERSEDED_MS
+        elif name in self.superseded and may_be_superseded(batch):
+            raise superseded_error()
 
 
 class MemoryEngine:
@@ -181,7 +181,7 @@ class MemoryEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
@@ -197,9 +197,9 @@ class MemoryEngine:
                 ):
                     continue
                 if len(found) == limit:
-                    return Slice(found, found[-1].key)
+                    return ScanPage(found, found[-1].key)
                 found.append(entry if values else entry.without_value())
-        return Slice(found, None)
+        return ScanPage(found, None)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -235,7 +235,7 @@ class MemoryEngine:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         bell = self._place.bell
         mark = bell.mark(namespace)
@@ -269,7 +269,7 @@ class MemoryEngine:
             receipts = space.map["receipt"]
             for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
                 del receipts[key]
-            space.overtaken = {name: until for name, until in space.overtaken.items() if until > now_ms}
+            space.superseded = {name: until for name, until in space.superseded.items() if until > now_ms}
             oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in space.log)
             dropped, freed_bytes, floor = window.excess(
                 oldest, count=len(space.log), size_bytes=space.log_bytes, now_ms=now_ms
@@ -314,7 +314,7 @@ class MemoryEngine:
             raise Closed
         return self._place.spaces.get(namespace) or self._place.space(namespace)
 
-    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
         space = self._space(namespace)
         with self._place.lock:
             if after < space.floor:
@@ -324,12 +324,12 @@ class MemoryEngine:
             first = _index(space.log, after)
             before = fingerprint(self._named(space.log[first - 1])) if first else space.floor_print
             if not limit:
-                return Feed([], after, before)
+                return LogPage([], after, before)
             log: Iterable[Change] = itertools.islice(space.log, first, None)
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)
             found = [self._named(change) for change in itertools.islice(log, limit)]
-            return Feed(found, found[-1].revision if len(found) == limit else space.revision, before)
+            return LogPage(found, found[-1].revision if len(found) == limit else space.revision, before)
 
     def _named(self, change: Change) -> Change:
         """The change with its cause. A commit that nobody named is named when somebody looks, by its revision."""

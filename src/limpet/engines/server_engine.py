@@ -5,8 +5,8 @@ namespace; while these travel, the next gather. Where two may travel at a time, 
 split in halves, so that the server works for some while this process works for others. What a
 request looks like, and what an error of the driver means, is the engine's own.
 
-`Gathering` has the calls that travel together, for an engine whose driver keeps connections by
-itself; `Remote` adds the connections.
+`GroupingEngine` has the calls that travel together, for an engine whose driver keeps connections by
+itself; `ServerEngine` adds the connections.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 from limpet import codec
-from limpet.commit.group import may_be_of_one, not_committed
+from limpet.commit.group import commit_error, is_fault_of_one
 from limpet.engines.wakeup import Bell
 from limpet.errors import Ambiguous, Closed, LimpetError
 from limpet.keys import Span
-from limpet.model import Batch, Commit, Entry, Family, Feed, Guard, Put, Refusal, Write
+from limpet.model import Batch, Commit, Entry, Family, Guard, LogPage, Put, Refusal, Write
 
 __all__ = [
     "CONNECTIONS_MAX",
     "GROUP_MAX",
     "POLL_S",
     "Found",
-    "Gathering",
+    "GroupingEngine",
     "Outcome",
-    "Remote",
+    "ServerEngine",
     "Ticket",
     "group_of",
     "marked",
@@ -54,7 +54,7 @@ Question = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
 T = TypeVar("T")
 
 
-class Gathering(ABC):
+class GroupingEngine(ABC):
     """An engine whose reads and commits travel together."""
 
     # How many groups of a namespace travel at a time, and how many keys one request may ask for.
@@ -88,8 +88,9 @@ class Gathering(ABC):
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
         """Commit batches in their order, and tell what became of each. None of them is as old as ``since``.
 
-        Whatever is raised means that nothing was applied. An error that is not ours, or `Undone`, may be the fault of
-        one batch: then each is committed by itself. Where something may have been applied, `Ambiguous` is the outcome.
+        Whatever is raised means that nothing was applied. An error that is not ours, or `NotApplied`, may be the fault
+        of one batch: then each is committed by itself.
+        If something may have been applied, the outcome is `Ambiguous`.
         """
 
     @abstractmethod
@@ -134,7 +135,7 @@ class Gathering(ABC):
         self, namespace: str, family: Family, asked: list[Question], error: Exception
     ) -> Sequence[Found]:
         """What is read when a group could not be: what is wrong with one question fails no other."""
-        if len(asked) == 1 or not may_be_of_one(error):
+        if len(asked) == 1 or not is_fault_of_one(error):
             return [error] * sum(len(keys) for keys, _ in asked)
         found: list[Found] = []
         for keys, _ in asked:
@@ -201,16 +202,16 @@ class Gathering(ABC):
         self, namespace: str, group: list[Ticket], since: int, error: Exception
     ) -> Sequence[Outcome]:
         """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
-        if not may_be_of_one(error):
+        if not is_fault_of_one(error):
             return [error] * len(group)
         if len(group) == 1:
-            return [not_committed(group[0].batch, error)]
+            return [commit_error(group[0].batch, error)]
         outcomes: list[Outcome] = []
         for ticket in group:
             try:
                 outcomes += await self._commit_group(namespace, [ticket], since)
             except Exception as own:
-                outcomes.append(not_committed(ticket.batch, own))
+                outcomes.append(commit_error(ticket.batch, own))
         return outcomes
 
     def _changed(self, namespace: str, revision: int) -> None:
@@ -250,7 +251,7 @@ class Gathering(ABC):
         return Closed() if self._closed else self._meaning(error)
 
 
-class Remote(Gathering):
+class ServerEngine(GroupingEngine):
     """An engine whose state is on a server."""
 
     def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
@@ -266,7 +267,7 @@ class Remote(Gathering):
     # What an engine must know of its connections --------------------------------
 
     @abstractmethod
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         """Read the log, without waiting."""
 
     @abstractmethod
@@ -289,7 +290,7 @@ class Remote(Gathering):
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -378,7 +379,7 @@ class Lent:
 
     __slots__ = ("_connection", "_lender")
 
-    def __init__(self, lender: Remote) -> None:
+    def __init__(self, lender: ServerEngine) -> None:
         self._lender = lender
 
     async def __aenter__(self) -> Any:
@@ -476,7 +477,7 @@ def _group_size(queue: list[Ticket]) -> int:
 # A connection cannot be used by two processes. A child leaves those of its parent alone, to the
 # point of never closing them, and makes its own when it next needs one.
 
-_engines: weakref.WeakSet[Gathering] = weakref.WeakSet()
+_engines: weakref.WeakSet[GroupingEngine] = weakref.WeakSet()
 _inherited: list[object] = []
 
 

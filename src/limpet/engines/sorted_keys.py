@@ -9,12 +9,12 @@ from typing import Final
 
 from limpet.keys import Span
 
-__all__ = ["KeyOrder"]
+__all__ = ["SortedKeys"]
 
 FRESH_MAX: Final = 64
 
 
-class KeyOrder:
+class SortedKeys:
     """Keys in order, sorted when somebody asks. Writers only append."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from limpet import codec
 from limpet.codec import DIGITS_MAX
-from limpet.index import Sought
+from limpet.index import IndexProbe
 
 __all__ = [
     "literal",
@@ -67,7 +67,7 @@ def sqlite_expression(field: str) -> str:
     )
 
 
-def sqlite_parts(wanted: Sought) -> Iterator[tuple[str, list[Any]]]:
+def sqlite_parts(wanted: IndexProbe) -> Iterator[tuple[str, list[Any]]]:
     """The ranges that are sought, as conditions on the expression."""
     field = sqlite_expression(wanted.name)
     if wanted.has_numbers:
@@ -105,7 +105,7 @@ def postgres_expressions(field: str) -> tuple[str, str]:
     return f"({number})", f'({text}) COLLATE "C"'
 
 
-def postgres_parts(wanted: Sought, first: int) -> Iterator[tuple[str, list[Any]]]:
+def postgres_parts(wanted: IndexProbe, first: int) -> Iterator[tuple[str, list[Any]]]:
     """The ranges that are sought, as conditions on an expression; operands are numbered from ``first``."""
     number, text = postgres_expressions(wanted.name)
     if wanted.has_numbers:

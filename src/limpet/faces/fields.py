@@ -22,7 +22,7 @@ from limpet.codec import Fields
 from limpet.draft import Fence, Fencing, as_fields
 from limpet.errors import Conflict, InvalidKey, InvalidValue, TransientError
 from limpet.keys import check_key, check_namespace, check_text
-from limpet.model import ABSENT, Entry, Filter, Mark, Test
+from limpet.model import ABSENT, Entry, Filter, Sentinel, Test
 from limpet.request_ids import new_request_id
 from limpet.store import Store
 from limpet.store import open as open_store
@@ -171,7 +171,7 @@ class StateStore:
             set: Further fields to write in the same step; None clears one.
         """
         store, name = self._place(key)
-        wanted: bytes | Mark = ABSENT if expected is None else _check_bytes(field, expected)
+        wanted: bytes | Sentinel = ABSENT if expected is None else _check_bytes(field, expected)
         further = None if set is None else _with_clearings(set)
         return await store.record(name).swap(field, wanted, _check_bytes(field, new), set=further)
 
@@ -249,7 +249,7 @@ def _bytes_only(fields: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 
-def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Mark]:
+def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Sentinel]:
     return {name: ABSENT if value is None else _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 

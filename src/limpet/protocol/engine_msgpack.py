@@ -33,12 +33,12 @@ from limpet.model import (
     Filter,
     Guard,
     HeldBy,
-    Mark,
     Patch,
     Put,
     Reason,
     Refusal,
     Revision,
+    Sentinel,
     Touch,
     Traits,
     Version,
@@ -317,9 +317,9 @@ def _condition(condition: Condition) -> Sequence[Any]:
             return "equals", _plain(stored)
         case FieldEquals(name, stored):
             return "field", name, stored if isinstance(stored, bytes) else None
-        case Mark.PRESENT:
+        case Sentinel.PRESENT:
             return ("present",)
-        case Mark.ABSENT:
+        case Sentinel.ABSENT:
             return ("absent",)
 
 

@@ -34,7 +34,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
 
     # Names of requests that were asked for again, because nobody knew whether the first call had arrived, and
     # when that was. Should it arrive now, it is too late. Here, because whoever writes has just read this row.
-    overtaken = [sa.Column("overtaken", postgresql.JSONB())] if on_postgres else []
+    superseded = [sa.Column("superseded", postgresql.JSONB())] if on_postgres else []
     sa.Table(
         "limpet_namespaces",
         metadata,
@@ -46,7 +46,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("size_bytes"),
         _number("log_changes"),
         _number("log_bytes"),
-        *overtaken,
+        *superseded,
         # The fingerprint of the change at the floor, which is no longer in the log.
         _text("floor_print", nullable=True),
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",

@@ -25,7 +25,7 @@ from limpet.clock import has_loop
 from limpet.codec import Stored, encode_field
 from limpet.errors import BrokenError, Conflict, InvalidValue, LimpetError, PermissionDenied
 from limpet.keys import Span, prefix_span
-from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Slice, Write
+from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, ScanPage, Write
 from limpet.semantic.model import Semantics, directive_of
 from limpet.session import Session
 from limpet.store import Store
@@ -157,7 +157,7 @@ class Copies:
             return False
         return await self.notice(key, copy.live)
 
-    async def _scan(self, span: Span) -> Slice:
+    async def _scan(self, span: Span) -> ScanPage:
         return await self._session.engine.scan(self._store.name, span, family="ghost", values=False)
 
     async def _read(self, names: list[str]) -> list[Entry | None]:

@@ -32,7 +32,7 @@ from limpet.codec import encode_field
 from limpet.errors import Closed, Conflict, Corrupt, InvalidValue, LockExpired, LockHeld, LockLost
 from limpet.keys import Span, prefix_span
 from limpet.lock import Lock
-from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, Slice, Write
+from limpet.model import ABSENT, Condition, Delete, Entry, Family, Guard, Put, Revision, ScanPage, Write
 from limpet.retry import Outage
 from limpet.semantic.audit import Audit, Head, Keys, Row, Trail, head_key, new_key, read_head, signed
 from limpet.store import Store
@@ -78,7 +78,7 @@ async def _scan(store: Store, where: str | Span, family: Family, *, values: bool
     while True:
         rest = span
 
-        async def page(part: Span = rest) -> Slice:
+        async def page(part: Span = rest) -> ScanPage:
             return await session.engine.scan(store.name, part, family=family, values=values)
 
         found = await session.retrying(page)

@@ -22,7 +22,7 @@ from limpet.server.requests import Primitive, Request
 from limpet.session import Session
 from limpet.store import Store
 
-__all__ = ["Kept", "conflict_document"]
+__all__ = ["AuditedNamespaces", "conflict_document"]
 
 log = logging.getLogger("limpet.server")
 
@@ -30,8 +30,8 @@ LAST_SEAL_S: Final = 1.0
 """How long the last sealing may take when the server ends. What it leaves, the next server seals."""
 
 
-class Kept:
-    """What a server makes of a namespace when semantic verbs are asked for. A gate of the desk.
+class AuditedNamespaces:
+    """What a server makes of a namespace when semantic verbs are asked for. A gate of the dispatcher.
 
     Args:
         audit: The keys of the trail; not needed where nothing is audited.

@@ -1,4 +1,4 @@
-"""The desk: every request of every face passes here, once.
+"""The dispatcher: every request of every face passes here, once.
 
 It asks whether the caller may, whether the namespace has room and time left, runs the operation, and tells the
 observers what came of it. A face turns what it was sent into a request, and the answer, or the error, into what it
@@ -21,7 +21,7 @@ from limpet.server.requests import Request
 from limpet.session import Session
 from limpet.store import Store
 
-__all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Desk", "Everybody", "Face", "Gate", "Observer"]
+__all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Check", "Dispatcher", "Face", "Observer", "TrustedCaller"]
 
 OWN_NAMESPACE: Final = "limpet-server"
 """Where the server keeps what is its own: tokens, and which namespaces it serves. No caller reaches it."""
@@ -58,7 +58,7 @@ class Callers(Protocol):
         ...
 
 
-class Everybody:
+class TrustedCaller:
     """A caller whom something else let through.
 
     On NATS that is the permission for a subject, on HTTP an address that only this machine reaches.
@@ -72,7 +72,7 @@ class Everybody:
         return right != "admin"
 
 
-class Gate(Protocol):
+class Check(Protocol):
     """What holds a namespace to its rate, to its room, or to its trail. Raises `RateLimited` or `PermissionDenied`."""
 
     async def check(self, store: Store, operation: Operation, asked: Request) -> None:
@@ -108,7 +108,7 @@ class Observer(Protocol):
         ...
 
 
-class Desk:
+class Dispatcher:
     """Runs the operations of one face on one session."""
 
     def __init__(
@@ -116,7 +116,7 @@ class Desk:
         session: Session,
         face: Face,
         *,
-        gates: Sequence[Gate] = (),
+        gates: Sequence[Check] = (),
         observers: Sequence[Observer] = (),
         read_only: bool = False,
         semantic: Callable[[Store], SemanticStore] = SemanticStore,

@@ -1,7 +1,7 @@
 """The eight primitives of an engine over HTTP, so that Python programs have the same store on the far side of a server.
 
 ``POST /v1/{namespace}/engine/{primitive}`` takes msgpack and answers with it; `limpet.protocol.engine_msgpack` is the
-form of both. Every request passes the desk, under a name such as ``engine.commit``, a group of commits one by one.
+form of both. Every request passes the dispatcher under a name such as ``engine.commit``, a group of commits singly.
 What a caller may not see is left out of what a primitive answers, or the primitive is refused.
 
 A commit that comes again because its answer was lost must not be done twice. The engine finds it in the log. What it
@@ -40,11 +40,11 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
+    LogPage,
     Patch,
     Put,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Window,
     Write,
@@ -53,7 +53,7 @@ from limpet.model import (
 from limpet.protocol import engine_msgpack as wire
 from limpet.protocol.codes import code_of
 from limpet.server import validate as nouns
-from limpet.server.dispatch import Caller, Callers, Desk
+from limpet.server.dispatch import Caller, Callers, Dispatcher
 from limpet.server.events import until_refused
 from limpet.server.http_call import TokenRefused, bearer_of
 from limpet.server.operations import Operation, Reach, Right, depends_on_value
@@ -82,16 +82,18 @@ REASON: Final = "Limpet-Reason"
 _EVERYTHING: Final = (Span("", None),)
 
 
-def routes(session: Session, *, callers: Callers, desk: Desk, ending: asyncio.Event | None = None) -> list[Route]:
+def routes(
+    session: Session, *, callers: Callers, dispatcher: Dispatcher, ending: asyncio.Event | None = None
+) -> list[Route]:
     """The routes of the primitives.
 
     Args:
         session: The opened engine that is served.
         callers: Who knows who asks.
-        desk: What every request passes.
+        dispatcher: What every request passes.
         ending: Set when the server ends, so that nobody is kept waiting. Without it, a wait ends with its task.
     """
-    counter = _Counter(session, callers, desk, ending or asyncio.Event())
+    counter = _Counter(session, callers, dispatcher, ending or asyncio.Event())
     return [
         Route("/v1/engine", counter.tell, methods=["GET"]),
         Route("/v1/{namespace}/engine/{primitive}", counter.serve, methods=["POST"]),
@@ -152,10 +154,10 @@ class _Visit(NamedTuple):
 class _Counter:
     """Where primitives are asked for."""
 
-    def __init__(self, session: Session, callers: Callers, desk: Desk, ending: asyncio.Event) -> None:
+    def __init__(self, session: Session, callers: Callers, dispatcher: Dispatcher, ending: asyncio.Event) -> None:
         self._session = session
         self._callers = callers
-        self._desk = desk
+        self._desk = dispatcher
         self._ending = ending
         self._attempts = _Attempts()
         self._primitives: dict[str, Serve] = {
@@ -202,7 +204,7 @@ class _Counter:
             raise _Unknown(str(error)) from error
 
     async def _run(self, visit: _Visit, operation: Operation, what: Any, reason: str | None = None) -> Any:
-        """Have the desk run a primitive. What goes wrong there it has told its observers."""
+        """Have the dispatcher run a primitive. What goes wrong there it has told its observers."""
         try:
             asked = Primitive(what=what, reason=reason)
             answer = await self._desk.run(operation, visit.namespace, asked, visit.caller)
@@ -255,7 +257,7 @@ class _Counter:
         # A filter tells of values, too.
         reveals = asked.family != "lock" and (asked.values or asked.where is not None)
         spans = [asked.span] if asked.family in _BY_KEY else _EVERYTHING
-        found: Slice = await self._run(
+        found: ScanPage = await self._run(
             visit, self._reading("scan", self._do_scan, Reach(spans), reveals=reveals), asked
         )
         return _short_slice(found)
@@ -283,7 +285,7 @@ class _Counter:
         nouns.check_changes(asked)
         reach = Reach() if asked.span is None else Reach([asked.span])
         operation = self._reading("changes", self._do_changes, reach, reveals=asked.span is not None)
-        feed: Feed = await self._run(visit, operation, asked)
+        feed: LogPage = await self._run(visit, operation, asked)
         if not feed.changes and asked.wait_s > 0:
             waiting = msgspec.structs.replace(asked, wait_s=min(asked.wait_s, LIMITS.wait_s))
             feed = await self._news(visit, operation, waiting)
@@ -298,7 +300,7 @@ class _Counter:
     async def _do_changes(self, store: Store, asked: Primitive) -> dict[str, Any]:
         return {"answer": await _feed(store._session, store.name, asked.what, 0.0)}
 
-    async def _news(self, visit: _Visit, operation: Operation, asked: wire.Changes) -> Feed:
+    async def _news(self, visit: _Visit, operation: Operation, asked: wire.Changes) -> LogPage:
         """Wait for changes, while the caller is there and still allowed to see them.
 
         Observers have heard of the look before. How long nothing came, and that the caller left, is no news to them.
@@ -399,7 +401,7 @@ class _Counter:
                 )
         return {"answer": outcome}
 
-    # Rows for the desk ------------------------------------------------------------
+    # Rows for the dispatcher ------------------------------------------------------------
 
     def _reading(self, name: str, run: Any, reach: Reach, *, reveals: bool = False) -> Operation:
         return Operation(f"engine.{name}", Primitive, "read", run, lambda _: reach, reveals=reveals)
@@ -557,20 +559,20 @@ def _is_for(visit: _Visit, receipt: Entry, *, is_own: bool) -> bool:
 # Pages --------------------------------------------------------------------------
 
 
-def _short_slice(found: Slice) -> Slice:
+def _short_slice(found: ScanPage) -> ScanPage:
     """As much of a slice as one answer holds."""
     count = fit(entry.size_bytes for entry in found.entries)
     if count == len(found.entries):
         return found
-    return Slice(found.entries[:count], found.entries[count - 1].key)
+    return ScanPage(found.entries[:count], found.entries[count - 1].key)
 
 
-def _short_feed(feed: Feed) -> Feed:
+def _short_feed(feed: LogPage) -> LogPage:
     """As much of the log as one answer holds."""
     count = fit(change.entry.size_bytes for change in feed.changes)
     if count == len(feed.changes):
         return feed
-    return Feed(feed.changes[:count], feed.changes[count - 1].revision, feed.before)
+    return LogPage(feed.changes[:count], feed.changes[count - 1].revision, feed.before)
 
 
 # HTTP ---------------------------------------------------------------------------
@@ -596,7 +598,7 @@ class _Late(Public, Unavailable):
     """A request that takes too long to arrive."""
 
 
-async def _feed(session: Session, namespace: str, asked: wire.Changes, wait_s: float) -> Feed:
+async def _feed(session: Session, namespace: str, asked: wire.Changes, wait_s: float) -> LogPage:
     return await session.engine.changes(
         namespace, asked.after, span=asked.span, limit=min(asked.limit, CHANGES_MAX), wait_s=wait_s
     )

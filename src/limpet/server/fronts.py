@@ -15,7 +15,7 @@ import msgspec
 
 from limpet.engine import Engine, Indexing
 from limpet.errors import Ambiguous, InvalidKey, LimpetError
-from limpet.index import Sought
+from limpet.index import IndexProbe
 from limpet.keys import KEY_BYTES_MAX, Span
 from limpet.model import (
     Batch,
@@ -24,10 +24,10 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Traits,
     Window,
@@ -70,7 +70,7 @@ class _Front:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         return await self._run(
             self._behind.scan(namespace, span, family=family, where=where, values=values, limit=limit)
@@ -82,7 +82,7 @@ class _Front:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         return await self._run(self._behind.changes(namespace, after, span=span, limit=limit, wait_s=wait_s))
 
@@ -136,7 +136,7 @@ class _Indexed(_Front):
         """See `Indexing.indexes`."""
         return await self._run(self._indexing.indexes(namespace))
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """See `Indexing.candidates`."""
         return await self._run(self._indexing.candidates(namespace, span, wanted))
 
@@ -190,7 +190,7 @@ class OwnIds(_Front):
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`. The caller's own changes name their cause as it was given."""
         feed = await super().changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
         return msgspec.structs.replace(feed, changes=[self._shown(change) for change in feed.changes])

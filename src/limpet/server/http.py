@@ -1,7 +1,7 @@
 """HTTP: the operations under paths, methods and headers that browsers, proxies and curl understand.
 
 The table of routes is at the top. Each row names the function that answers it, which makes members of a request out of
-what came (see `limpet.server.http_call`), has the desk run an operation, and shapes the answer. What goes wrong
+what came (see `limpet.server.http_call`), has the dispatcher run an operation, and shapes the answer. What goes wrong
 anywhere becomes a problem document, in one place, at the door.
 """
 
@@ -29,7 +29,7 @@ from limpet.errors import LimpetError, NotFound, PermissionDenied, TypeMismatch
 from limpet.keys import Span
 from limpet.retry import reason_of
 from limpet.server import parameters, requests
-from limpet.server.dispatch import Callers, Desk
+from limpet.server.dispatch import Callers, Dispatcher
 from limpet.server.events import STREAMS_MAX, Streams
 from limpet.server.hosts import host_name, is_known
 from limpet.server.http_call import (
@@ -38,7 +38,7 @@ from limpet.server.http_call import (
     RECORD_TYPE,
     Answered,
     Endpoint,
-    Exchange,
+    HttpCall,
     caller_of,
     json_response,
 )
@@ -174,12 +174,12 @@ def _ok(schema: str) -> dict[int, Answered]:
 # What answers -----------------------------------------------------------------
 
 
-async def get_entry(exchange: Exchange) -> Response:
+async def get_entry(exchange: HttpCall) -> Response:
     """The value of a key."""
     return _value_response(exchange, await _entry(exchange, with_value=True))
 
 
-def _value_response(exchange: Exchange, entry: dict[str, Any]) -> Response:
+def _value_response(exchange: HttpCall, entry: dict[str, Any]) -> Response:
     if _is_known(exchange, entry):
         return Response(status_code=304, headers=entry_headers(entry))
     kind, value = entry["kind"], entry["value"]
@@ -189,7 +189,7 @@ def _value_response(exchange: Exchange, entry: dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(value), headers=entry_headers(entry), media_type=media_type)
 
 
-async def head_entry(exchange: Exchange) -> Response:
+async def head_entry(exchange: HttpCall) -> Response:
     """The version, revision and times of a key; its value is not looked at."""
     entry = await _entry(exchange, with_value=False)
     response = Response(status_code=304 if _is_known(exchange, entry) else 200, headers=entry_headers(entry))
@@ -199,7 +199,7 @@ async def head_entry(exchange: Exchange) -> Response:
     return response
 
 
-async def _entry(exchange: Exchange, *, with_value: bool) -> dict[str, Any]:
+async def _entry(exchange: HttpCall, *, with_value: bool) -> dict[str, Any]:
     members = await exchange.members()
     answer = await exchange.run("entry", {**members, "with_value": with_value})
     if not answer["exists"]:
@@ -208,17 +208,17 @@ async def _entry(exchange: Exchange, *, with_value: bool) -> dict[str, Any]:
     return entry
 
 
-def _is_known(exchange: Exchange, entry: dict[str, Any]) -> bool:
+def _is_known(exchange: HttpCall, entry: dict[str, Any]) -> bool:
     known = exchange.header("If-None-Match")
     return known is not None and parameters.is_current(known, entry["revision"])
 
 
-async def put_entry(exchange: Exchange) -> Response:
+async def put_entry(exchange: HttpCall) -> Response:
     """Replace the value of a key: JSON, raw bytes, or a record."""
     return _entry_response((await exchange.run("put", await exchange.members()))["entry"])
 
 
-async def get_bytes(exchange: Exchange) -> Response:
+async def get_bytes(exchange: HttpCall) -> Response:
     """The value of a key that holds raw bytes."""
     entry = await _entry(exchange, with_value=True)
     if entry["kind"] != "bytes":
@@ -226,17 +226,17 @@ async def get_bytes(exchange: Exchange) -> Response:
     return _value_response(exchange, entry)
 
 
-async def put_bytes(exchange: Exchange) -> Response:
+async def put_bytes(exchange: HttpCall) -> Response:
     """Replace the value of a key by raw bytes."""
     return await put_entry(exchange)
 
 
-async def put_record(exchange: Exchange) -> Response:
+async def put_record(exchange: HttpCall) -> Response:
     """Replace the value of a key by a record."""
     return await put_entry(exchange)
 
 
-async def delete_entry(exchange: Exchange) -> Response:
+async def delete_entry(exchange: HttpCall) -> Response:
     """End a key."""
     members = await exchange.members()
     answer = await exchange.run("delete", members)
@@ -245,7 +245,7 @@ async def delete_entry(exchange: Exchange) -> Response:
     return Response(status_code=204)
 
 
-async def get_record(exchange: Exchange) -> Response:
+async def get_record(exchange: HttpCall) -> Response:
     """The fields of a record, or some of them."""
     members = {"get": None, **await exchange.members()}
     answer = await exchange.run("fields", members)
@@ -254,7 +254,7 @@ async def get_record(exchange: Exchange) -> Response:
     return json_response(answer["fields"])
 
 
-async def patch_record(exchange: Exchange) -> Response:
+async def patch_record(exchange: HttpCall) -> Response:
     """Write some fields of a record, or drop them, without touching the rest."""
     members = await exchange.members()
     key, conditions = members.pop("key"), {name: members.pop(name, None) for name in ("expect", "fence", "request_id")}
@@ -270,19 +270,19 @@ async def patch_record(exchange: Exchange) -> Response:
     return _entry_response((await exchange.run("batch", members))["entries"][0])
 
 
-async def swap_field(exchange: Exchange) -> Response:
+async def swap_field(exchange: HttpCall) -> Response:
     """Change a field of a record if it holds what is expected: of all who try, one wins."""
     members = await exchange.members()
     beside: dict[str, Any] = {name: members.pop(name) for name in ("key", "fence", "request_id") if name in members}
     return json_response(await exchange.run("fields", {**beside, "swap": members}))
 
 
-async def increment(exchange: Exchange) -> Response:
+async def increment(exchange: HttpCall) -> Response:
     """Add to a counter."""
     return json_response(await exchange.run("incr", await exchange.members()))
 
 
-async def take(exchange: Exchange) -> Response:
+async def take(exchange: HttpCall) -> Response:
     """Get a value and end its key in one step."""
     members = await exchange.members()
     answer = await exchange.run("take", members)
@@ -291,7 +291,7 @@ async def take(exchange: Exchange) -> Response:
     return json_response({"value": answer["value"]})
 
 
-async def touch(exchange: Exchange) -> Response:
+async def touch(exchange: HttpCall) -> Response:
     """Change only when a key expires."""
     members = await exchange.members()
     answer = await exchange.run("touch", members)
@@ -300,51 +300,51 @@ async def touch(exchange: Exchange) -> Response:
     return _entry_response(answer["entry"], created=False)
 
 
-async def list_keys(exchange: Exchange) -> Response:
+async def list_keys(exchange: HttpCall) -> Response:
     """A page of keys."""
     answer = await exchange.run("list", await exchange.members())
     return json_response({**answer, "cursor": answer["keys"][-1] if answer["truncated"] else None})
 
 
-async def scan(exchange: Exchange) -> Response:
+async def scan(exchange: HttpCall) -> Response:
     """A page of entries, filtered."""
     return json_response(await exchange.run("scan", await exchange.members()))
 
 
-async def history(exchange: Exchange) -> Response:
+async def history(exchange: HttpCall) -> Response:
     """The latest changes of a key that are still in the log, oldest first."""
     return json_response(await exchange.run("history", await exchange.members()))
 
 
-async def batch(exchange: Exchange) -> Response:
+async def batch(exchange: HttpCall) -> Response:
     """Guards and writes that happen together or not at all."""
     return json_response(await exchange.run("batch", await exchange.members()))
 
 
-async def list_locks(exchange: Exchange) -> Response:
+async def list_locks(exchange: HttpCall) -> Response:
     """The locks that are held now."""
     return json_response(await exchange.run("locks", await exchange.members()))
 
 
-async def acquire_lock(exchange: Exchange) -> Response:
+async def acquire_lock(exchange: HttpCall) -> Response:
     """Take a lock. What comes back is its fencing token."""
     members = {"holder": exchange.caller.name, **await exchange.members()}
     return json_response(await exchange.run_while_wanted("lock", members), 201)
 
 
-async def refresh_lock(exchange: Exchange) -> Response:
+async def refresh_lock(exchange: HttpCall) -> Response:
     """Extend a lock from now on."""
     await exchange.run("refresh", await exchange.members())
     return Response(status_code=204)
 
 
-async def release_lock(exchange: Exchange) -> Response:
+async def release_lock(exchange: HttpCall) -> Response:
     """Give a lock back by its token; or end another's, with the right `admin` and a reason."""
     await exchange.run("unlock", await exchange.members())
     return Response(status_code=204)
 
 
-async def get_semantic(exchange: Exchange) -> Response:
+async def get_semantic(exchange: HttpCall) -> Response:
     """A semantic entry in its envelope."""
     members = await exchange.members()
     answer = await exchange.run("kv_get", members)
@@ -353,13 +353,13 @@ async def get_semantic(exchange: Exchange) -> Response:
     return json_response(answer)
 
 
-async def put_semantic(exchange: Exchange) -> Response:
+async def put_semantic(exchange: HttpCall) -> Response:
     """Put a semantic entry, if its key has the version that is expected."""
     answer = await exchange.run("kv_put", await exchange.members())
     return json_response(answer, 201 if answer["version"] == 1 else 200)
 
 
-async def delete_semantic(exchange: Exchange) -> Response:
+async def delete_semantic(exchange: HttpCall) -> Response:
     """End a semantic entry, if its key has the version that is expected."""
     members = await exchange.members()
     answer = await exchange.run("kv_delete", members)
@@ -368,27 +368,27 @@ async def delete_semantic(exchange: Exchange) -> Response:
     return Response(status_code=204)
 
 
-async def list_semantic(exchange: Exchange) -> Response:
+async def list_semantic(exchange: HttpCall) -> Response:
     """A page of semantic entries, of one purpose or of all."""
     return json_response(await exchange.run("kv_list", await exchange.members()))
 
 
-async def batch_semantic(exchange: Exchange) -> Response:
+async def batch_semantic(exchange: HttpCall) -> Response:
     """Puts and deletes of semantic entries that happen together or not at all."""
     return json_response(await exchange.run("kv_batch", await exchange.members()))
 
 
-async def outcome(exchange: Exchange) -> Response:
+async def outcome(exchange: HttpCall) -> Response:
     """What became of a request."""
     return json_response(await exchange.run("outcome", await exchange.members()))
 
 
-async def status(exchange: Exchange) -> Response:
+async def status(exchange: HttpCall) -> Response:
     """The namespace at a glance."""
     return json_response(await exchange.run("status", await exchange.members()))
 
 
-async def watch(exchange: Exchange) -> Response:
+async def watch(exchange: HttpCall) -> Response:
     """Changes as they happen, as server-sent events."""
     members = await exchange.members()
     # A browser that lost its connection comes back to the same URL, and says how far it was.
@@ -397,7 +397,7 @@ async def watch(exchange: Exchange) -> Response:
     return await exchange.watch(members)
 
 
-async def call(exchange: Exchange) -> Response:
+async def call(exchange: HttpCall) -> Response:
     """Run any operation by its name, with the members of its request as JSON."""
     members = await exchange.members()
     name = members.pop("operation")
@@ -418,7 +418,7 @@ ENDPOINTS: Final = _endpoints()
 
 
 def make_app(
-    desk: Desk,
+    dispatcher: Dispatcher,
     *,
     callers: Callers,
     ready: Callable[[], bool],
@@ -432,7 +432,7 @@ def make_app(
     """The HTTP face of a server.
 
     Args:
-        desk: What runs the operations.
+        dispatcher: What runs the operations.
         callers: Who may ask.
         ready: Whether requests are served now; False while the server starts and while it drains.
         metrics: What ``/metrics`` shows, in the text format of Prometheus.
@@ -482,10 +482,12 @@ def make_app(
             Route("/readyz", readiness),
             Route("/openapi.json", openapi),
             *([Route("/metrics", show_metrics)] if metrics is not None else []),
-            *_routes(desk, callers, streams),
+            *_routes(dispatcher, callers, streams),
             *more_routes,
         ],
-        middleware=[Middleware(Doorway, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)],
+        middleware=[
+            Middleware(EdgeMiddleware, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)
+        ],
         exception_handlers={HTTPException: _told_by_starlette},
     )
     app.router.redirect_slashes = False
@@ -499,27 +501,29 @@ def streams_of(app: Starlette) -> Streams:
     return streams
 
 
-def _routes(desk: Desk, callers: Callers, streams: Streams) -> Iterable[Route]:
+def _routes(dispatcher: Dispatcher, callers: Callers, streams: Streams) -> Iterable[Route]:
     paths: dict[str, dict[str, Endpoint]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     for path, methods in paths.items():
-        yield Route(path, _Place(methods, desk, callers, streams))
+        yield Route(path, _Place(methods, dispatcher, callers, streams))
 
 
 class _Place:
     """The endpoints of one path."""
 
-    def __init__(self, methods: dict[str, Endpoint], desk: Desk, callers: Callers, streams: Streams) -> None:
+    def __init__(
+        self, methods: dict[str, Endpoint], dispatcher: Dispatcher, callers: Callers, streams: Streams
+    ) -> None:
         self._methods = {"HEAD": methods["GET"], **methods} if "GET" in methods else methods
-        self._shared = (desk, callers, streams)
+        self._shared = (dispatcher, callers, streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._methods.get(scope["method"])
         if endpoint is None:
             allowed = ", ".join(sorted(self._methods))
             raise Problem(405, "method_not_allowed", f"here are only {allowed}", headers={"Allow": allowed})
-        response = await Exchange(Request(scope, receive, send), endpoint, *self._shared).respond()
+        response = await HttpCall(Request(scope, receive, send), endpoint, *self._shared).respond()
         await response(scope, receive, send)
 
 
@@ -540,7 +544,7 @@ HEADERS: Final = {
 """What every response says, unless its route says otherwise."""
 
 
-class Doorway:
+class EdgeMiddleware:
     """Checks what concerns every request, and turns whatever goes wrong into a problem document."""
 
     def __init__(self, app: ASGIApp, *, body_bytes_max: int, bodies_bytes_max: int, hosts: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """One exchange over HTTP: what came is made into a request of an operation, and its answer into a response.
 
 Who asks is known first. Then the path, the query, the headers and the body each give members of the request, and the
-desk does the rest. Nothing here knows what an operation does.
+dispatcher does the rest. Nothing here knows what an operation does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from limpet.errors import Closed, PermissionDenied
-from limpet.server.dispatch import Caller, Callers, Desk, Everybody
+from limpet.server.dispatch import Caller, Callers, Dispatcher, TrustedCaller
 from limpet.server.events import Streams, WatchResponse, until_refused
 from limpet.server.fronts import OwnIds
 from limpet.server.http_errors import Problem
@@ -31,7 +31,7 @@ __all__ = [
     "VALUE_TYPES",
     "Answered",
     "Endpoint",
-    "Exchange",
+    "HttpCall",
     "TokenRefused",
     "bearer_of",
     "caller_of",
@@ -71,14 +71,14 @@ class Endpoint(NamedTuple):
 
     method: str
     path: str
-    answer: Callable[[Exchange], Awaitable[Response]]
+    answer: Callable[[HttpCall], Awaitable[Response]]
     answers: Mapping[int, Answered]
     parameters: Sequence[Parameter] = ()
     body: type[msgspec.Struct] | Literal["value", "bytes", "record"] | None = None
 
 
-class Exchange:
-    """A request over HTTP on its way to the desk.
+class HttpCall:
+    """A request over HTTP on its way to the dispatcher.
 
     Attributes:
         request: As it came.
@@ -86,19 +86,21 @@ class Exchange:
         namespace: Where.
     """
 
-    caller: Caller = Everybody("unknown")
+    caller: Caller = TrustedCaller("unknown")
 
-    def __init__(self, request: Request, endpoint: Endpoint, desk: Desk, callers: Callers, streams: Streams) -> None:
+    def __init__(
+        self, request: Request, endpoint: Endpoint, dispatcher: Dispatcher, callers: Callers, streams: Streams
+    ) -> None:
         self.request = request
         self.namespace: str = request.path_params.get("namespace", "")
         self._endpoint = endpoint
-        self._desk = desk
+        self._desk = dispatcher
         self._callers = callers
         self._streams = streams
         self._has_run = False
 
     async def respond(self) -> Response:
-        """Answer it. What fails before the desk hears of it is told there too."""
+        """Answer it. What fails before the dispatcher hears of it is told there too."""
         try:
             self.caller = await caller_of(self.request, self._callers)
             return await self._endpoint.answer(self)

@@ -113,7 +113,7 @@ def _limit_of(path: str, members: Mapping[str, Any]) -> Limit:
 
 
 def gates_of(limits: Limits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
-    """The gates that these limits need. The second must be an observer of the desk, too."""
+    """The gates that these limits need. The second must be an observer of the dispatcher, too."""
     every = (limits.default, *limits.namespaces.values())
     has_rates = any(one.rate is not None for one in every)
     has_quotas = any(one.keys is not None or one.bytes is not None for one in every)
@@ -154,7 +154,7 @@ class _Bucket:
 
 
 class Rates:
-    """Holds namespaces to their rates. A gate of the desk."""
+    """Holds namespaces to their rates. A gate of the dispatcher."""
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
@@ -220,13 +220,13 @@ class _Holding:
 
 
 class Quotas:
-    """Holds namespaces to their quotas. A gate of the desk, and an observer: it must hear when a request is done."""
+    """Holds namespaces to their quotas. A check of the dispatcher, and an observer that counts finished requests."""
 
     def __init__(self, limits: Limits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
         self._holdings = _Latest(lambda _: _Holding())
-        # By the identity of the request, which lives until the desk has told us of it.
+        # By the identity of the request, which lives until the dispatcher has told us of it.
         self._under_way: dict[int, tuple[_Holding, Growth, float]] = {}
 
     async def check(self, store: Store, operation: Operation, asked: Request) -> None:

@@ -64,7 +64,7 @@ def status_of(error: Exception) -> int:
 class Logs:
     """Writes a line for every operation, and now and then one for what the sweeper did.
 
-    An observer of the desk, and with `swept` a listener of the sweeper.
+    An observer of the dispatcher, and with `swept` a listener of the sweeper.
     """
 
     def __init__(

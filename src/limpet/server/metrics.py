@@ -90,7 +90,7 @@ class _Held(NamedTuple):
 
 
 class Metrics:
-    """Counts for one server. An observer of the desk, by `observe` of semantic writes, by `swept` of the sweeper."""
+    """Counts for one server. Observes the dispatcher, semantic writes (`observe`) and the sweeper (`swept`)."""
 
     def __init__(self, session: Session, *, names: Names = "limpet", namespaces_max: int = NAMESPACES_MAX) -> None:
         self._session = session

@@ -30,7 +30,7 @@ from limpet.model import (
     Equals,
     FieldEquals,
     Filter,
-    Mark,
+    Sentinel,
     Write,
 )
 from limpet.protocol.json import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
@@ -310,7 +310,7 @@ def _conditions(asked: Any) -> dict[str, Any]:
     return {"expect": expect, "fence": _fence(asked.fence), "request_id": asked.request_id}
 
 
-def _kept(ttl: requests.TTL | UnsetType) -> requests.TTL | Literal[Mark.KEEP]:
+def _kept(ttl: requests.TTL | UnsetType) -> requests.TTL | Literal[Sentinel.KEEP]:
     """A time to live that stays as it is where none is given."""
     return KEEP if isinstance(ttl, UnsetType) else ttl
 

@@ -22,8 +22,8 @@ from limpet.retry import Outage, reason_of
 from limpet.semantic.alarm import ConflictAlarm
 from limpet.semantic.audit import Audit
 from limpet.server.access import Tokens
-from limpet.server.audited import Kept
-from limpet.server.dispatch import OWN_NAMESPACE, Caller, Callers, Desk, Everybody, Observer
+from limpet.server.audited import AuditedNamespaces
+from limpet.server.dispatch import OWN_NAMESPACE, Caller, Callers, Dispatcher, Observer, TrustedCaller
 from limpet.server.fronts import put_boundary
 from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
@@ -101,7 +101,7 @@ class Service:
         if quotas is not None:
             observers.append(quotas)
         alarm = ConflictAlarm(clock=session.clock)
-        kept = Kept(_audit_of(settings), settings.audit, [metrics.observe, alarm])
+        kept = AuditedNamespaces(_audit_of(settings), settings.audit, [metrics.observe, alarm])
         options: dict[str, Any] = {
             "gates": [gate for gate in (kept, rates, quotas) if gate is not None],
             "observers": observers,
@@ -111,14 +111,14 @@ class Service:
         if not settings.read_only:
             session.sweeper.listeners += [metrics.swept, logs.swept]
             session.sweeper.start()
-            namespaces = await Desk(session, "http").recall()
+            namespaces = await Dispatcher(session, "http").recall()
             log.info("Sweeping %d namespaces", len(namespaces))
             await enter(kept.sealing(session))
         if settings.http is not None:
             await enter(self._http(session, settings.http, metrics, options))
         if settings.nats is not None:
             plugins = session.limited(PLUGIN_VALUE_BYTES_MAX)
-            await enter(self._subjects(Desk(plugins, "nats", **options), settings.nats))
+            await enter(self._subjects(Dispatcher(plugins, "nats", **options), settings.nats))
         await enter(_running(self._look(session), "limpet-look"))
         self._answers = True
         log.info("Server ready: %s", ", ".join(f"{name} {place}" for name, place in self.places.items()))
@@ -162,9 +162,9 @@ class Service:
             def capture_signals(self) -> Iterator[None]:
                 yield
 
-        desk = Desk(session, "http", **options)
+        dispatcher = Dispatcher(session, "http", **options)
         async with contextlib.AsyncExitStack() as parts:
-            callers: Callers = _Nobody()
+            callers: Callers = _NoAuth()
             if self.settings.auth == "tokens":
                 callers = tokens = self._tokens = Tokens(session)
                 await tokens.start()
@@ -173,11 +173,11 @@ class Service:
             most = _connections_max(self.settings.connections)
             connections = Connections(Bounds(connections=most))
             app = make_app(
-                desk,
+                dispatcher,
                 callers=callers,
                 ready=lambda: self.is_ready,
                 metrics=metrics.render,
-                more_routes=primitives.routes(session, callers=callers, desk=desk, ending=ending),
+                more_routes=primitives.routes(session, callers=callers, dispatcher=dispatcher, ending=ending),
                 # A group of commits is the largest that is sent.
                 body_bytes_max=primitives.LIMITS.request_bytes,
                 hosts=self.settings.hosts,
@@ -224,7 +224,7 @@ class Service:
     # NATS -----------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
-    async def _subjects(self, desk: Desk, url: str) -> AsyncIterator[None]:
+    async def _subjects(self, dispatcher: Dispatcher, url: str) -> AsyncIterator[None]:
         import nats
         from nats.errors import Error as DriverError
 
@@ -256,7 +256,7 @@ class Service:
                 )
         except (DriverError, OSError, TimeoutError) as error:
             raise Unavailable(f"{Address.parse(url)} cannot be reached: {type(error).__name__}") from error
-        subjects = Subjects(desk, connection, prefix=self.settings.prefix)
+        subjects = Subjects(dispatcher, connection, prefix=self.settings.prefix)
         try:
             await subjects.start()
             self.places["nats"] = f"{self.settings.prefix}.<plugin>.* on {Address.parse(url)}"
@@ -287,11 +287,11 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return not isinstance(error, asyncio.CancelledError)
 
 
-class _Nobody:
+class _NoAuth:
     """Asks nobody who they are: what reaches this server may use it."""
 
     async def caller_of(self, token: str | None, client: str | None) -> Caller:
-        return Everybody()
+        return TrustedCaller()
 
 
 async def _complain(error: Exception) -> None:

@@ -34,7 +34,7 @@ from limpet.errors import (
 from limpet.keys import check_namespace
 from limpet.retry import reason_of
 from limpet.server import requests
-from limpet.server.dispatch import Desk, Everybody
+from limpet.server.dispatch import Dispatcher, TrustedCaller
 from limpet.server.key_queue import Order, Place
 from limpet.server.logs import failure_of
 from limpet.server.nats_errors import reply_of
@@ -82,7 +82,9 @@ class _Request:
 
     __slots__ = ("asked", "caller", "came", "endpoint", "plugin", "reply")
 
-    def __init__(self, endpoint: Endpoint, plugin: str, asked: Any, reply: str, caller: Everybody, came: float) -> None:
+    def __init__(
+        self, endpoint: Endpoint, plugin: str, asked: Any, reply: str, caller: TrustedCaller, came: float
+    ) -> None:
         self.endpoint = endpoint
         self.plugin = plugin
         self.asked = asked
@@ -92,10 +94,10 @@ class _Request:
 
 
 class Subjects:
-    """Serves a desk on NATS.
+    """Serves a dispatcher on NATS.
 
     Args:
-        desk: What runs the requests. Its session holds values to 65,536 bytes.
+        dispatcher: What runs the requests. Its session holds values to 65,536 bytes.
         connection: A connection to NATS, which stays its owner's to close.
         prefix: What the subjects start with.
         queue: The queue group that servers share.
@@ -105,7 +107,7 @@ class Subjects:
 
     def __init__(
         self,
-        desk: Desk,
+        dispatcher: Dispatcher,
         connection: Client,
         *,
         prefix: str = "db.kv",
@@ -113,7 +115,7 @@ class Subjects:
         at_once: int = 256,
         slow_s: float = 0.1,
     ) -> None:
-        self._desk = desk
+        self._desk = dispatcher
         self._connection = connection
         self._prefix = check_prefix(prefix)
         self._queue = queue
@@ -131,7 +133,7 @@ class Subjects:
         self._backlog: deque[tuple[str, str, bytes, float]] = deque()
         self._backlog_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._callers: dict[str, Everybody] = {}
+        self._callers: dict[str, TrustedCaller] = {}
         self._delays = 0
         self._complained = 0.0
         self._idle = asyncio.Event()
@@ -288,12 +290,12 @@ class Subjects:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request could not be finished: %s", reason_of(error), exc_info=failure_of(error))
 
-    def _caller(self, plugin: str) -> Everybody:
+    def _caller(self, plugin: str) -> TrustedCaller:
         caller = self._callers.get(plugin)
         if caller is None:
             if len(self._callers) >= CALLERS_MAX:
                 self._callers.clear()
-            caller = self._callers[plugin] = Everybody(f"plugin {plugin}")
+            caller = self._callers[plugin] = TrustedCaller(f"plugin {plugin}")
         return caller
 
     # Serving ------------------------------------------------------------------
@@ -369,7 +371,7 @@ class Subjects:
         reply = reply if is_answerable(reply, plugin) else ""
         is_known = endpoint is not None and not isinstance(error, InvalidNamespace)
         # A caller is remembered only by a name that is one.
-        caller = self._caller(plugin) if is_known else Everybody(f"plugin {plugin[:NAME_SHOWN_MAX]}")
+        caller = self._caller(plugin) if is_known else TrustedCaller(f"plugin {plugin[:NAME_SHOWN_MAX]}")
         self._desk.refused(
             caller, plugin[:NAME_SHOWN_MAX], name[:NAME_SHOWN_MAX], error, has_reply=bool(reply), subject=subject
         )

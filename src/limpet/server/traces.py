@@ -1,8 +1,8 @@
 """Traces: a span of OpenTelemetry for every request, for programs that embed a server and trace it.
 
 Limpet does not depend on OpenTelemetry. A program that has it hands over a tracer, ``opentelemetry.trace.get_tracer``
-of any name, and puts this among the observers of the desk. Spans tell the operation, the namespace and what came of it,
-and neither keys nor values: they go to other places than logs do, and stay longer.
+of any name, and puts this among the observers of the dispatcher. Spans have the operation, the namespace
+and the outcome, and neither keys nor values: they go to other places than logs do, and stay longer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tracer(Protocol):
 
 
 class Traces:
-    """Makes a span of every request. An observer of the desk."""
+    """Makes a span of every request. An observer of the dispatcher."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -39,10 +39,10 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Traits,
     Window,
@@ -190,11 +190,11 @@ class NatsEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         with self._at_work(namespace) as held:
             if not await held.space.ensure(create=False):
-                return Slice([], None)
+                return ScanPage([], None)
             await held.mirror.catch_up()
             return await self._slice(held, family, span, where, values, limit)
 
@@ -207,7 +207,7 @@ class NatsEngine:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -266,7 +266,7 @@ class NatsEngine:
 
     async def _slice(
         self, held: _Held, family: Family, span: Span, where: Filter | None, values: bool, limit: int
-    ) -> Slice:
+    ) -> ScanPage:
         now_ms, heads = held.space.now_ms(), held.mirror.heads[family]
         keys = (key for key in held.mirror.keys(family, span) if live(heads[key].held, now_ms) is not None)
         page: list[str] = []
@@ -280,15 +280,15 @@ class NatsEngine:
             size_bytes += heads[key].size_bytes if values or where is not None else 0
         cursor = page[-1] if more else None
         if where is None and not values:
-            return Slice([heads[key].entry for key in page], cursor)
+            return ScanPage([heads[key].entry for key in page], cursor)
         messages = await held.space.lasts((family, key) for key in page)
         entries = [live(message.held, now_ms) for message in messages.values() if message is not None]
         found = [entry for entry in entries if entry is not None and (where is None or _matches(where, entry))]
         if len(found) > limit:
             found, cursor = found[:limit], found[limit - 1].key
-        return Slice(found if values else [entry.without_value() for entry in found], cursor)
+        return ScanPage(found if values else [entry.without_value() for entry in found], cursor)
 
-    async def _feed(self, held: _Held, after: int, limit: int, span: Span | None) -> Feed:
+    async def _feed(self, held: _Held, after: int, limit: int, span: Span | None) -> LogPage:
         mirror, space = held.mirror, held.space
         revision = max(mirror.revision, mirror.floor)
         if after < mirror.floor:
@@ -296,7 +296,7 @@ class NatsEngine:
         if after > revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
         if not limit:
-            return Feed([], after, mirror.before(after))
+            return LogPage([], after, mirror.before(after))
         told: list[tuple[Place, Message]] = []
         head, size_bytes, before = revision, 0, mirror.before(after)
         for place, message in mirror.after(after):
@@ -308,7 +308,7 @@ class NatsEngine:
             told.append((place, message))
             size_bytes += message.size_bytes
         changes = await asyncio.gather(*(self._change(space, place, message) for place, message in told))
-        return Feed([change for change in changes if change is not None], head, before)
+        return LogPage([change for change in changes if change is not None], head, before)
 
     async def _change(self, space: Space, place: Place, message: Message) -> Change | None:
         """A change with its value; None when the value was written again since, which is told later."""

@@ -104,7 +104,7 @@ class Subjects:
         _, expires_ms, family, name = subject[len(self.own) + 2 :].split(".", 3)
         return int(expires_ms), (_NAMED[family], decode_name(name))
 
-    def overtaken(self, request_id: str) -> str:
+    def superseded(self, request_id: str) -> str:
         """The subject that says that a request was asked for again."""
         return f"{self.own}o.{encode_name(request_id)}"
 

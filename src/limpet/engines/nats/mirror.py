@@ -23,7 +23,7 @@ import msgspec
 from limpet.engines.nats.connection import Link
 from limpet.engines.nats.messages import Message, Place, parse, written
 from limpet.engines.nats.stream import Space
-from limpet.engines.sorted_keys import KeyOrder
+from limpet.engines.sorted_keys import SortedKeys
 from limpet.errors import Unavailable
 from limpet.keys import Span
 from limpet.model import BEGINNING, FAMILIES, Expire, Family, Status, Window, fingerprint, live
@@ -247,7 +247,7 @@ class Mirror(Follower):
         self.revision = 0
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
-        self._keys: dict[Family, KeyOrder] = {family: KeyOrder() for family in FAMILIES}
+        self._keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
         self._ends: dict[Place, Message] = {}
         self._log: list[tuple[int, Place]] = []
         self._receipts_max = RECEIPTS_MIN

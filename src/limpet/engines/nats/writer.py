@@ -26,7 +26,7 @@ from typing import Final
 
 import msgspec
 
-from limpet.commit.receipts import OVERTAKEN_MS, may_be_late, overtaken
+from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.nats.connection import Link, LinkLost, Refused, Silent
 from limpet.engines.nats.messages import Message, Place, body_of, headers_of, is_full, recalled, remembered, under
 from limpet.engines.nats.stream import (
@@ -167,11 +167,11 @@ class Writer:
         while True:
             try:
                 if must_tell:
-                    await self._overtake(cause)
+                    await self._supersede(cause)
                     must_tell = False
                 if not known:
                     message = await self._space.last(place)
-                if may_be_late(batch):
+                if may_be_superseded(batch):
                     await self._expect_first(cause)
                 if attempts.since is not None:
                     answer = await self._answered(batch, cause, place, message, attempts.since)
@@ -283,16 +283,16 @@ class Writer:
     # before it looks at its keys; a first attempt looks for that after its keys. So if it finds none, then whatever the
     # retry writes comes after that look, and the first attempt is too late for its keys; or else the retry finds it.
 
-    async def _overtake(self, cause: str) -> None:
+    async def _supersede(self, cause: str) -> None:
         """Leave word that a request was asked for again."""
         link = await self._server.link()
-        headers = b"NATS/1.0\r\nNats-TTL: %ds\r\n\r\n" % (OVERTAKEN_MS // 1000)
-        await number_of(link.ask(self._subjects.overtaken(cause), headers=headers))
+        headers = b"NATS/1.0\r\nNats-TTL: %ds\r\n\r\n" % (SUPERSEDED_MS // 1000)
+        await number_of(link.ask(self._subjects.superseded(cause), headers=headers))
 
     async def _expect_first(self, cause: str) -> None:
         """Refuse a first attempt that comes after its retry."""
-        if await self._space.get({"last_by_subj": self._subjects.overtaken(cause)}) is not None:
-            raise overtaken()
+        if await self._space.get({"last_by_subj": self._subjects.superseded(cause)}) is not None:
+            raise superseded_error()
 
     def _is_settled(self, cause: str) -> bool:
         """Whether a request is this process's own and was answered, so that it will not come back."""
@@ -478,10 +478,10 @@ class Writer:
         while True:
             try:
                 if must_tell:
-                    await self._overtake(request_id)
+                    await self._supersede(request_id)
                     must_tell = False
                 found = await self._space.lasts(places)
-                if may_be_late(batch):
+                if may_be_superseded(batch):
                     await self._expect_first(request_id)
                 now_ms = self._time_of(*found.values())
                 if is_mark(found[receipt]):

@@ -31,9 +31,9 @@ import msgspec
 from limpet import codec
 from limpet.clock import Clock, wake
 from limpet.codec import Stored
-from limpet.commit.group import Undone
-from limpet.commit.receipts import may_be_late, overtaken
-from limpet.engines.server_engine import Found, Outcome, Remote, Ticket, group_of, marked, weight_bytes
+from limpet.commit.group import NotApplied
+from limpet.commit.receipts import may_be_superseded, superseded_error
+from limpet.engines.server_engine import Found, Outcome, ServerEngine, Ticket, group_of, marked, weight_bytes
 from limpet.engines.sql_columns import as_stored, as_text
 from limpet.engines.sql_indexes import literal, postgres_expressions, postgres_name, postgres_parts, quoted
 from limpet.errors import (
@@ -44,7 +44,7 @@ from limpet.errors import (
     PermissionDenied,
     Unavailable,
 )
-from limpet.index import CANDIDATES_MAX, Sought
+from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import KEY_BYTES_MAX, Span
 from limpet.model import (
     ABSENT,
@@ -59,14 +59,14 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
     Guard,
     HeldBy,
+    LogPage,
     Put,
     Refusal,
     Revision,
-    Slice,
+    ScanPage,
     Status,
     Test,
     Touch,
@@ -186,14 +186,14 @@ _LOG: Final = (
     " created_ms, updated_ms, expires_ms, meta"
 )
 _CAUSED: Final = f"SELECT {_LOG} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision > $2 AND cause = $3"
-_OVERTAKE: Final = (
+_SUPERSEDE: Final = (
     "UPDATE {schema}.limpet_namespaces"
-    " SET overtaken = coalesce(overtaken, '{}') || jsonb_build_object($2::text, {schema}.limpet_now_ms())"
+    " SET superseded = coalesce(superseded, '{}') || jsonb_build_object($2::text, {schema}.limpet_now_ms())"
     " WHERE namespace = $1"
 )
-_OVERTAKEN: Final = (
+_SUPERSEDED: Final = (
     "SELECT name FROM unnest($2::text[]) AS asked (name)"
-    " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.overtaken ? name"
+    " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.superseded ? name"
 )
 _TOLD_BY: Final = "revision, last_revision, at_ms, version, created_revision, family, cause"
 _LAST_UP_TO: Final = (
@@ -231,10 +231,10 @@ _SET_FLOOR: Final = (
 _DROP_RECEIPTS: Final = (
     f"DELETE FROM {{schema}}.limpet_entries WHERE namespace = $1 AND family = 'receipt' AND expires_ms <= {_TIME}"
 )
-_FORGET_OVERTAKEN: Final = (
-    "UPDATE {schema}.limpet_namespaces SET overtaken = ("
-    "SELECT jsonb_object_agg(name, at_ms) FROM jsonb_each(overtaken) AS one (name, at_ms)"
-    " WHERE at_ms::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND overtaken IS NOT NULL"
+_FORGET_SUPERSEDED: Final = (
+    "UPDATE {schema}.limpet_namespaces SET superseded = ("
+    "SELECT jsonb_object_agg(name, at_ms) FROM jsonb_each(superseded) AS one (name, at_ms)"
+    " WHERE at_ms::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND superseded IS NOT NULL"
 )
 _DEFAULTS: Final = (
     "SELECT pg_is_in_recovery(), current_setting('default_transaction_isolation'),"
@@ -346,7 +346,7 @@ def _data_source(address: Address) -> str:
     return f"{body}?{urlencode(options)}" if options else body
 
 
-class PostgresEngine(Remote):
+class PostgresEngine(ServerEngine):
     """A handle on the tables of one schema."""
 
     _reads_at_once = 2
@@ -399,13 +399,13 @@ class PostgresEngine(Remote):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
         if not values and where is None:
             rows = await self._page(self._sql(_KEYS), namespace, family, span, limit)
             entries = [_entry(row[:10]) for row in rows[:limit]]
-            return Slice(entries, entries[-1].key if len(rows) > limit else None)
+            return ScanPage(entries, entries[-1].key if len(rows) > limit else None)
         sought, operands = ("", []) if where is None else _sought(where)
         sql = self._sql(_SCAN).replace("{sought}", sought)
         rows = await self._page(sql, namespace, family, span, limit, *operands)
@@ -416,7 +416,7 @@ class PostgresEngine(Remote):
             # The server found all that may match; whether they do is decided where it is for every engine.
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
-        return Slice(entries, cursor)
+        return ScanPage(entries, cursor)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -430,7 +430,7 @@ class PostgresEngine(Remote):
         """See `Engine.trim`."""
         self._check_open()
         await self._fetch(_DROP_RECEIPTS, namespace)
-        await self._fetch(_FORGET_OVERTAKEN, namespace)
+        await self._fetch(_FORGET_SUPERSEDED, namespace)
         # Whether there is anything to drop is asked without taking the writer's place.
         status, oldest = await self.status(namespace), await self._fetch(_OLDEST, namespace, 1)
         count, size_bytes = status.log_changes, status.log_bytes
@@ -551,8 +551,8 @@ class PostgresEngine(Remote):
                 outcomes: list[Outcome] = []
                 late = await self._late(connection, namespace, group)
                 for ticket, request_id in named:
-                    if may_be_late(ticket.batch) and group_of(request_id) in late:
-                        outcomes.append(overtaken())
+                    if may_be_superseded(ticket.batch) and group_of(request_id) in late:
+                        outcomes.append(superseded_error())
                         continue
                     earlier = await self._earlier(connection, namespace, ticket.batch, work)
                     outcomes.append(earlier or work.settle(ticket.batch, request_id))
@@ -572,7 +572,7 @@ class PostgresEngine(Remote):
         """What a group fails with that the server rolled back, or that was never sent."""
         if isinstance(error, asyncpg.PostgresError):
             meaning = self._translated(error)
-            return Undone(meaning) if (error.sqlstate or "")[:2] in _OF_ONE else meaning
+            return NotApplied(meaning) if (error.sqlstate or "")[:2] in _OF_ONE else meaning
         # What is not the driver's is about the batches, which could not be encoded.
         return self._translated(error) if isinstance(error, _OF_DRIVER) else error
 
@@ -583,15 +583,15 @@ class PostgresEngine(Remote):
         rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, batch.request_id)
         earlier = recall(batch, map(_change, rows), work.find)
         if earlier is None:
-            await connection.execute(self._sql(_OVERTAKE), namespace, group_of(batch.request_id))
+            await connection.execute(self._sql(_SUPERSEDE), namespace, group_of(batch.request_id))
         return earlier
 
     async def _late(self, connection: Any, namespace: str, group: list[Ticket]) -> set[str]:
         """The names of calls in a group that were asked for again before they came."""
-        names = {group_of(one.batch.request_id or "") for one in group if may_be_late(one.batch)}
+        names = {group_of(one.batch.request_id or "") for one in group if may_be_superseded(one.batch)}
         if not names:
             return names
-        return {row[0] for row in await connection.fetch(self._sql(_OVERTAKEN), namespace, [*names])}
+        return {row[0] for row in await connection.fetch(self._sql(_SUPERSEDED), namespace, [*names])}
 
     # Reading ------------------------------------------------------------------
 
@@ -615,7 +615,7 @@ class PostgresEngine(Remote):
         self._see_time(namespace, rows[0][-1])
         return [] if rows[0][0] is None else rows
 
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         bounds = (None, None) if span is None else _bounds(span)
         rows = await self._fetch(_FEED, namespace, after, limit, *bounds)
         revision, floor = (rows[0][0], rows[0][1]) if rows else (0, 0)
@@ -628,8 +628,8 @@ class PostgresEngine(Remote):
         floor_print = (rows[0][20] if rows else None) or BEGINNING
         before = floor_print if not rows or rows[0][21] is None else _fingerprint(rows[0][21:])
         if not limit:
-            return Feed([], after, before)
-        return Feed(changes, changes[-1].revision if is_full else revision, before)
+            return LogPage([], after, before)
+        return LogPage(changes, changes[-1].revision if is_full else revision, before)
 
     # Epochs -------------------------------------------------------------------
 
@@ -686,7 +686,7 @@ class PostgresEngine(Remote):
         self._indexed_until = asyncio.get_running_loop().time() + INDEXES_KNOWN_S
         return sorted(field for space, field in self._indexed if space == namespace)
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """See `Indexing.candidates`."""
         if asyncio.get_running_loop().time() >= self._indexed_until:
             await self.indexes(namespace)

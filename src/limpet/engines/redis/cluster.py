@@ -15,9 +15,22 @@ from redis.crc import key_slot
 
 from limpet.engines.redis.engine import RedisEngine
 from limpet.errors import Ambiguous, Unavailable
-from limpet.index import Sought
+from limpet.index import IndexProbe
 from limpet.keys import Span
-from limpet.model import Batch, Commit, Entry, Expire, Family, Feed, Filter, Refusal, Slice, Status, Traits, Window
+from limpet.model import (
+    Batch,
+    Commit,
+    Entry,
+    Expire,
+    Family,
+    Filter,
+    LogPage,
+    Refusal,
+    ScanPage,
+    Status,
+    Traits,
+    Window,
+)
 
 Place = tuple[str, int]
 Slots = list[tuple[int, int, Place]]
@@ -93,7 +106,7 @@ class RedisCluster:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         how: dict[str, Any] = {"family": family, "where": where, "values": values, "limit": limit}
         return await self._on(namespace, lambda engine: engine.scan(namespace, span, **how))
@@ -104,7 +117,7 @@ class RedisCluster:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         return await self._on(
             namespace, lambda engine: engine.changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
@@ -153,6 +166,6 @@ class RedisCluster:
         """See `Indexing.indexes`."""
         return await self._on(namespace, lambda engine: engine.indexes(namespace))
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """See `Indexing.candidates`."""
         return await self._on(namespace, lambda engine: engine.candidates(namespace, span, wanted))

@@ -36,11 +36,11 @@ from redis.backoff import NoBackoff
 from limpet import codec
 from limpet.clock import Clock
 from limpet.codec import Stored
-from limpet.commit.group import may_be_of_one
-from limpet.commit.receipts import overtaken
+from limpet.commit.group import is_fault_of_one
+from limpet.commit.receipts import superseded_error
 from limpet.engine import Engine
 from limpet.engines.redis.connection import ANSWER_S, Line, lay
-from limpet.engines.server_engine import Found, Outcome, Remote, Ticket, group_of
+from limpet.engines.server_engine import Found, Outcome, ServerEngine, Ticket, group_of
 from limpet.errors import (
     Compacted,
     Corrupt,
@@ -51,7 +51,7 @@ from limpet.errors import (
     TypeMismatch,
     Unavailable,
 )
-from limpet.index import CANDIDATES_MAX, Sought
+from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span, check_namespace
 from limpet.model import (
     BEGINNING,
@@ -67,16 +67,16 @@ from limpet.model import (
     Equals,
     Expire,
     Family,
-    Feed,
     FieldEquals,
     Filter,
     Guard,
     HeldBy,
+    LogPage,
     Patch,
     Put,
     Refusal,
     Revision,
-    Slice,
+    ScanPage,
     Status,
     Touch,
     Traits,
@@ -173,7 +173,7 @@ def script() -> tuple[bytes, str]:
     return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
 
 
-class RedisEngine(Remote):
+class RedisEngine(ServerEngine):
     """A handle on a Redis server."""
 
     _reads_at_once = 2
@@ -204,7 +204,7 @@ class RedisEngine(Remote):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
         start = f"[{span.start}" if span.start else "-"
@@ -218,7 +218,7 @@ class RedisEngine(Remote):
         if where is not None:
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
-        return Slice(entries, None if cursor is None else cursor.decode())
+        return ScanPage(entries, None if cursor is None else cursor.decode())
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -275,7 +275,7 @@ class RedisEngine(Remote):
             self._needs_script.discard(namespace)
         return found
 
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> Feed:
+    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         before: str | None = None
         while True:
             asked = ("feed", after, limit, SLICE_BYTES_MAX)
@@ -288,7 +288,7 @@ class RedisEngine(Remote):
                 raise Compacted(f"the server lost what came after revision {int(survived)}, and {after} with it")
             before = before or _fingerprint(told)
             if not limit:
-                return Feed([], after, before)
+                return LogPage([], after, before)
             changes = [one for last, item in items for one in _changes(item, last) if one.revision > after]
             is_full = more is not None or len(changes) > limit
             changes = changes[:limit]
@@ -296,7 +296,7 @@ class RedisEngine(Remote):
             if span is not None:
                 changes = [one for one in changes if one.family == "data" and one.key in span]
             if changes or not is_full:
-                return Feed(changes, head, before)
+                return LogPage(changes, head, before)
             after = head
 
     def _listen_to(self, namespace: str) -> None:
@@ -367,7 +367,7 @@ class RedisEngine(Remote):
         pairs = zip(found[::2], found[1::2], strict=True)
         return sorted(field.decode() for field, state in pairs if state == b"ready")
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """See `Indexing.candidates`."""
         self._check_open()
         asked: list[Any] = []
@@ -441,7 +441,7 @@ class RedisEngine(Remote):
             try:
                 found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
             except Exception as error:
-                if len(waiting) == len(group) and may_be_of_one(error):
+                if len(waiting) == len(group) and is_fault_of_one(error):
                     raise
                 # Those of an earlier look are done, and are told so.
                 found = [error] * len(waiting)
@@ -493,7 +493,7 @@ class RedisEngine(Remote):
             answer = await self._decide(namespace, "commit", name, body, *raw)
         except _Late:
             if len(batches) == 1:
-                return [overtaken()]
+                return [superseded_error()]
             return [one for batch in batches for one in await self._commit_batches(namespace, [batch], since)]
         except _Lost as error:
             return [self._unknown(cause, since, error.__cause__) for cause in causes]

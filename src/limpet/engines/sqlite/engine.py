@@ -34,8 +34,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from limpet.clock import Clock, call_on, has_loop, wake
-from limpet.commit.group import Undone, may_be_of_one, not_committed
-from limpet.commit.receipts import OVERTAKEN_MS, may_be_late, overtaken
+from limpet.commit.group import NotApplied, commit_error, is_fault_of_one
+from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sql_columns import as_stored, as_text
 from limpet.engines.sql_indexes import literal, quoted, sqlite_expression, sqlite_name, sqlite_parts
@@ -50,7 +50,7 @@ from limpet.errors import (
     PermissionDenied,
     Unavailable,
 )
-from limpet.index import CANDIDATES_MAX, Sought
+from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span
 from limpet.model import (
     BEGINNING,
@@ -61,10 +61,10 @@ from limpet.model import (
     Entry,
     Expire,
     Family,
-    Feed,
     Filter,
+    LogPage,
     Refusal,
-    Slice,
+    ScanPage,
     Status,
     Traits,
     Window,
@@ -133,18 +133,18 @@ _LAST_UP_TO: Final = (
 _CAUSED: Final = f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
 _DUE: Final = (
     "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
-    " AND family NOT IN ('receipt', 'overtaken') ORDER BY expires_ms LIMIT ?"
+    " AND family NOT IN ('receipt', 'superseded') ORDER BY expires_ms LIMIT ?"
 )
 _OLDEST: Final = "SELECT revision, at_ms, size_bytes FROM limpet_changes WHERE namespace = ? ORDER BY revision LIMIT ?"
 _DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revision <= ?"
 # Requests that were asked for again, because nobody knew whether the first call had arrived. Should it arrive now, it
 # is too late. They lie among the entries, in a family that nobody else asks for.
-_IS_OVERTAKEN: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND family = 'overtaken' AND key = ?"
-_OVERTAKE: Final = (
+_IS_SUPERSEDED: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND family = 'superseded' AND key = ?"
+_SUPERSEDE: Final = (
     "INSERT OR REPLACE INTO limpet_entries (namespace, family, key, kind, value, version, revision, created_revision,"
-    " created_ms, updated_ms, expires_ms) VALUES (?, 'overtaken', ?, 'json', 'null', 1, 0, 0, ?, ?, ?)"
+    " created_ms, updated_ms, expires_ms) VALUES (?, 'superseded', ?, 'json', 'null', 1, 0, 0, ?, ?, ?)"
 )
-_OVER: Final = "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family IN ('receipt', 'overtaken')"
+_OVER: Final = "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family IN ('receipt', 'superseded')"
 _RECEIPTS_OVER: Final = f"SELECT 1 {_OVER}"
 _DROP_RECEIPTS: Final = f"DELETE {_OVER}"
 _TALLY: Final = (
@@ -267,7 +267,7 @@ class SqliteEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
-    ) -> Slice:
+    ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
@@ -305,7 +305,7 @@ class SqliteEngine:
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> Feed:
+    ) -> LogPage:
         """See `Engine.changes`."""
         deadline = time.monotonic() + wait_s
         while True:
@@ -357,7 +357,7 @@ class SqliteEngine:
         names = [name.decode() for (name,) in rows]
         return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         """See `Indexing.candidates`."""
         indexed = await self.indexes(namespace)
         helpful = [one for one in wanted if one.name in indexed]
@@ -365,7 +365,7 @@ class SqliteEngine:
             return None
         return await self._aside(lambda: self._candidates(namespace, span, helpful))
 
-    def _candidates(self, namespace: str, span: Span, wanted: Sequence[Sought]) -> list[str] | None:
+    def _candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
         best: list[str] | None = None
         with self._reading() as reader:
             for one in wanted:
@@ -493,16 +493,16 @@ class SqliteEngine:
 
     def _commit_each(self, group: list[_Ticket], error: Exception) -> Sequence[Commit | Refusal | Exception]:
         """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
-        if not may_be_of_one(error):
+        if not is_fault_of_one(error):
             return [error] * len(group)
         if len(group) == 1:
-            return [not_committed(group[0].batch, error)]
+            return [commit_error(group[0].batch, error)]
         outcomes: list[Commit | Refusal | Exception] = []
         for ticket in group:
             try:
                 outcomes += self._commit_group([ticket])
             except Exception as own:
-                outcomes.append(not_committed(ticket.batch, own))
+                outcomes.append(commit_error(ticket.batch, own))
         return outcomes
 
     def _commit_group(self, group: list[_Ticket]) -> Sequence[Commit | Refusal | Exception]:
@@ -524,7 +524,7 @@ class SqliteEngine:
         except Exception as error:
             self._abandon()
             if isinstance(error, _OF_ONE):
-                raise Undone(self._translated(error)) from error
+                raise NotApplied(self._translated(error)) from error
             raise self._translated(error) from error
         try:
             writer.execute("COMMIT")
@@ -608,7 +608,7 @@ class SqliteEngine:
 
     def _slice(
         self, namespace: str, span: Span, family: Family, where: Filter | None, values: bool, limit: int
-    ) -> Slice:
+    ) -> ScanPage:
         """Up to ``limit`` entries; with a filter, of at most so many examined, so that no slice takes for ever."""
         ask = limit if where is None else EXAMINED_MAX
         sql = _SCAN_ENTRIES if values or where is not None else _SCAN_KEYS
@@ -620,14 +620,14 @@ class SqliteEngine:
             with contextlib.closing(reader.execute(sql, parameters)) as rows:
                 for row in rows:
                     if examined == ask or len(found) == limit or size_bytes > SLICE_BYTES_MAX:
-                        return Slice(found, last)
+                        return ScanPage(found, last)
                     entry = _entry(row)
                     examined, size_bytes, last = examined + 1, size_bytes + entry.size_bytes, entry.key
                     if where is None or (entry.stored is not None and where.matches(entry.stored)):
                         found.append(entry if values else entry.without_value())
-        return Slice(found, None)
+        return ScanPage(found, None)
 
-    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> Feed:
+    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
         with self._reading() as reader:
             # One snapshot for the tally and the rows, or a change in between would be in neither.
             reader.execute("BEGIN")
@@ -647,8 +647,8 @@ class SqliteEngine:
         if after > tally.revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {tally.revision}")
         if not limit:
-            return Feed([], after, before)
-        return Feed(changes, changes[-1].revision if is_full else tally.revision, before)
+            return LogPage([], after, before)
+        return LogPage(changes, changes[-1].revision if is_full else tally.revision, before)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[_Connection]:
@@ -1039,7 +1039,7 @@ class _Work:
         self._log: list[tuple[Any, ...]] = []
         self.first_revisions: dict[str, int] = {}
         self.news: dict[str, _Tally] = {}
-        self._has_overtaken = False
+        self._has_superseded = False
 
     @property
     def changed(self) -> Iterable[_Place]:
@@ -1077,11 +1077,14 @@ class _Work:
                 earlier = recall(batch, map(_change, rows), find)
                 if earlier is not None:
                     return earlier
-                until_ms = now_ms + OVERTAKEN_MS
-                self._writer.execute(_OVERTAKE, (namespace, batch.request_id, now_ms, now_ms, until_ms))
-                self._has_overtaken = True
-            elif may_be_late(batch) and self._writer.execute(_IS_OVERTAKEN, (namespace, batch.request_id)).fetchone():
-                return overtaken()
+                until_ms = now_ms + SUPERSEDED_MS
+                self._writer.execute(_SUPERSEDE, (namespace, batch.request_id, now_ms, now_ms, until_ms))
+                self._has_superseded = True
+            elif (
+                may_be_superseded(batch)
+                and self._writer.execute(_IS_SUPERSEDED, (namespace, batch.request_id)).fetchone()
+            ):
+                return superseded_error()
             outcome = plan(batch, find, now_ms=now_ms, revision=tally.revision, cause=ticket.request_id)
         except sqlite3.Error:
             raise
@@ -1109,7 +1112,7 @@ class _Work:
             self._writer.executemany(_LOG, self._log)
             for tally in self.news.values():
                 tally.save(self._writer)
-        return bool(self._rows) or self._has_overtaken
+        return bool(self._rows) or self._has_superseded
 
     def _tally(self, namespace: str) -> _Tally:
         found = self._tallies.get(namespace)

@@ -140,12 +140,12 @@ BEGIN
     SET revision = n.revision + asked, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + asked, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
-    RETURNING n.revision - asked, n.at_ms, n.overtaken INTO before, now_ms, late;
+    RETURNING n.revision - asked, n.at_ms, n.superseded INTO before, now_ms, late;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
     END IF;
     IF late ?| array_append(causes, cause) THEN
-        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
     -- A statement of its own: it sees what was committed while the one above waited.
@@ -207,12 +207,12 @@ BEGIN
     SET revision = n.revision + 1, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + 1, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
-    RETURNING n.revision, n.at_ms, n.overtaken INTO new_revision, now_ms, late;
+    RETURNING n.revision, n.at_ms, n.superseded INTO new_revision, now_ms, late;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
     END IF;
     IF late ?| ARRAY[named, cause] THEN
-        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
     INSERT INTO {schema}.limpet_entries AS e
@@ -269,8 +269,8 @@ DECLARE
 BEGIN
     taken := {schema}.limpet_take(ns, seen_ms);
     now_ms := taken.at_ms;
-    IF taken.overtaken ?| array_append(causes, cause) THEN
-        RAISE EXCEPTION 'limpet: this request was overtaken by its own retry';
+    IF taken.superseded ?| array_append(causes, cause) THEN
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
     -- A statement of its own: it sees what was committed while the one above waited.

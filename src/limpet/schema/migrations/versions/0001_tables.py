@@ -42,7 +42,7 @@ def upgrade() -> None:
         sa.Column("size_bytes", _NUMBER, nullable=False),
         sa.Column("log_changes", _NUMBER, nullable=False),
         sa.Column("log_bytes", _NUMBER, nullable=False),
-        *([sa.Column("overtaken", postgresql.JSONB())] if on_postgres() else []),
+        *([sa.Column("superseded", postgresql.JSONB())] if on_postgres() else []),
         sa.Column("floor_print", sa.Text),
         comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
         schema=schema,
