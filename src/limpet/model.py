@@ -64,7 +64,7 @@ __all__ = [
     "live",
 ]
 
-Family = Literal["data", "lock", "receipt", "audit", "ghost"]
+Family = Literal["data", "lock", "receipt", "audit", "recoverable"]
 """The parts of a namespace. They share its revisions, its log and its commits.
 
 Beside the data and its locks: receipts of requests, the audit trail, and what can still be recovered.

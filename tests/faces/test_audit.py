@@ -154,17 +154,17 @@ async def test_a_copy_goes_when_its_key_was_written_for_good(kept: SemanticStore
     engine, name = kept.store._session.engine, kept.store.name
     brief = SemanticStore(kept.store, audit=audit(grace_s=60))
     await put(brief, {"token": "t"}, semantics={**CHECKPOINT, "ttlSeconds": 0.1})
-    assert await engine.read(name, [f"live/{KEY}"], family="ghost") != [None]
+    assert await engine.read(name, [f"live/{KEY}"], family="recoverable") != [None]
     await put(brief, {"token": "u"})
     await asyncio.sleep(0.15)
     await brief.seal()
 
-    assert await engine.read(name, [f"live/{KEY}"], family="ghost") == [None]
+    assert await engine.read(name, [f"live/{KEY}"], family="recoverable") == [None]
     assert [row["op"] for row in await shown(kept.store)] == ["put", "put"]
     # A delete leaves no copy either.
     await put(brief, {"token": "v"}, semantics={**CHECKPOINT, "ttlSeconds": 60})
     await kept.kv_delete(KEY, writer=WRITER)
-    assert await engine.read(name, [f"live/{KEY}", f"over/{KEY}"], family="ghost") == [None, None]
+    assert await engine.read(name, [f"live/{KEY}", f"over/{KEY}"], family="recoverable") == [None, None]
 
 
 async def test_a_copy_that_was_changed_is_not_recovered(kept: SemanticStore) -> None:
@@ -172,9 +172,9 @@ async def test_a_copy_that_was_changed_is_not_recovered(kept: SemanticStore) -> 
     await asyncio.sleep(0.15)
     await kept.seal()
     engine, name = kept.store._session.engine, kept.store.name
-    (ghost,) = await engine.read(name, [f"over/{KEY}"], family="ghost")
-    assert ghost is not None
-    forged = Write(ghost.key, b'{"n":2}', 60_000, ghost.meta_json, family="ghost")
+    (recoverable,) = await engine.read(name, [f"over/{KEY}"], family="recoverable")
+    assert recoverable is not None
+    forged = Write(recoverable.key, b'{"n":2}', 60_000, recoverable.meta_json, family="recoverable")
     await kept.store.batch().include(forged).commit()
 
     with pytest.raises(limpet.errors.NotFound):

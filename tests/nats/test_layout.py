@@ -59,7 +59,7 @@ def test_every_subject_leads_back_to_its_entry() -> None:
         ("lock", "data.x"),
         ("receipt", "a"),
         ("audit", "a.b"),
-        ("ghost", "g"),
+        ("recoverable", "g"),
         ("data", "$LMP.b.l.x"),
     ]:
         assert subjects.place(subjects.of(place)) == place  # type: ignore[arg-type]

@@ -121,10 +121,10 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "touch": lambda engine: commit(engine, Touch("bob/1", 1)),
     "patch": lambda engine: commit(engine, Patch("bob/1", {})),
     "expire": lambda engine: commit(engine, Expire("bob/1", 1)),
-    "read a copy": lambda engine: engine.read("trivia", ["live/bob/1"], family="ghost"),
-    "put a copy": lambda engine: commit(engine, Put("live/bob/1", b"1", family="ghost")),
-    "put a copy of no key": lambda engine: commit(engine, Put("alice/1", b"1", family="ghost")),
-    "scan for copies": lambda engine: engine.scan("trivia", prefix_span("live/alice/"), family="ghost"),
+    "read a copy": lambda engine: engine.read("trivia", ["live/bob/1"], family="recoverable"),
+    "put a copy": lambda engine: commit(engine, Put("live/bob/1", b"1", family="recoverable")),
+    "put a copy of no key": lambda engine: commit(engine, Put("alice/1", b"1", family="recoverable")),
+    "scan for copies": lambda engine: engine.scan("trivia", prefix_span("live/alice/"), family="recoverable"),
     "guard": lambda engine: commit(engine, Guard("bob/1", Version(9))),
     "guard one's own by another's": lambda engine: commit(engine, Guard("bob/1", Version(1)), Put("alice/2", b"1")),
     "acquire": lambda engine: commit(engine, Put("bob/dispatcher", b'{"holder":"me"}', 1000, family="lock")),
@@ -365,7 +365,7 @@ GUESSES = {
     "a field": Guard("bob/count", FieldEquals("pin", b"7")),
     "that there is no such field": Guard("bob/count", FieldEquals("pin", limpet.ABSENT)),
     "a value of the trail": Guard("head/x", limpet.equals(7), "audit"),
-    "a value that can be recovered": Guard("live/x", limpet.equals(7), "ghost"),
+    "a value that can be recovered": Guard("live/x", limpet.equals(7), "recoverable"),
 }
 
 

@@ -195,12 +195,12 @@ BATCHES = {
     "a put that is looked for in the log": guarded(Put("pin", b"1"), request_id="first", retry_since=0),
     "a put for what was taken": guarded(Put("gone", b"1"), request_id="taken", retry_since=0),
     "a touch for what was put": guarded(Touch("pin", 1), request_id="first", retry_since=0),
-    "a touch of a copy": guarded(Touch(f"live/{COPIED}", 5000, family="ghost")),
+    "a touch of a copy": guarded(Touch(f"live/{COPIED}", 5000, family="recoverable")),
     "a touch of a copy, under a known id": guarded(
-        Touch(f"live/{COPIED}", 5000, family="ghost"), request_id="kept", retry_since=0
+        Touch(f"live/{COPIED}", 5000, family="recoverable"), request_id="kept", retry_since=0
     ),
-    "a delete of a copy": guarded(Delete(f"live/{COPIED}", family="ghost")),
-    "a take of a copy": guarded(Delete(f"live/{COPIED}", take=True, family="ghost")),
+    "a delete of a copy": guarded(Delete(f"live/{COPIED}", family="recoverable")),
+    "a take of a copy": guarded(Delete(f"live/{COPIED}", take=True, family="recoverable")),
     "a delete for what was taken": guarded(Delete("gone"), request_id="taken", retry_since=0),
 }
 

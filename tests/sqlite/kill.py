@@ -93,7 +93,7 @@ class Operation(msgspec.Struct, frozen=True):
             case "delete":
                 return draft.delete(f"single/{place}")
             case "doomed":
-                return draft.put("ghost", value, meta=meta).expect("never", limpet.PRESENT)
+                return draft.put("recoverable", value, meta=meta).expect("never", limpet.PRESENT)
 
 
 def answer(commit: Commit) -> dict[str, Any]:

@@ -269,7 +269,7 @@ class Beside(RuleBasedStateMachine):
             guard, write = Guard(name, ABSENT, "lock"), Put(name, b'{"holder":"me"}', ttl_ms, family="lock")
         self._commit(self._batch((guard,), (write,), None))
 
-    @rule(wanted=writes, family=st.sampled_from(["audit", "ghost"]), ttl_ms=ttls, gone=st.booleans())
+    @rule(wanted=writes, family=st.sampled_from(["audit", "recoverable"]), ttl_ms=ttls, gone=st.booleans())
     def beside(self, wanted: Write, family: Family, ttl_ms: int | None, gone: bool) -> None:
         """A write with something that is kept beside it, under the same key."""
         ttl_ms = None if ttl_ms is None else self._ttl(ttl_ms)
@@ -338,7 +338,9 @@ class Beside(RuleBasedStateMachine):
         self._compare_entries(prefix_span(prefix), where, with_values, limit)
         self._compare_log(back, prefix_span(prefix) if with_values else None, limit)
 
-    @rule(wanted=st.lists(keys, min_size=1, max_size=4), family=st.sampled_from(["data", "lock", "audit", "ghost"]))
+    @rule(
+        wanted=st.lists(keys, min_size=1, max_size=4), family=st.sampled_from(["data", "lock", "audit", "recoverable"])
+    )
     def read(self, wanted: list[str], family: Family) -> None:
         """Some entries, in the order asked."""
         self._compare_read(wanted, family)

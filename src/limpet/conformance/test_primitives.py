@@ -282,14 +282,14 @@ def assert_told_briefly(told: Entry | None, entry: Entry | None) -> None:
     assert told in (entry, entry.without_value())
 
 
-WRITTEN: tuple[Family, ...] = ("data", "lock", "audit", "ghost")
+WRITTEN: tuple[Family, ...] = ("data", "lock", "audit", "recoverable")
 
 
 async def test_the_same_key_in_two_families_is_two_entries(asked: Asked) -> None:
     """A commit writes several families together; the same key in two of them is two entries."""
     commit = await asked.done(*(Put("x", codec.encode(family), 60_000, family=family) for family in WRITTEN))
     guards = tuple(Guard("x", Version(1), family) for family in WRITTEN)
-    again = await asked.done(Put("x", b"2", family="audit"), Delete("x", family="ghost"), guards=guards)
+    again = await asked.done(Put("x", b"2", family="audit"), Delete("x", family="recoverable"), guards=guards)
 
     assert [entry.value for entry in commit.entries if entry is not None] == list(WRITTEN)
     revisions = [entry.revision for entry in commit.entries if entry is not None]
@@ -299,12 +299,15 @@ async def test_the_same_key_in_two_families_is_two_entries(asked: Asked) -> None
         "data": [commit.entries[0]],
         "lock": [commit.entries[1]],
         "audit": [again.entries[0]],
-        "ghost": [None],
+        "recoverable": [None],
     }
     assert [(await asked.scan(family=family)).entries for family in WRITTEN] == [
         [entry for entry in found[family] if entry is not None] for family in WRITTEN
     ]
-    assert [(change.family, change.op) for change in await asked.log()][-2:] == [("audit", "put"), ("ghost", "delete")]
+    assert [(change.family, change.op) for change in await asked.log()][-2:] == [
+        ("audit", "put"),
+        ("recoverable", "delete"),
+    ]
     refused = await asked.refused(put("x", 3), guards=(Guard("x", Version(1), "audit"),))
     assert (refused.found, (await asked.status()).keys) == (again.entries[0], 1)
 
@@ -319,7 +322,7 @@ async def test_what_is_kept_beside_the_data_is_not_shown_with_it(open_store: Ope
             put("a"),
             Put("a", b"1", family="audit"),
             Put("b", b"1", family="audit"),
-            Put("b", b"1", 200, family="ghost"),
+            Put("b", b"1", 200, family="recoverable"),
         )
         await elapse(0.3)
         await store.sweep()
@@ -330,7 +333,7 @@ async def test_what_is_kept_beside_the_data_is_not_shown_with_it(open_store: Ope
     assert (await store.keys()).keys == ["a", "end"]
     assert [event.op async for event in store.history("a")] == ["put"]
     assert [event.op async for event in store.history("b")] == []
-    assert await asked.read("b", family="ghost") == [None]
+    assert await asked.read("b", family="recoverable") == [None]
 
 
 # scan -------------------------------------------------------------------------
@@ -1191,7 +1194,7 @@ async def test_an_entry_is_due_from_its_moment_on(asked: Asked, elapse: Elapse) 
     assert await asked.due() == [Expire("a", entry.revision)]
 
 
-@pytest.mark.parametrize("family", ["lock", "audit", "ghost"])
+@pytest.mark.parametrize("family", ["lock", "audit", "recoverable"])
 async def test_every_family_is_due_but_receipts_are_not(asked: Asked, elapse: Elapse, family: Family) -> None:
     """An entry is due from the millisecond it expires, and not before."""
     entry = only(await asked.done(Put("job", b"{}", ttl_ms=300, family=family)))

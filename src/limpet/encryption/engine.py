@@ -72,7 +72,7 @@ CAUSE: Final = "limpet-reseal-"
 # Locks hold nothing but who holds them, and whoever waits for one shows that.
 _OPEN: Final[frozenset[Family]] = frozenset({"lock"})
 # A receipt cannot be sealed anew: its hash is made of a request that nobody keeps. It is forgotten in ten minutes.
-_RESEALED: Final[tuple[Family, ...]] = ("data", "audit", "ghost")
+_RESEALED: Final[tuple[Family, ...]] = ("data", "audit", "recoverable")
 # No entry ever has it, so a guard on it holds for none.
 _NEVER: Final = Revision(2**53 - 1)
 

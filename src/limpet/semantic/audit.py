@@ -14,7 +14,7 @@ What is kept of a key, in the family ``audit`` of its namespace:
     past/<key>              how many rows of the key were pruned, and the last of them in short
 
 `limpet.semantic.seal` makes the chain, verifies it all and prunes it. An entry with a time to live has a copy in
-the family ``ghost``, so that it can be recovered for a while after it expired; that is the only value kept here.
+the family ``recoverable``, so that it can be recovered for a while after it expired; that is the only value kept here.
 """
 
 from __future__ import annotations
@@ -285,25 +285,25 @@ class Trail:
             Put(head_key(key), signed(keys, name, f"head {key}", msgspec.to_builtins(new_head)), family="audit"),
         ]
         if stored is not None and ttl_ms is not None:
-            writes.append(self._ghost(key, stored, ttl_ms, row))
+            writes.append(self._recoverable_copy(key, stored, ttl_ms, row))
         elif op == "delete":
-            writes += [Delete(f"live/{key}", family="ghost"), Delete(f"over/{key}", family="ghost")]
+            writes += [Delete(f"live/{key}", family="recoverable"), Delete(f"over/{key}", family="recoverable")]
         guard = Guard(head_key(key), ABSENT if head_entry is None else Revision(head_entry.revision), "audit")
         return Planned(row, (guard,), tuple(writes))
 
-    def _ghost(self, key: str, stored: Stored, ttl_ms: int, row: Row) -> Put:
+    def _recoverable_copy(self, key: str, stored: Stored, ttl_ms: int, row: Row) -> Put:
         """A copy that outlives the entry by the time to recover it."""
         meta = {"n": row.n, "writer": row.writer, "semantics": row.semantics}
         if row.spec_ref is not None:
             meta["specRef"] = row.spec_ref
-        return Put(f"live/{key}", stored, ttl_ms + self.audit.grace_ms, encode_field(meta), family="ghost")
+        return Put(f"live/{key}", stored, ttl_ms + self.audit.grace_ms, encode_field(meta), family="recoverable")
 
     async def record_expiry(self, key: str, head_entry: Entry) -> bool:
         """Tell of an entry that expired, once. False when somebody else did, or when there is nothing to tell."""
         head = read_head(head_entry)
         if head.ttl_ms is None:
             return False
-        (ghost,) = await self._ghosts([f"live/{key}"])
+        (recoverable,) = await self._recoverable_copies([f"live/{key}"])
         planned = self.plan(
             "expire",
             key,
@@ -317,13 +317,16 @@ class Trail:
             spec_ref=head.spec_ref,
         )
         draft = self._store.batch().include(*planned.writes, guards=(*planned.guards, Guard(key, ABSENT)))
-        if ghost is not None and ghost.expires_ms is not None and ghost.stored is not None:
-            left_ms = ghost.expires_ms - (await self._store.status()).now_ms
+        if recoverable is not None and recoverable.expires_ms is not None and recoverable.stored is not None:
+            left_ms = recoverable.expires_ms - (await self._store.status()).now_ms
             draft.include(
-                Delete(ghost.key, family="ghost"), guards=[Guard(ghost.key, Revision(ghost.revision), "ghost")]
+                Delete(recoverable.key, family="recoverable"),
+                guards=[Guard(recoverable.key, Revision(recoverable.revision), "recoverable")],
             )
-            if left_ms > 0 and ghost.meta.get("n") == head.n:
-                draft.include(Put(f"over/{key}", ghost.stored, left_ms, ghost.meta_json, family="ghost"))
+            if left_ms > 0 and recoverable.meta.get("n") == head.n:
+                draft.include(
+                    Put(f"over/{key}", recoverable.stored, left_ms, recoverable.meta_json, family="recoverable")
+                )
         try:
             await draft.commit()
         except Conflict:
@@ -335,20 +338,20 @@ class Trail:
     async def recoverable(self, key: str) -> tuple[Entry, Entry] | None:
         """What a key held when it expired, and its head; None when that can no longer be recovered."""
         (head_entry,) = await self.heads([key])
-        (ghost,) = await self._ghosts([f"over/{key}"])
-        if head_entry is None or ghost is None or ghost.stored is None:
+        (recoverable,) = await self._recoverable_copies([f"over/{key}"])
+        if head_entry is None or recoverable is None or recoverable.stored is None:
             return None
         head = read_head(head_entry)
-        if head.op != "expire" or ghost.meta.get("n") != head.n - 1:
+        if head.op != "expire" or recoverable.meta.get("n") != head.n - 1:
             return None
-        if head.before != self._keys.of_value(self._store.name, key, ghost.stored, like=head.before):
+        if head.before != self._keys.of_value(self._store.name, key, recoverable.stored, like=head.before):
             # Not what expired.
             return None
-        return ghost, head_entry
+        return recoverable, head_entry
 
-    async def _ghosts(self, keys: Sequence[str]) -> list[Entry | None]:
+    async def _recoverable_copies(self, keys: Sequence[str]) -> list[Entry | None]:
         session = self._store._session
-        return await session.retrying(lambda: self._engine.read(self._store.name, keys, family="ghost"))
+        return await session.retrying(lambda: self._engine.read(self._store.name, keys, family="recoverable"))
 
 
 def read_head(entry: Entry) -> Head:

@@ -1,6 +1,6 @@
 """Copies of semantic entries that expire, so that an expiry is logged and what expired can be recovered.
 
-An entry with a time to live has a copy in the family ``ghost`` of its namespace, written in the same commit:
+An entry with a time to live has a copy in the family ``recoverable`` of its namespace, written in the same commit:
 
     live/<key>              while the entry lasts
     over/<key>              after it expired, for as long as it can be recovered
@@ -95,18 +95,18 @@ class Copies:
             return writes, guards
         if copy.live is not None:
             # Somebody may notice at the same time that it expired.
-            guards.append(Guard(copy.live.key, Revision(copy.live.revision), "ghost"))
+            guards.append(Guard(copy.live.key, Revision(copy.live.revision), "recoverable"))
         if stored is not None and semantics is not None and semantics.ttl_ms is not None:
             meta: dict[str, Any] = {"writer": writer, "semantics": semantics.to_dict()}
             meta |= {} if spec_ref is None else {"specRef": spec_ref}
             meta |= {} if version is None else {"version": version}
             lasting = semantics.ttl_ms + self._grace_ms
-            writes.append(Put(f"live/{key}", stored, lasting, encode_field(meta), family="ghost"))
+            writes.append(Put(f"live/{key}", stored, lasting, encode_field(meta), family="recoverable"))
         elif copy.live is not None:
-            writes.append(Delete(copy.live.key, family="ghost"))
+            writes.append(Delete(copy.live.key, family="recoverable"))
         if copy.over is not None and stored is not None:
             # A delete finds it only where the entry is gone already, and ends nothing.
-            writes.append(Delete(copy.over.key, family="ghost"))
+            writes.append(Delete(copy.over.key, family="recoverable"))
         return writes, guards
 
     # Expiry -----------------------------------------------------------------------
@@ -116,10 +116,10 @@ class Copies:
         name = f"live/{key}"
         now_ms = (await self._store.status()).now_ms
         left_ms = 0 if live.expires_ms is None else live.expires_ms - now_ms
-        guards = [Guard(key, ABSENT), Guard(name, Revision(live.revision), "ghost")]
-        draft = self._store.batch().include(Delete(name, family="ghost"), guards=guards)
+        guards = [Guard(key, ABSENT), Guard(name, Revision(live.revision), "recoverable")]
+        draft = self._store.batch().include(Delete(name, family="recoverable"), guards=guards)
         if left_ms > 0 and live.stored is not None:
-            draft.include(Put(f"over/{key}", live.stored, left_ms, live.meta_json, family="ghost"))
+            draft.include(Put(f"over/{key}", live.stored, left_ms, live.meta_json, family="recoverable"))
         try:
             await draft.commit()
         except Conflict:
@@ -158,11 +158,11 @@ class Copies:
         return await self.notice(key, copy.live)
 
     async def _scan(self, span: Span) -> ScanPage:
-        return await self._session.engine.scan(self._store.name, span, family="ghost", values=False)
+        return await self._session.engine.scan(self._store.name, span, family="recoverable", values=False)
 
     async def _read(self, names: list[str]) -> list[Entry | None]:
         engine = self._session.engine
-        return await self._session.retrying(lambda: engine.read(self._store.name, names, family="ghost"))
+        return await self._session.retrying(lambda: engine.read(self._store.name, names, family="recoverable"))
 
     # In the background --------------------------------------------------------------
 

@@ -201,24 +201,24 @@ async def record_expiries(store: Store, audit: Audit) -> int:
     now_ms = (await store.status()).now_ms
     over = [
         entry.key
-        async for entry in _scan(store, "live/", "ghost", values=False)
+        async for entry in _scan(store, "live/", "recoverable", values=False)
         if entry.expires_ms is not None and entry.expires_ms - audit.grace_ms <= now_ms
     ]
     told = 0
     for first in range(0, len(over), ROWS_MAX):
         page = over[first : first + ROWS_MAX]
-        ghosts = await _read(store, page, "ghost")
+        recoverables = await _read(store, page, "recoverable")
         heads = await trail.heads([name.removeprefix("live/") for name in page])
-        for name, ghost, head in zip(page, ghosts, heads, strict=True):
-            if ghost is None or head is None:
+        for name, recoverable, head in zip(page, recoverables, heads, strict=True):
+            if recoverable is None or head is None:
                 continue
-            if ghost.meta.get("n") == read_head(head).n:
+            if recoverable.meta.get("n") == read_head(head).n:
                 told += await trail.record_expiry(name.removeprefix("live/"), head)
                 continue
             # The key was written again since, without a time to live.
             with contextlib.suppress(Conflict):
-                guard = Guard(name, Revision(ghost.revision), "ghost")
-                await store.batch().include(Delete(name, family="ghost"), guards=[guard]).commit()
+                guard = Guard(name, Revision(recoverable.revision), "recoverable")
+                await store.batch().include(Delete(name, family="recoverable"), guards=[guard]).commit()
     return told
 
 

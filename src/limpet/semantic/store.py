@@ -341,13 +341,13 @@ class SemanticStore:
         """
         check_key(key)
         entry = await self.store.entry(key)
-        ghost = await self._recoverable(key, entry)
-        if ghost is None and entry is None:
+        recoverable = await self._recoverable(key, entry)
+        if recoverable is None and entry is None:
             raise NotFound(key)
-        if ghost is None:
+        if recoverable is None:
             raise VersionConflict(key, expected_version=0, current=entry, request_id=request_id or new_request_id())
-        semantics = semantics_of(ghost.meta["semantics"])
-        asked = _Asked(key, ghost.value, semantics, 0, ghost.meta.get("specRef"), "kvRecover")
+        semantics = semantics_of(recoverable.meta["semantics"])
+        asked = _Asked(key, recoverable.value, semantics, 0, recoverable.meta.get("specRef"), "kvRecover")
         commit, _ = await self._change([asked], writer, request_id)
         return _envelope(commit, 0)
 

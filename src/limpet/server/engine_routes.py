@@ -476,7 +476,7 @@ def _key_of(family: Family, name: str) -> str | None:
     if family in _BY_KEY:
         return name
     kind, _, key = name.partition("/")
-    return key if family == "ghost" and kind in ("live", "over") and key else None
+    return key if family == "recoverable" and kind in ("live", "over") and key else None
 
 
 def _check_rights(visit: _Visit, batch: Batch, reason: str | None) -> bool:
@@ -550,7 +550,7 @@ def _is_for(visit: _Visit, receipt: Entry, *, is_own: bool) -> bool:
     """
     commit = read_receipt(receipt).commit
     return all(
-        visit.sees(entry.key) or (is_own and visit.sees_in("ghost", entry.key))
+        visit.sees(entry.key) or (is_own and visit.sees_in("recoverable", entry.key))
         for entry in (*commit.entries, *commit.ended)
         if entry is not None
     )
