@@ -223,9 +223,9 @@ def test_readers_in_threads_see_whole_batches() -> None:
                 if revisions != sorted(set(revisions)) or (revisions and revisions[0] <= head):
                     torn.append(revisions)
                 # A commit is never seen by halves: its last change is always among what can be read.
-                if feed.changes and feed.changes[-1].commit > feed.head and len(feed.changes) < 500:
-                    torn.append(feed.head)
-                head = feed.head
+                if feed.changes and feed.changes[-1].commit > feed.next_after and len(feed.changes) < 500:
+                    torn.append(feed.next_after)
+                head = feed.next_after
                 for one, other in (both, scanned):
                     if one.value != other.value:
                         torn.append((one, other))
@@ -265,8 +265,8 @@ async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine)
 
     Another thread closes the engine after the look at the log and before the wait.
     """
-    bell: Any = engine._place.bell
-    wait = bell.wait
+    wakeup: Any = engine._place.wakeup
+    wait = wakeup.wait
 
     async def late_wait(*args: Any) -> None:
         closing = threading.Thread(target=lambda: asyncio.run(engine.close()))
@@ -274,7 +274,7 @@ async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine)
         closing.join(PATIENCE_S)
         await wait(*args)
 
-    bell.wait = late_wait
+    wakeup.wait = late_wait
 
     with pytest.raises(Closed):
         await asyncio.wait_for(engine.changes("default", 0, wait_s=60.0), 60)

@@ -450,7 +450,7 @@ class Store:
         while after < status.revision and not caused:
             feed = await self._feed(after)
             caused = [change for change in feed.changes if change.cause == request_id]
-            after = feed.head
+            after = feed.next_after
         if not caused:
             return None
         entries = tuple(change.after for change in caused)
@@ -542,7 +542,7 @@ class Store:
                 continue
             for change in feed.changes:
                 yield event_of(change, prefix)
-            after = feed.head
+            after = feed.next_after
 
     async def _feed(self, after: int, span: Span | None = None) -> LogPage:
         return await self._session.retrying(lambda: self._session.engine.changes(self.name, after, span=span))
@@ -625,7 +625,7 @@ async def latest_changes(store: Store, key: str, *, limit: int, before: int | No
                 after = floor = start = stop if gone.oldest is None else gone.oldest
                 continue
             part.extend(change for change in feed.changes if change.revision <= stop)
-            after = feed.head
+            after = feed.next_after
             has_more |= _drop_oldest(part, limit - len(found) + 1)
         found.extendleft(reversed(part))
         size_bytes = sum(change.entry.size_bytes for change in found)

@@ -526,8 +526,8 @@ class Beside(RuleBasedStateMachine):
             found += feed.changes
             if not feed.changes:
                 break
-            assert after < feed.changes[-1].revision <= feed.head
-            after = feed.head
+            assert after < feed.changes[-1].revision <= feed.next_after
+            after = feed.next_after
         revisions = [change.revision for change in found]
         assert revisions == sorted(set(revisions))
         return found

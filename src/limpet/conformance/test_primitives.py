@@ -110,7 +110,7 @@ class Asked:
         while after < head:
             feed = await self.changes(after, **options)
             found += feed.changes
-            after = feed.head
+            after = feed.next_after
         return found
 
     async def image(self) -> list[Any]:
@@ -922,7 +922,7 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     async def look(asked: Asked) -> None:
         while not over:
             feed = await asked.changes(0, limit=10_000)
-            looks.append((feed.head, [change.revision for change in feed.changes]))
+            looks.append((feed.next_after, [change.revision for change in feed.changes]))
             await asyncio.sleep(0.001)
 
     looking = [asyncio.create_task(look(asked)) for asked in handles]
@@ -994,7 +994,7 @@ async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
     nothing = await asked.changes(0, span=pattern_span("missing"))
 
     assert [(change.family, change.key) for change in found] == [("data", "a/1")]
-    assert (nothing.changes, nothing.head) == ([], status.revision)
+    assert (nothing.changes, nothing.next_after) == ([], status.revision)
 
 
 async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
@@ -1066,7 +1066,7 @@ async def test_a_namespace_that_was_never_written_is_at_zero(asked: Asked) -> No
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
     feed = await asked.changes(0)
 
-    assert (feed.changes, feed.head) == ([], 0)
+    assert (feed.changes, feed.next_after) == ([], 0)
     with pytest.raises(Compacted):
         await asked.changes(1)
 
@@ -1132,7 +1132,7 @@ async def test_a_wait_for_nothing_ends_in_time(asked: Asked) -> None:
 
     feed = await asyncio.wait_for(asked.changes(revision, wait_s=0.2), PATIENCE_S)
 
-    assert (feed.changes, feed.head) == ([], revision)
+    assert (feed.changes, feed.next_after) == ([], revision)
     assert loop.time() - begun >= 0.15
 
 
@@ -1165,7 +1165,7 @@ async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: 
     while len(seen) < 100:
         feed = await asyncio.wait_for(asked.changes(head, wait_s=60.0), 5)
         seen += [change.entry.value for change in feed.changes]
-        head = feed.head
+        head = feed.next_after
     await writing
 
     assert seen == list(range(100))
@@ -1661,7 +1661,7 @@ async def test_who_waits_is_told_of_closing(asked: Asked, open_store: OpenStore)
     assert [type(end) for end in ends] == [Closed] * 4
     later = await other.done(put("b"))
     feed = await asyncio.wait_for(elsewhere, 5)
-    assert feed.head in (commit.revision, later.revision)
+    assert feed.next_after in (commit.revision, later.revision)
 
 
 @pytest.mark.face("sync")

@@ -303,13 +303,13 @@ class RedisEngine(ServerEngine):
         self._keep_listening(namespace, functools.partial(self._listen, namespace))
 
     async def _listen(self, namespace: str) -> None:
-        """Ring the bell whenever the stream of a namespace grows."""
+        """Wake the waiters of a namespace whenever its stream grows."""
         line, log = await self._lay_line(), self._key(namespace, "log")
         try:
             while True:
                 newest = await line.ask("XREVRANGE", log, "+", "-", "COUNT", 1)
                 # What was missed before is found by looking.
-                self._bell.ring(namespace)
+                self._wakeup.notify(namespace)
                 after, found = newest[0][0] if newest else "0-0", None
                 while not found:
                     found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
@@ -583,7 +583,7 @@ class RedisEngine(ServerEngine):
                 revision: int = await self._call(line, namespace, "mend", self._servers[line], seen)
         except Exception as error:
             raise self._translated(error) from error
-        self._bell.ring(namespace)
+        self._wakeup.notify(namespace)
         return min(seen, revision)
 
     async def _await_replicas(self, line: Line) -> None:
