@@ -373,7 +373,7 @@ class RedisEngine(ServerEngine):
         asked: list[Any] = []
         for one in wanted:
             texts = [_wire(text) for text in one.texts]
-            asked += [one.name, repr(one.low), repr(one.high), int(one.odd), len(texts), *texts]
+            asked += [one.name, repr(one.low), repr(one.high), int(one.all_texts), len(texts), *texts]
         found = await self._run(namespace, "candidates", CANDIDATES_MAX, *asked)
         return None if found is None else [key for key in map(bytes.decode, found) if key in span]
 
