@@ -941,15 +941,25 @@ def _put_parameters(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
 
 def _put_row(ticket: Ticket, put: Put) -> Iterable[object]:
     """A single put as the server's function takes it."""
-    kind, text, nearest = _value_columns(put.stored)
+    kind, text, approximation = _value_columns(put.stored)
     meta = _text(put.meta_json)
-    return ticket.weight_bytes, put.key, text, put.family, kind, nearest, put.ttl_ms, meta, ticket.batch.request_id
+    return (
+        ticket.weight_bytes,
+        put.key,
+        text,
+        put.family,
+        kind,
+        approximation,
+        put.ttl_ms,
+        meta,
+        ticket.batch.request_id,
+    )
 
 
 def _put_columns(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
     """Puts as the server's function takes them. What is the same for all is left out."""
     count = len(puts)
-    kinds, values, nearests = zip(*[_value_columns(put.stored) for put in puts], strict=True)
+    kinds, values, approximations = zip(*[_value_columns(put.stored) for put in puts], strict=True)
     lasts = causes = None
     if count > len(group):
         lasts = [str(mark) for mark, ticket in with_last_positions(group) for _ in ticket.batch.writes]
@@ -966,7 +976,7 @@ def _put_columns(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
         "\n".join(values),
         unless("data", [put.family for put in puts]),
         unless("json", kinds),
-        unless(None, nearests),
+        unless(None, approximations),
         # Only what is not sent as it is counted.
         None if kinds.count("json") == count else [str(weight_bytes(put)) for put in puts],
         unless(None, [_digits(put.ttl_ms) for put in puts]),
@@ -1152,7 +1162,7 @@ def _entry_columns(entry: Entry, size_bytes: int) -> tuple[str | None, ...]:
 # Filters ----------------------------------------------------------------------
 #
 # What the server looks for may be more than what matches, and never less: jsonb takes 1 for equal
-# to 1.0, and holds some values in their nearest form only. So each condition below is met by all
+# to 1.0, and holds some values in their approximation form only. So each condition below is met by all
 # that match, and what is found is looked at again.
 
 
@@ -1179,13 +1189,13 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
         return None
     match test.comparison:
         case "eq" | "in":
-            texts = [_nearest(text) or text for text in map(bytes.decode, test.operands)]
+            texts = [_jsonb_approximation(text) or text for text in map(bytes.decode, test.operands)]
             return f"value -> {name} = ANY ({operand}::text[]::jsonb[])", [texts]
         case "ne" | "not_in":
             # Only what jsonb holds exactly is certain to be equal.
-            texts = [text for text in map(bytes.decode, test.operands) if _nearest(text) is None]
+            texts = [text for text in map(bytes.decode, test.operands) if _jsonb_approximation(text) is None]
             equal = f"(value -> {name})::text = ANY ({operand}::text[]::jsonb[]::text[])"
-            return f"(is_nearest OR NOT coalesce({equal}, false))", [texts]
+            return f"(is_lossy OR NOT coalesce({equal}, false))", [texts]
         case comparison:
             # A bound is sought inclusively: two numbers of 19 digits may be one in double precision.
             sign = "<=" if comparison in ("lt", "le") else ">="
@@ -1195,21 +1205,21 @@ def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
                 return None
             side = f"(value ->> {name}) {cast} {sign} {operand}::{'text' if kind == 'string' else 'float8'}"
             right = f"CASE jsonb_typeof(value -> {name}) WHEN '{kind}' THEN {side} ELSE false END"
-            return f"(is_nearest OR {right})", [bound if kind == "string" else float(bound)]
+            return f"(is_lossy OR {right})", [bound if kind == "string" else float(bound)]
 
 
 # Rows -------------------------------------------------------------------------
 
 
 def _value_columns(stored: Stored | None) -> tuple[str | None, str | None, str | None]:
-    """A value as its kind, its text, and, where jsonb cannot hold it exactly, its nearest form there.
+    """A value as its kind, its text, and, where jsonb cannot hold it exactly, its approximation form there.
 
     The text of raw bytes is hexadecimal.
     """
     kind, text = as_text(stored)
     if text is None:
         return None, None, None
-    return (kind, text.hex(), None) if isinstance(text, bytes) else (kind, text, _nearest(text))
+    return (kind, text.hex(), None) if isinstance(text, bytes) else (kind, text, _jsonb_approximation(text))
 
 
 def _array(items: Iterable[str]) -> str:
@@ -1233,7 +1243,7 @@ _NUMBER: Final = re.compile(r"[0-9]e[0-9]|-0\.0(?![0-9])")
 _NUL: Final = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
 
 
-def _nearest(text: str) -> str | None:
+def _jsonb_approximation(text: str) -> str | None:
     """What jsonb can hold of a JSON text; None when that is all of it."""
     if "\\u0000" not in text and "-0.0" not in text and _EXPONENT.search(text) is None:
         return None
