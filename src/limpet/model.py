@@ -466,18 +466,18 @@ class ScanPage(msgspec.Struct, frozen=True, gc=False):
     cursor: str | None
 
 
-class LogPage(msgspec.Struct, frozen=True, gc=False):
+class LogPage(msgspec.Struct, frozen=True, gc=False, rename={"next_after": "head"}):
     """Part of the log.
 
     Attributes:
-        head: The revision up to which nothing more is to be read.
+        next_after: The revision after which the next page begins. On the wire it is called ``head``.
         before: The fingerprint of the change that these follow: the last one that the log has, or had when it was
             trimmed, at or before the revision asked for.
-        at: The fingerprint of the change at the head, where changes before it were left out.
+        at: The fingerprint of the change at ``next_after``, where changes before it were left out.
     """
 
     changes: list[Change]
-    head: int
+    next_after: int
     before: str
     at: str | None = None
 

@@ -75,7 +75,7 @@ async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engi
 async def test_a_constraint_of_the_database_refuses_one_member_alone(
     engine: PostgresEngine, schema: str, others: str
 ) -> None:
-    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    """Batches that are committed together each have their own outcome: one that fails does not fail another."""
     await engine.commit("default", batch(put("first", 1)))
     async with connected() as connection:
         await connection.execute(
@@ -160,7 +160,7 @@ async def test_a_group_that_is_refused_as_a_whole_leaves_no_trace(engine: Postgr
 
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: PostgresEngine, spy: Spy) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     asked: Batch = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
     outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))

@@ -460,8 +460,8 @@ def forks_at_a_bad_moment(url: str, what: str) -> None:
     engine: Any = store._twin._session.engine
     within, go_on = threading.Event(), threading.Event()
 
-    def hold_bell() -> None:
-        with engine._bell._lock:
+    def hold_wakeup() -> None:
+        with engine._wakeup._lock:
             within.set()
             go_on.wait()
 
@@ -480,7 +480,7 @@ def forks_at_a_bad_moment(url: str, what: str) -> None:
         finally:
             del engine._begin
 
-    thread = threading.Thread(target={"bell": hold_bell, "transaction": hold_transaction}[what])
+    thread = threading.Thread(target={"wakeup": hold_wakeup, "transaction": hold_transaction}[what])
     thread.start()
     within.wait()
 

@@ -259,7 +259,7 @@ class EncryptedEngine:
             feed = await self._engine.changes(namespace, after)
             told = (change.entry for change in feed.changes if change.family not in _OPEN)
             changes.update(key_id for entry in told for key_id in _key_ids(entry))
-            after = feed.head
+            after = feed.next_after
         current = self._keyring.current
         names = sorted({current, *self._keyring.ids, *entries, *changes}, key=lambda name: (name != current, name))
         return [Seals(name, name == current, entries[name], changes[name]) for name in names]

@@ -209,7 +209,7 @@ class HttpEngine(GroupingEngine):
             if feed.changes or loop.time() >= deadline:
                 return msgspec.structs.replace(feed, before=before, at=at)
             # Changes that this token may not see, or a wait that the server did not want to be longer.
-            after = feed.head
+            after = feed.next_after
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`. Who may not end entries has nothing to do: the server sweeps by itself."""
@@ -244,7 +244,7 @@ class HttpEngine(GroupingEngine):
         if self._closed:
             return
         self._closed = True
-        self._bell.ring_all()
+        self._wakeup.notify_all()
         for poll in list(self._polls):
             poll.cancel()
         await self._finish_tasks()

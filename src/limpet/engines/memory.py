@@ -23,7 +23,7 @@ from limpet.clock import Clock, has_loop
 from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sorted_keys import SortedKeys
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
@@ -71,7 +71,7 @@ class _Place:
         self.skips = skips
         self.store_id = uuid.uuid4().hex[:16]
         self.lock = threading.RLock()
-        self.bell = Bell()
+        self.wakeup = Wakeup()
         self.spaces: dict[str, _Space] = {}
         _places.add(self)
 
@@ -230,19 +230,19 @@ class MemoryEngine:
             if outcome.receipt is not None:
                 space.keep(outcome.receipt)
         if changes:
-            place.bell.ring(namespace)
+            place.wakeup.notify(namespace)
         return outcome.commit
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> LogPage:
         """See `Engine.changes`."""
-        bell = self._place.bell
-        mark = bell.mark(namespace)
+        wakeup = self._place.wakeup
+        token = wakeup.token(namespace)
         feed = self._feed(namespace, after, span, limit)
         if feed.changes or wait_s <= 0 or not has_loop():
             return feed
-        await bell.wait(namespace, mark, wait_s)
+        await wakeup.wait(namespace, token, wait_s)
         return self._feed(namespace, after, span, limit)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
@@ -307,7 +307,7 @@ class MemoryEngine:
     async def close(self) -> None:
         """See `Engine.close`."""
         self._closed = True
-        self._place.bell.ring_all()
+        self._place.wakeup.notify_all()
 
     def _space(self, namespace: str) -> _Space:
         if self._closed:
@@ -370,7 +370,7 @@ def _after_fork_in_parent() -> None:
 def _after_fork_in_child() -> None:
     _held.clear()
     for place in list(_places):
-        place.lock, place.bell = threading.RLock(), Bell()
+        place.lock, place.wakeup = threading.RLock(), Wakeup()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

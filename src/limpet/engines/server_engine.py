@@ -22,7 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from limpet import codec
 from limpet.commit.group import commit_error, is_fault_of_one
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import Ambiguous, Closed, LimpetError
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Family, Guard, LogPage, Put, Refusal, Write
@@ -72,7 +72,7 @@ class GroupingEngine(ABC):
 
     def _init_process_state(self) -> None:
         """What a process must have of its own. Runs again in a child after a fork."""
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._commits: dict[str, Queue[Ticket]] = {}
         self._reads: dict[tuple[str, Family], Queue[PendingRead]] = {}
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -217,7 +217,7 @@ class GroupingEngine(ABC):
     def _record_revision(self, namespace: str, revision: int) -> None:
         if revision > self._latest.get(namespace, 0):
             self._latest[namespace] = revision
-            self._bell.ring(namespace)
+            self._wakeup.notify(namespace)
 
     def _observe_time(self, namespace: str, told_ms: int) -> int:
         """The time that the server tells, or the latest that this handle has seen if that is later."""
@@ -298,16 +298,16 @@ class ServerEngine(GroupingEngine):
             self._check_open()
             if wait_s > 0:
                 self._listen_to(namespace)
-            mark = self._bell.mark(namespace)
+            token = self._wakeup.token(namespace)
             feed = await self._read_log(namespace, after, limit, span)
             left = deadline - loop.time()
             if feed.changes or left <= 0:
                 return feed
-            await self._bell.wait(namespace, mark, min(left, POLL_S))
+            await self._wakeup.wait(namespace, token, min(left, POLL_S))
 
     @abstractmethod
     def _listen_to(self, namespace: str) -> None:
-        """Have the bell of a namespace rung when somebody else commits there."""
+        """Arrange that commits of other processes to this namespace wake its waiters here."""
 
     def _keep_listening(self, name: str, listen: Callable[[], Awaitable[None]]) -> None:
         """Listen in the background. Whenever the line breaks, it is laid again."""
@@ -329,7 +329,7 @@ class ServerEngine(GroupingEngine):
         if self._closed:
             return
         self._closed = True
-        self._bell.ring_all()
+        self._wakeup.notify_all()
         await self._finish_tasks()
         for listener in self._listeners.values():
             listener.cancel()

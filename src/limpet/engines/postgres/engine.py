@@ -873,13 +873,13 @@ class PostgresEngine(ServerEngine):
             connection.add_termination_listener(lambda _: wake(gone))
             await connection.add_listener(self._channel, self._heard)
             # What was missed before is found by looking.
-            self._bell.ring_all()
+            self._wakeup.notify_all()
             await gone
         finally:
             await self._release(connection, lost=True)
 
     def _heard(self, _connection: object, _pid: int, _channel: str, namespace: str) -> None:
-        self._bell.ring(namespace)
+        self._wakeup.notify(namespace)
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:

@@ -303,13 +303,13 @@ class RedisEngine(ServerEngine):
         self._keep_listening(namespace, functools.partial(self._listen, namespace))
 
     async def _listen(self, namespace: str) -> None:
-        """Ring the bell whenever the stream of a namespace grows."""
+        """Wake the waiters of a namespace whenever its stream grows."""
         line, log = await self._lay_line(), self._key(namespace, "log")
         try:
             while True:
                 newest = await line.ask("XREVRANGE", log, "+", "-", "COUNT", 1)
                 # What was missed before is found by looking.
-                self._bell.ring(namespace)
+                self._wakeup.notify(namespace)
                 after, found = newest[0][0] if newest else "0-0", None
                 while not found:
                     found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
@@ -373,7 +373,7 @@ class RedisEngine(ServerEngine):
         asked: list[Any] = []
         for one in wanted:
             texts = [_wire(text) for text in one.texts]
-            asked += [one.name, repr(one.low), repr(one.high), int(one.odd), len(texts), *texts]
+            asked += [one.name, repr(one.low), repr(one.high), int(one.all_texts), len(texts), *texts]
         found = await self._run(namespace, "candidates", CANDIDATES_MAX, *asked)
         return None if found is None else [key for key in map(bytes.decode, found) if key in span]
 
@@ -583,7 +583,7 @@ class RedisEngine(ServerEngine):
                 revision: int = await self._call(line, namespace, "mend", self._servers[line], seen)
         except Exception as error:
             raise self._translate(error) from error
-        self._bell.ring(namespace)
+        self._wakeup.notify(namespace)
         return min(seen, revision)
 
     async def _await_replicas(self, line: Line) -> None:

@@ -39,7 +39,7 @@ from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sql_columns import as_stored, as_text
 from limpet.engines.sql_indexes import literal, quoted, sqlite_expression, sqlite_name, sqlite_parts
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -219,7 +219,7 @@ class SqliteEngine:
 
     def _start(self) -> None:
         """What a process must have of its own. Runs again in a child after a fork."""
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._readers = threading.local()
         self._connections: dict[_Connection, threading.Thread | None] = {}
         # While barred no read begins: a fork or a close waits until nobody is inside SQLite.
@@ -309,17 +309,17 @@ class SqliteEngine:
         """See `Engine.changes`."""
         deadline = time.monotonic() + wait_s
         while True:
-            mark, sight = self._bell.mark(namespace), self._sight()
+            token, sight = self._wakeup.token(namespace), self._sight()
             feed = self._feed(namespace, after, span, limit)
             if feed.changes or time.monotonic() >= deadline or not has_loop():
                 return feed
-            await self._news(namespace, mark, sight, deadline)
+            await self._news(namespace, token, sight, deadline)
 
-    async def _news(self, namespace: str, mark: object, sight: object, deadline: float) -> None:
-        """Wait for a reason to look again. Other processes ring no bell here, but their commits show on the board."""
+    async def _news(self, namespace: str, token: object, sight: object, deadline: float) -> None:
+        """Wait for a reason to read again. Commits of other processes do not notify; they change the WAL header."""
         while (left := deadline - time.monotonic()) > 0:
-            await self._bell.wait(namespace, mark, min(left, POLL_S))
-            if self._bell.mark(namespace) is not mark or sight is None or self._sight() != sight:
+            await self._wakeup.wait(namespace, token, min(left, POLL_S))
+            if self._wakeup.token(namespace) is not token or sight is None or self._sight() != sight:
                 return
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
@@ -428,7 +428,7 @@ class SqliteEngine:
                 while self._queue:
                     self._commit_queued()
                 self._closed = self._barred = True
-            self._bell.ring_all()
+            self._wakeup.notify_all()
             with self._starting:
                 thread = self._thread
             if thread is not None:
@@ -540,7 +540,7 @@ class SqliteEngine:
         except Exception:
             self._cache = None
         for namespace in work.news:
-            self._bell.ring(namespace)
+            self._wakeup.notify(namespace)
         return outcomes
 
     def _sight(self) -> tuple[_Board, bytes] | None:
