@@ -16,6 +16,7 @@ import msgspec
 from limpet import hub, model, transition
 from limpet.engines import memory
 from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.group import GroupWriter
 from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal
 
 # The suite is asked as this tree holds it: any name below may move with the code it breaks.
@@ -89,14 +90,14 @@ def refused_batch_leaves_a_trace() -> None:
 
 def group_shares_fate() -> None:
     """Where one member of a group is refused, all are."""
-    right = sqlite.SqliteEngine._commit_group
+    right = GroupWriter._commit_group
 
     def wrong(self: Any, group: Any) -> Sequence[Any]:
         outcomes = right(self, group)
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
         return [refusals[0]] * len(outcomes) if refusals else outcomes
 
-    sqlite.SqliteEngine._commit_group = wrong
+    GroupWriter._commit_group = wrong
 
 
 def watch_drops_when_full() -> None:

@@ -15,18 +15,18 @@ import asyncpg
 import limpet.sync
 from limpet.engines.sql_indexes import quoted
 from limpet.schema import ddl
-from limpet.schema.migrate import Place, PostgresPlace, SqlitePlace
+from limpet.schema.migrate import PostgresTarget, SchemaTarget, SqliteTarget
 from limpet.urls import Address
 
 FIRST = "0001"
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> SchemaTarget:
     """Where the tables of a URL are."""
     address = Address.parse(url)
-    found: Place = importlib.import_module(
+    found: SchemaTarget = importlib.import_module(
         f"limpet.engines.{'sqlite' if address.scheme == 'sqlite' else 'postgres'}.engine"
-    ).place(address)
+    ).schema_target(address)
     return found
 
 
@@ -42,7 +42,7 @@ def make(url: str) -> None:
 def ask(url: str, statement: str) -> list[tuple[Any, ...]]:
     """Run a statement in the place of a store, as an operator would, and keep what it did."""
     place = place_of(url)
-    if isinstance(place, SqlitePlace):
+    if isinstance(place, SqliteTarget):
         with contextlib.closing(sqlite3.connect(place.path)) as connection, connection:
             return connection.execute(statement).fetchall()
     return asyncio.run(_ask(place, statement))
@@ -51,7 +51,7 @@ def ask(url: str, statement: str) -> list[tuple[Any, ...]]:
 def run_script(url: str, script: str) -> None:
     """Run a script of statements in the place of a store."""
     place = place_of(url)
-    if isinstance(place, SqlitePlace):
+    if isinstance(place, SqliteTarget):
         with contextlib.closing(sqlite3.connect(place.path)) as connection:
             connection.executescript(script)
     else:
@@ -61,19 +61,19 @@ def run_script(url: str, script: str) -> None:
 def make_by_hand(url: str) -> None:
     """Make the tables from the static file, as a deployment might that makes them itself."""
     place = place_of(url)
-    if isinstance(place, SqlitePlace):
+    if isinstance(place, SqliteTarget):
         run_script(url, ddl("sqlite"))
     else:
         schema = quoted(place.schema)
         run_script(url, f"CREATE SCHEMA {schema};\n" + ddl("postgres").replace("{schema}", schema))
 
 
-async def _connect(place: PostgresPlace) -> Any:
+async def _connect(place: PostgresTarget) -> Any:
     path = quoted(place.schema)
     return await asyncpg.connect(place.source, server_settings={"search_path": path})
 
 
-async def _ask(place: PostgresPlace, statement: str) -> list[tuple[Any, ...]]:
+async def _ask(place: PostgresTarget, statement: str) -> list[tuple[Any, ...]]:
     connection = await _connect(place)
     try:
         return [tuple(row) for row in await connection.fetch(statement)]
@@ -81,7 +81,7 @@ async def _ask(place: PostgresPlace, statement: str) -> list[tuple[Any, ...]]:
         await connection.close()
 
 
-async def _run_script(place: PostgresPlace, script: str) -> None:
+async def _run_script(place: PostgresTarget, script: str) -> None:
     connection = await _connect(place)
     try:
         await connection.execute(script)
@@ -119,14 +119,14 @@ _OBJECTS = {
 def catalog(url: str) -> dict[str, set[str]]:
     """All that a database says of the objects in the place of a store, without the name of the place."""
     place = place_of(url)
-    if isinstance(place, SqlitePlace):
+    if isinstance(place, SqliteTarget):
         found = ask(url, "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")
         kinds = {kind for kind, _, _ in found}
         return {kind: {f"{name}: {' '.join(sql.split())}" for its, name, sql in found if its == kind} for kind in kinds}
     return asyncio.run(_catalog(place))
 
 
-async def _catalog(place: PostgresPlace) -> dict[str, set[str]]:
+async def _catalog(place: PostgresTarget) -> dict[str, set[str]]:
     connection = await _connect(place)
     try:
         oid = await connection.fetchval("SELECT oid FROM pg_namespace WHERE nspname = $1", place.schema)
@@ -142,5 +142,5 @@ async def _catalog(place: PostgresPlace) -> dict[str, set[str]]:
 def folder_of(url: str) -> Path:
     """The folder of a SQLite store."""
     place = place_of(url)
-    assert isinstance(place, SqlitePlace)
+    assert isinstance(place, SqliteTarget)
     return Path(place.path).parent

@@ -22,7 +22,7 @@ import limpet
 import limpet.sync
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.schema import REVISION, REVISIONS, migrate
-from limpet.schema.migrate import PostgresPlace, SqlitePlace
+from limpet.schema.migrate import PostgresTarget, SqliteTarget
 from tests.schema.support import FIRST, ask, catalog, engine_of, folder_of, make, place_of, run_script
 
 PATIENCE_S = 120.0
@@ -296,7 +296,7 @@ async def test_several_tasks_of_one_loop_that_open_at_once_migrate_once(new_url:
 def test_migrating_waits_for_the_writer_of_a_file(sqlite_url: str) -> None:
     make(sqlite_url)
     place = place_of(sqlite_url)
-    assert isinstance(place, SqlitePlace)
+    assert isinstance(place, SqliteTarget)
     with contextlib.closing(sqlite3.connect(place.path, isolation_level=None)) as writer, ThreadPoolExecutor(1) as pool:
         writer.execute("BEGIN IMMEDIATE")
         moving = pool.submit(migrate.down, place, FIRST)
@@ -310,7 +310,7 @@ def test_migrating_waits_for_the_writer_of_a_file(sqlite_url: str) -> None:
 def test_migrating_waits_for_whoever_makes_the_tables(postgres_url: str) -> None:
     """The lock is the one under which the engine makes them."""
     place = place_of(postgres_url)
-    assert isinstance(place, PostgresPlace)
+    assert isinstance(place, PostgresTarget)
 
     with ThreadPoolExecutor(2) as pool:
         with held(place):
@@ -326,7 +326,7 @@ def test_migrating_waits_for_whoever_makes_the_tables(postgres_url: str) -> None
 
 
 @contextlib.contextmanager
-def held(place: PostgresPlace) -> Iterator[None]:
+def held(place: PostgresTarget) -> Iterator[None]:
     """Hold the lock of a schema, as the engine does while it makes its tables."""
     with asyncio.Runner() as runner:
         connection = runner.run(asyncpg.connect(place.source))
@@ -338,7 +338,7 @@ def held(place: PostgresPlace) -> Iterator[None]:
             runner.run(connection.close())
 
 
-def wait_for_waiters(place: PostgresPlace, count: int) -> None:
+def wait_for_waiters(place: PostgresTarget, count: int) -> None:
     look = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
     url = f"{place.source}?schema={place.schema}"
     until = time.monotonic() + PATIENCE_S
@@ -381,7 +381,7 @@ def test_migrating_makes_no_file(sqlite_url: str) -> None:
     lost = folder_of(sqlite_url) / "lost.db"
 
     with pytest.raises(LimpetError, match=r"lost\.db"):
-        migrate.up(SqlitePlace(str(lost)))
+        migrate.up(SqliteTarget(str(lost)))
 
     assert not lost.exists()
 
@@ -389,7 +389,7 @@ def test_migrating_makes_no_file(sqlite_url: str) -> None:
 @pytest.mark.parametrize("content", [b"This is a diary.\n" * 100])
 def test_a_file_that_is_no_database_stays_as_it_is(sqlite_url: str, content: bytes) -> None:
     place = place_of(sqlite_url)
-    assert isinstance(place, SqlitePlace)
+    assert isinstance(place, SqliteTarget)
     Path(place.path).write_bytes(content)
 
     with pytest.raises(Corrupt, match="not a database"):

@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from limpet import schema
 from limpet.schema import REVISION, REVISIONS, ddl, migrate
-from limpet.schema.migrate import PostgresPlace, SqlitePlace
+from limpet.schema.migrate import PostgresTarget, SqliteTarget
 from limpet.schema.render import ENGINES, static, write
 from limpet.schema.tables import tables
 from tests.schema.conftest import NewUrl
@@ -104,14 +104,14 @@ def is_of_view(row: str) -> bool:
 
 def create_all(url: str) -> None:
     place = place_of(url)
-    if isinstance(place, SqlitePlace):
+    if isinstance(place, SqliteTarget):
         engine = sa.create_engine(f"sqlite:///{place.path}", poolclass=sa.NullPool)
         tables("sqlite").create_all(engine)
     else:
         asyncio.run(create_all_on_postgres(place))
 
 
-async def create_all_on_postgres(place: PostgresPlace) -> None:
+async def create_all_on_postgres(place: PostgresTarget) -> None:
     engine = create_async_engine("postgresql+asyncpg://", connect_args={"dsn": place.source}, poolclass=sa.NullPool)
     async with engine.begin() as connection:
         await connection.execute(sa.schema.CreateSchema(place.schema))

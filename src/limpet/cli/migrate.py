@@ -21,7 +21,7 @@ from limpet.schema import REVISION, describe_taken, is_behind
 from limpet.urls import Address
 
 if TYPE_CHECKING:
-    from limpet.schema.migrate import Place
+    from limpet.schema.migrate import SchemaTarget
 
 _ENGINES: Final = {"sqlite": "sqlite", "postgresql": "postgres", "postgres": "postgres"}
 
@@ -119,7 +119,7 @@ def sql(setup: Setup, revision: str) -> None:
 # Inside -----------------------------------------------------------------------
 
 
-def _place(setup: Setup) -> Place:
+def _place(setup: Setup) -> SchemaTarget:
     """Where the tables are. Only the engine knows what its URL says, and it is loaded by the URL's scheme."""
     # The tables are the same, whatever is in them.
     address = Address.parse(setup.url).without("encryption")
@@ -133,7 +133,7 @@ def _place(setup: Setup) -> Place:
     # First, because it says what to install where that is missing.
     importlib.import_module("limpet.schema.migrate")
     engine: Any = importlib.import_module(f"limpet.engines.{_ENGINES[address.scheme]}.engine")
-    found: Place = engine.place(address)
+    found: SchemaTarget = engine.schema_target(address)
     return found
 
 

@@ -64,7 +64,7 @@ _alembic: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class SqlitePlace:
+class SqliteTarget:
     """A file."""
 
     path: str
@@ -77,7 +77,7 @@ class SqlitePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class PostgresPlace:
+class PostgresTarget:
     """A schema of a database. The source may hold a password, and is not shown."""
 
     source: str = field(repr=False)
@@ -90,15 +90,15 @@ class PostgresPlace:
         return self.shown
 
 
-Place = SqlitePlace | PostgresPlace
+SchemaTarget = SqliteTarget | PostgresTarget
 
 
-def found(place: Place) -> str | None:
+def found(place: SchemaTarget) -> str | None:
     """The revision that a schema is at, known or not; None where there are no tables."""
     return _run(place, lambda connection: _current(connection, place), locks=False)
 
 
-def taken(place: Place) -> list[str]:
+def taken(place: SchemaTarget) -> list[str]:
     """The names of our views that something else has there."""
 
     def work(connection: sa.Connection) -> list[str]:
@@ -109,7 +109,7 @@ def taken(place: Place) -> list[str]:
     return _run(place, work, locks=False)
 
 
-def up(place: Place, target: str = REVISION) -> str | None:
+def up(place: SchemaTarget, target: str = REVISION) -> str | None:
     """Migrate to a later revision, and tell which one it was at.
 
     Raises:
@@ -128,7 +128,7 @@ def up(place: Place, target: str = REVISION) -> str | None:
     return _run(place, work)
 
 
-def down(place: Place, target: str) -> str | None:
+def down(place: SchemaTarget, target: str) -> str | None:
     """Migrate to an earlier revision, and tell which one it was at. ``base`` removes everything.
 
     Raises:
@@ -148,7 +148,7 @@ def down(place: Place, target: str) -> str | None:
     return _run(place, work)
 
 
-def sql(place: Place, target: str = REVISION) -> str:
+def sql(place: SchemaTarget, target: str = REVISION) -> str:
     """What `up` would run, as a script; empty when there is nothing to do.
 
     Raises:
@@ -176,7 +176,7 @@ def sql(place: Place, target: str = REVISION) -> str:
 def rendered(engine: str) -> str:
     """What makes an empty database ready, for ``sqlite`` or for any schema of ``postgres``."""
     with _alembic:
-        return _text(SqlitePlace.dialect if engine == "sqlite" else PostgresPlace.dialect, None, REVISION)
+        return _text(SqliteTarget.dialect if engine == "sqlite" else PostgresTarget.dialect, None, REVISION)
 
 
 # For the revisions ------------------------------------------------------------
@@ -204,7 +204,7 @@ def run(statement: str) -> None:
 # Inside -----------------------------------------------------------------------
 
 
-def _check_up(place: Place, before: str | None, target: str) -> None:
+def _check_up(place: SchemaTarget, before: str | None, target: str) -> None:
     _check_known(place, before)
     if target not in REVISIONS:
         raise InvalidValue(f"there is no schema revision {target!r}: known: {', '.join(REVISIONS)}")
@@ -212,7 +212,7 @@ def _check_up(place: Place, before: str | None, target: str) -> None:
         raise InvalidValue(f"{place} is at schema revision {before}: 'limpet migrate down {target}' goes back")
 
 
-def _check_down(place: Place, before: str | None, target: str) -> None:
+def _check_down(place: SchemaTarget, before: str | None, target: str) -> None:
     _check_known(place, before)
     if target not in (BASE, *REVISIONS):
         raise InvalidValue(f"there is no schema revision {target!r}: known: {', '.join((BASE, *REVISIONS))}")
@@ -222,12 +222,12 @@ def _check_down(place: Place, before: str | None, target: str) -> None:
         raise InvalidValue(f"{place} is at schema revision {before}: 'limpet migrate up {target}' goes on")
 
 
-def _check_known(place: Place, before: str | None) -> None:
+def _check_known(place: SchemaTarget, before: str | None) -> None:
     if before is not None and before not in REVISIONS:
         require(before, str(place))
 
 
-def _current(connection: sa.Connection, place: Place) -> str | None:
+def _current(connection: sa.Connection, place: SchemaTarget) -> str | None:
     options = {"version_table": VERSION_TABLE, "version_table_schema": place.schema}
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
@@ -235,7 +235,7 @@ def _current(connection: sa.Connection, place: Place) -> str | None:
 def _text(dialect: str, before: str | None, target: str) -> str:
     """The statements between two revisions, on PostgreSQL for any schema. The caller holds _alembic."""
     written = io.StringIO()
-    schema = None if dialect == SqlitePlace.dialect else _ANY_SCHEMA
+    schema = None if dialect == SqliteTarget.dialect else _ANY_SCHEMA
     config = _config(schema, dialect_name=dialect, literal_binds=True)
     config.output_buffer = written
     command.upgrade(config, f"{before or BASE}:{target}", sql=True)
@@ -257,15 +257,15 @@ def _config(schema: str | None, **options: Any) -> Config:
     return config
 
 
-def _run(place: Place, work: Callable[[sa.Connection], T], *, locks: bool = True) -> T:
+def _run(place: SchemaTarget, work: Callable[[sa.Connection], T], *, locks: bool = True) -> T:
     """Do some work in a transaction, which ends well or leaves nothing."""
     with _alembic, _translating(place):
-        if isinstance(place, SqlitePlace):
+        if isinstance(place, SqliteTarget):
             return _run_on_sqlite(place, work, locks)
         return asyncio.run(_run_on_postgres(place, work, locks))
 
 
-def _run_on_sqlite(place: SqlitePlace, work: Callable[[sa.Connection], T], locks: bool) -> T:
+def _run_on_sqlite(place: SqliteTarget, work: Callable[[sa.Connection], T], locks: bool) -> T:
     def connect() -> sqlite3.Connection:
         # By name, so that a file that is not there is not made.
         return sqlite3.connect(f"file:{quote(place.path)}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None)
@@ -278,7 +278,7 @@ def _run_on_sqlite(place: SqlitePlace, work: Callable[[sa.Connection], T], locks
     return result
 
 
-async def _run_on_postgres(place: PostgresPlace, work: Callable[[sa.Connection], T], locks: bool) -> T:
+async def _run_on_postgres(place: PostgresTarget, work: Callable[[sa.Connection], T], locks: bool) -> T:
     # It brings the whole mapper of objects along, which takes a while and which a file does without.
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -296,7 +296,7 @@ async def _run_on_postgres(place: PostgresPlace, work: Callable[[sa.Connection],
 
 
 @contextlib.contextmanager
-def _translating(place: Place) -> Iterator[None]:
+def _translating(place: SchemaTarget) -> Iterator[None]:
     """Errors of the tools and drivers as ours."""
     try:
         yield

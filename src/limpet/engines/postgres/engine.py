@@ -92,7 +92,7 @@ from limpet.transition import plan, recall
 from limpet.urls import Address
 
 if TYPE_CHECKING:
-    from limpet.schema.migrate import Place
+    from limpet.schema.migrate import SchemaTarget
 
 T = TypeVar("T")
 
@@ -317,17 +317,17 @@ async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> Post
     return engine
 
 
-def place(address: Address) -> Place:
-    """Where the tables of a URL are, for whoever migrates them."""
-    from limpet.schema.migrate import PostgresPlace
+def schema_target(address: Address) -> SchemaTarget:
+    """Where the tables of a URL are, for migrations."""
+    from limpet.schema.migrate import PostgresTarget
 
-    return PostgresPlace(_data_source(address), _schema(address), str(address))
+    return PostgresTarget(_data_source(address), _schema(address), str(address))
 
 
 def _migrate(address: Address) -> None:
     from limpet.schema.migrate import up
 
-    up(place(address))
+    up(schema_target(address))
 
 
 def _schema(address: Address) -> str:
