@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from limpet.schema import REVISION
-from limpet.schema.migrate import rendered
+from limpet.schema.migrate import render
 
 ENGINES: Final = ("postgres", "sqlite")
 
@@ -27,7 +27,7 @@ _HEADS: Final = {
 
 def static(engine: str) -> str:
     """The static file of an engine, as it should be."""
-    return f"{_HEADS[engine]}-- Written by python -m limpet.schema.render, from the migrations.\n\n{rendered(engine)}\n"
+    return f"{_HEADS[engine]}-- Written by python -m limpet.schema.render, from the migrations.\n\n{render(engine)}\n"
 
 
 def write(folder: Path) -> None:
