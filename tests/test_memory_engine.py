@@ -52,7 +52,7 @@ async def commit(engine: MemoryEngine, *writes: Write) -> Commit:
 
 
 async def test_a_memory_without_a_name_is_private() -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     async with limpet.open("memory:") as one, limpet.open("memory:") as other:
         await one.put("key", 1)
 
@@ -62,7 +62,7 @@ async def test_a_memory_without_a_name_is_private() -> None:
 
 
 async def test_a_memory_with_a_name_is_shared_and_lives_with_the_process() -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     url = f"memory:{uuid.uuid4().hex}"
     async with limpet.open(url) as one, limpet.open(url) as other:
         await one.put("key", 1)
@@ -75,7 +75,7 @@ async def test_a_memory_with_a_name_is_shared_and_lives_with_the_process() -> No
 
 
 def test_many_threads_that_open_a_name_at_once_get_one_place() -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     for _ in range(20):
         url = f"memory:{uuid.uuid4().hex}"
         start = threading.Barrier(6)
@@ -95,7 +95,7 @@ def test_many_threads_that_open_a_name_at_once_get_one_place() -> None:
 
 
 async def test_revisions_are_dense_unless_they_are_to_skip() -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     async with limpet.open("memory:") as store:
         assert [(await store.put("key", n)).revision for n in range(20)] == [*range(1, 21)]
     async with limpet.open("memory:?skip_revisions=yes") as store:
@@ -165,7 +165,7 @@ async def test_writers_that_nobody_scans_do_not_pile_up_names(engine: MemoryEngi
 
 
 async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
-    """An entry that was written again is not swept by its old moment.
+    """An entry that was written again is not swept at its old expiry time.
 
     A key that is touched again and again leaves its old moments behind; trimming forgets them.
     """
@@ -181,7 +181,7 @@ async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock:
 
 
 async def test_what_is_due_is_told_again_and_in_parts(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
-    """Asking changes nothing; two who ask get the same answer."""
+    """Listing them changes nothing; two callers get the same list."""
     revisions = [(await commit(engine, Put(f"key/{n}", b"1", ttl_ms=1_000 + n))).revision for n in range(10)]
     await commit(engine, Put("key/3", b"2", ttl_ms=60_000))
     await commit(engine, Put("key/4", b"2"))
@@ -244,7 +244,7 @@ def test_readers_in_threads_see_whole_batches() -> None:
 
 
 def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
-    """A slow watcher misses nothing and holds up nobody.
+    """A slow watcher misses nothing and delays no other.
 
     The watcher's loop is closed just when a commit, which has been applied already, rings for it.
     """
@@ -261,7 +261,7 @@ def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
 
 
 async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine) -> None:
-    """Whoever waits for changes is woken and told.
+    """Callers that wait for changes are woken and get Closed.
 
     Another thread closes the engine after the look at the log and before the wait.
     """

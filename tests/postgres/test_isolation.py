@@ -92,7 +92,7 @@ PUT = {
     "keys": "ARRAY['diary']",
     "kinds": "ARRAY['json']",
     "vals": "ARRAY['1']",
-    "nearests": "ARRAY[NULL]",
+    "approximations": "ARRAY[NULL]",
     "weights": "ARRAY[6]",
     "ttls": "ARRAY[NULL]",
     "metas": "ARRAY['']",

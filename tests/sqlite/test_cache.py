@@ -311,7 +311,7 @@ def test_what_a_caller_does_to_a_value_is_his_own_affair(url: str) -> None:
 
 
 def test_what_expires_is_absent_from_its_moment_on(url: str, clock: limpet.ManualClock) -> None:
-    """An entry is there until its moment and absent from its moment on.
+    """An entry is there until its expiry time and absent from that time on.
 
     Nobody commits when a moment comes, so the header does not tell.
     """
@@ -534,7 +534,7 @@ def test_a_count_that_began_anew_deceives_nobody(url: str, path: Path) -> None:
 
 
 def test_a_second_engine_of_this_process_is_seen_at_once(url: str) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     address = f"{url}?synchronous=normal"
     with limpet.sync.open(address, sweep=False) as one, limpet.sync.open(address, sweep=False) as two:
         assert engine_of(one) is not engine_of(two)

@@ -74,7 +74,7 @@ async def test_an_io_error_at_commit_leaves_the_outcome_open(engine: SqliteEngin
 async def test_an_io_error_at_commit_is_settled_by_the_store(
     url: str, quick: QuickClock, spy: Spy, moment: str, face: str
 ) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once."""
+    """A write whose reply was lost is retried by the store itself and applied once."""
     if face == "async":
         store: Any = await limpet.open(url, clock=quick, sweep=False)
         add, close = store.add, store.close
@@ -104,7 +104,7 @@ async def test_an_io_error_at_commit_is_settled_by_the_store(
 async def test_what_cannot_be_settled_is_reported_with_its_request_id(
     url: str, quick: QuickClock, spy: Spy, moment: str
 ) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied.
+    """`outcome` gives the result of a request id, or None when it was not applied.
 
     The answer is lost, and then the file cannot be reached, so the store gives up and names the id to ask for.
     """
@@ -133,7 +133,7 @@ async def test_what_cannot_be_settled_is_reported_with_its_request_id(
 
 
 async def test_a_lost_answer_loses_it_for_the_whole_group(url: str, quick: QuickClock, spy: Spy) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     Thirty-two callers share the transaction whose answer was lost. Each finds its own result again.
     """
@@ -155,7 +155,7 @@ async def test_a_lost_answer_loses_it_for_the_whole_group(url: str, quick: Quick
 async def test_an_error_before_commit_is_not_applied_and_tried_again(
     url: str, quick: QuickClock, spy: Spy, name: str
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
         spy.before[COUNTERS] = failing = Times(4, lambda: sqlite_error(name, "it failed"))
 
@@ -208,7 +208,7 @@ def blocker(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
 async def test_a_writer_that_never_ends_makes_the_file_unavailable(
     url: str, quick: QuickClock, blocker: sqlite3.Connection, spy: Spy
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
         blocker.execute("BEGIN IMMEDIATE")
         spy.forget()
@@ -227,7 +227,7 @@ async def test_a_writer_that_never_ends_makes_the_file_unavailable(
 async def test_a_writer_that_ends_in_time_is_waited_for(
     url: str, blocker: sqlite3.Connection, spy: Spy, face: str
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
 
     class Ending(QuickClock):
         async def sleep(self, seconds: float) -> None:
@@ -522,7 +522,7 @@ async def test_a_file_of_others_that_is_in_wal_mode_is_shared(url: str, path: Pa
 
 
 async def test_a_full_disk_is_unavailable_and_passes(url: str, quick: QuickClock, spy: Spy) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times.
+    """A call that fails for a moment is tried again by the store, at most 5 times.
 
     SQLite itself is told that the file may not grow, and answers as it does on a full disk.
     """
@@ -553,7 +553,7 @@ async def test_a_full_disk_is_unavailable_and_passes(url: str, quick: QuickClock
 
 
 def test_a_file_that_may_not_grow_is_reported_and_passes(url: str) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     The operating system refuses to let any file of the process grow. The write that met this is reported, the
     ones before it are kept, and the process goes on when there is room again.

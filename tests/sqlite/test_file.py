@@ -316,7 +316,7 @@ def test_the_mode_of_a_file_that_was_there_is_left_alone(path: Path, url: str) -
     ],
 )
 async def test_durability_is_as_the_url_asks(url: str, option: str, level: int, durability: str) -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     engine = await open_sqlite(url + option, limpet.SystemClock())
     assert engine._writer.connection is not None
 
@@ -347,7 +347,7 @@ async def test_a_url_without_three_slashes_is_refused_with_advice(wrong: str) ->
 
 
 async def test_a_relative_path_is_of_the_folder_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     A program that changes its folder keeps its file: connections that are opened later go to the same one.
     """
@@ -368,7 +368,7 @@ async def test_a_relative_path_is_of_the_folder_at_opening(tmp_path: Path, monke
 
 
 async def test_the_store_keeps_its_name_over_reopening(url: str) -> None:
-    """A watch resumes over closing and opening the place again."""
+    """A watch resumes after the store was closed and opened again."""
     async with limpet.open(url) as store:
         await store.put("key", 1)
         first = await store.status()
@@ -466,7 +466,7 @@ async def test_a_receipt_and_a_lock_are_kept_in_the_file(url: str, ask: Ask) -> 
 
 
 async def test_trimming_is_seen_in_the_file(engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     for number in range(10):
         await engine.commit("default", batch(put("key", number)))
         clock.advance(60)

@@ -95,7 +95,7 @@ class Model:
 async def test_a_group_is_what_plan_makes_of_it_in_some_order(
     engine: SqliteEngine, clock: limpet.ManualClock, spy: Spy, seed: int
 ) -> None:
-    """Batches that race leave the state of one order of them."""
+    """Concurrent batches leave a state that some order of them would leave."""
     asked = some_batches(64, seed)
 
     outcomes = await asyncio.gather(*(engine.commit("default", one) for one in asked))
@@ -149,7 +149,7 @@ async def test_a_group_that_changes_nothing_commits_nothing(engine: SqliteEngine
 
 
 async def test_a_refused_member_leaves_the_others_untouched(engine: SqliteEngine, spy: Spy) -> None:
-    """A guard fails: nothing changes, no revision is used, and Conflict is raised."""
+    """When a guard fails, nothing changes, no revision is used, and Conflict is raised."""
 
     first, refused, last = await asyncio.gather(
         engine.commit("default", batch(put("a", 1), put("b", 1))),
@@ -168,7 +168,7 @@ async def test_a_refused_member_leaves_the_others_untouched(engine: SqliteEngine
 
 
 async def test_a_trigger_of_the_file_refuses_one_member_alone(engine: SqliteEngine) -> None:
-    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    """Batches that are committed together each have their own outcome: one that fails does not fail another."""
     with contextlib.closing(sqlite3.connect(engine._path)) as other, other:
         other.execute(
             "CREATE TRIGGER no_odd BEFORE INSERT ON limpet_entries WHEN NEW.key = 'odd' "
@@ -202,7 +202,7 @@ async def test_members_of_several_namespaces_count_apart(engine: SqliteEngine, s
 
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: SqliteEngine, spy: Spy) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     asked = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
     outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
@@ -333,7 +333,7 @@ async def test_a_member_that_cannot_be_recalled_fails_alone(
 
 
 def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: limpet.ManualClock, spy: Spy) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     A thread commits for another as well. The other looks for its answer at the worst moment: everything is decided
     and nothing is committed yet.
@@ -369,7 +369,7 @@ def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: 
 
 
 async def test_a_task_is_not_answered_before_the_commit_is_durable(engine: SqliteEngine, spy: Spy) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     gate = Gate()
     spy.before["COMMIT"] = gate
     task = asyncio.create_task(engine.commit("default", batch(put("key", 1))))

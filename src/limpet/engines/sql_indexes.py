@@ -72,7 +72,7 @@ def sqlite_parts(wanted: IndexProbe) -> Iterator[tuple[str, list[Any]]]:
     field = sqlite_expression(wanted.name)
     if wanted.has_numbers:
         yield f"{field} >= ? AND {field} <= ? AND {field} < ''", [wanted.low, wanted.high]
-    if wanted.odd:
+    if wanted.all_texts:
         yield f"{field} >= ''", []
     for operand in wanted.texts:
         # Its JSON functions end a text where U+0000 is.
@@ -112,7 +112,7 @@ def postgres_parts(wanted: IndexProbe, first: int) -> Iterator[tuple[str, list[A
         bounds = [(sign, bound) for sign, bound in ((">=", wanted.low), ("<=", wanted.high)) if math.isfinite(bound)]
         signs = [f"{number} {sign} ${first + at}::text::numeric" for at, (sign, _) in enumerate(bounds)]
         yield " AND ".join(signs) or f"{number} IS NOT NULL", [repr(bound) for _, bound in bounds]
-    if wanted.odd:
+    if wanted.all_texts:
         yield f"{text} IS NOT NULL", []
     elif wanted.texts:
         # In jsonb, U+FFFD stands for U+0000.

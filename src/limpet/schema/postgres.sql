@@ -39,7 +39,7 @@ CREATE TABLE {schema}.limpet_entries (
     kind TEXT NOT NULL,
     value JSONB,
     stored BYTEA NOT NULL,
-    is_nearest BOOLEAN,
+    is_lossy BOOLEAN,
     size_bytes BIGINT NOT NULL,
     version BIGINT NOT NULL,
     revision BIGINT NOT NULL,
@@ -52,7 +52,7 @@ CREATE TABLE {schema}.limpet_entries (
     PRIMARY KEY (namespace, family, key)
 ) WITH (fillfactor = 80);
 
-COMMENT ON TABLE {schema}.limpet_entries IS 'The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.';
+COMMENT ON TABLE {schema}.limpet_entries IS 'The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.';
 
 CREATE INDEX limpet_due ON {schema}.limpet_entries (namespace, expires_ms) WHERE expires_ms IS NOT NULL;
 
@@ -134,19 +134,19 @@ END $$;
 CREATE FUNCTION {schema}.limpet_apply(
     ns text, channel text, now_ms bigint, new_revision bigint, new_keys bigint, new_size bigint, new_changes bigint,
     new_log bigint, ops text[], revisions text[], last_revisions text[], causes text[], families text[], keys text[],
-    kinds text[], vals text[], nearests text[], weights text[], sizes text[], versions text[], entry_revisions text[],
-    created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
+    kinds text[], vals text[], approximations text[], weights text[], sizes text[], versions text[],
+    entry_revisions text[], created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
 ) RETURNS void LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     WITH left_over AS (
         SELECT DISTINCT ON (r.family, r.key) r.*
         FROM unnest(
-            ops, families, keys, kinds, vals, nearests, weights::bigint[], versions::bigint[],
+            ops, families, keys, kinds, vals, approximations, weights::bigint[], versions::bigint[],
             entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[], updateds::bigint[],
             expires::bigint[], metas
         ) WITH ORDINALITY AS r (
-            op, family, key, kind, stored, nearest, weight, version, revision, created_revision,
+            op, family, key, kind, stored, approximation, weight, version, revision, created_revision,
             created_ms, updated_ms, expires_ms, meta, n
         )
         ORDER BY r.family, r.key, r.n DESC
@@ -163,13 +163,13 @@ BEGIN
     )
     INSERT INTO {schema}.limpet_entries AS e
     SELECT ns, r.family, r.key, r.kind,
-        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, r.stored)::jsonb END,
-        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.nearest IS NOT NULL THEN true END,
+        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.approximation, r.stored)::jsonb END,
+        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.approximation IS NOT NULL THEN true END,
         r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
     ON CONFLICT (namespace, family, key) DO UPDATE SET
         kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+        is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
         version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
         created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
         meta = excluded.meta;
@@ -206,7 +206,7 @@ END $$;
 -- time to live, no meta, each the last of its batch, no name but that of the group and its place.
 CREATE FUNCTION {schema}.limpet_put(
     ns text, channel text, cause text, weight bigint, keys text[], vals text[], families text[], kinds text[],
-    nearests text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
+    approximations text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
     seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
@@ -235,15 +235,15 @@ BEGIN
     WITH written AS (
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
-            CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, a.sent)::jsonb END,
-            {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.nearest IS NOT NULL THEN true END,
+            CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.approximation, a.sent)::jsonb END,
+            {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.approximation IS NOT NULL THEN true END,
             coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, before + a.n, before + a.n,
             now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
-        FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
-            WITH ORDINALITY AS a (family, key, kind, sent, nearest, weight, ttl, meta, n)
+        FROM unnest(families, keys, kinds, vals, approximations, weights, ttls, metas)
+            WITH ORDINALITY AS a (family, key, kind, sent, approximation, weight, ttl, meta, n)
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+            is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
             version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
@@ -276,7 +276,7 @@ END $$;
 
 -- The same for a single put, which is what most callers wait for: four statements that each find one row.
 CREATE FUNCTION {schema}.limpet_put_one(
-    ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, nearest text,
+    ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, approximation text,
     ttl bigint, info text, named text, seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (new_revision bigint, new_version bigint, first_revision bigint, first_ms bigint, now_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
@@ -299,13 +299,13 @@ BEGIN
 
     INSERT INTO {schema}.limpet_entries AS e
     VALUES (
-        ns, fam, name, sort, CASE WHEN sort <> 'bytes' THEN coalesce(nearest, sent)::jsonb END, bytes,
-        CASE WHEN nearest IS NOT NULL THEN true END, weight, 1, new_revision, new_revision, now_ms, now_ms,
+        ns, fam, name, sort, CASE WHEN sort <> 'bytes' THEN coalesce(approximation, sent)::jsonb END, bytes,
+        CASE WHEN approximation IS NOT NULL THEN true END, weight, 1, new_revision, new_revision, now_ms, now_ms,
         now_ms + ttl, info
     )
     ON CONFLICT (namespace, family, key) DO UPDATE SET
         kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+        is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
         version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
         expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
     WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
@@ -336,7 +336,7 @@ END $$;
 -- because a join could be planned while the table is empty, and read all of it later.
 CREATE FUNCTION {schema}.limpet_commit(
     ns text, channel text, cause text, batches text[], ops text[], families text[], keys text[], kinds text[],
-    vals text[], nearests text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
+    vals text[], approximations text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
     guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[], seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (
     batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, stored bytea,
@@ -380,8 +380,9 @@ BEGIN
         SELECT a.*, e.*, e.version IS NOT NULL AS is_stored,
             e.version IS NOT NULL AND (e.expires_ms IS NULL OR e.expires_ms > now_ms) AS is_live
         FROM unnest(
-            batches::int[], ops, families, keys, kinds, vals, nearests, weights::bigint[], ttls::bigint[], metas, causes
-        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, nearest, weight, ttl, new_meta, named, n)
+            batches::int[], ops, families, keys, kinds, vals, approximations, weights::bigint[], ttls::bigint[], metas,
+            causes
+        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, approximation, weight, ttl, new_meta, named, n)
         LEFT JOIN LATERAL (
             SELECT t.ctid AS place, t.kind, t.stored, t.size_bytes, t.version, t.revision,
                 t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
@@ -427,14 +428,14 @@ BEGIN
     ), written AS (
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, d.family, d.key, d.new_kind,
-            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, d.sent)::jsonb END,
-            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.nearest IS NOT NULL THEN true END,
+            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.approximation, d.sent)::jsonb END,
+            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.approximation IS NOT NULL THEN true END,
             d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
             d.after_updated_ms, d.after_expires_ms, d.after_meta
         FROM decided d WHERE d.op = 'put'
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+            is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
             version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
             created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
             meta = excluded.meta

@@ -58,8 +58,8 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
     # SQLite keeps any value to the byte, in one column.
     stored: list[sa.Column[Any]] = []
     if on_postgres:
-        nearest = sa.Column("is_nearest", sa.Boolean)
-        stored = [sa.Column("stored", sa.LargeBinary, nullable=False), nearest, _number("size_bytes")]
+        is_lossy = sa.Column("is_lossy", sa.Boolean)
+        stored = [sa.Column("stored", sa.LargeBinary, nullable=False), is_lossy, _number("size_bytes")]
     # What the totals of the namespace have to give back for a value that was replaced.
     replaced = [sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")] if on_postgres else []
     entries = sa.Table(
@@ -80,7 +80,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _text("meta", nullable=True),
         *replaced,
         comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
-        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
+        " such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.",
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
     )

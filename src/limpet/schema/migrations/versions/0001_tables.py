@@ -51,7 +51,7 @@ def upgrade() -> None:
     )
     stored: list[sa.Column[Any]] = [
         sa.Column("stored", sa.LargeBinary, nullable=False),
-        sa.Column("is_nearest", sa.Boolean),
+        sa.Column("is_lossy", sa.Boolean),
         sa.Column("size_bytes", _NUMBER, nullable=False),
     ]
     # What the totals of the namespace have to give back for a value that was replaced.
@@ -73,7 +73,7 @@ def upgrade() -> None:
         sa.Column("meta", sa.Text),
         *([replaced] if on_postgres() else []),
         comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
-        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
+        " such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.",
         schema=schema,
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
