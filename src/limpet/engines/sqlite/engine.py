@@ -455,9 +455,7 @@ class SqliteEngine:
             revision, identity = self._identify()
         require(revision, self._path)
         if identity is None:
-            raise Corrupt(
-                f"{self._path} does not say what store it is: its table limpet_store is empty; restore a backup"
-            )
+            raise Corrupt(f"{self._path} has no store id: its table limpet_store is empty; restore a backup")
         store_id, epoch = identity
         warn_of_taken(self.taken, self._path)
         return store_id.decode(), epoch
