@@ -140,9 +140,9 @@ async def test_a_server_that_does_not_answer_in_time_leaves_the_outcome_open() -
 
 
 def _came_again(app: Any) -> bool:
-    """Whether a retry waits. The server's own books tell."""
-    attempts = app.routes[1].endpoint.__self__._attempts
-    return any(work._callbacks and len(work._callbacks) > 1 for _, work in attempts._under_way.values())
+    """Whether a retry waits, by the server's own list of running commits."""
+    in_flight = app.routes[1].endpoint.__self__._in_flight
+    return any(commit._callbacks and len(commit._callbacks) > 1 for _, commit in in_flight._commits.values())
 
 
 class _Slow(Behind):

@@ -1,4 +1,4 @@
-"""What ``limpet grant --nats`` prints, on a server of NATS that goes by it."""
+"""The configuration that ``limpet grant --nats`` prints, on a NATS server that uses it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import limpet
 from limpet.errors import InvalidNamespace, InvalidValue
 from limpet.isolation.nats import granting, inbox_of, password_of
 from limpet.server.dispatch import Dispatcher
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from tests.cli.support import Limpet
 from tests.server.subjects_support import PATIENCE_S, eventually, opened
 from tests.servers import Nats
@@ -26,21 +26,21 @@ PLUGINS = ("trivia", "quote-db")
 
 
 @pytest.fixture(scope="module")
-def walled() -> Iterator[Nats]:
-    """A server of NATS with what the command prints in its configuration."""
+def nats_with_acl() -> Iterator[Nats]:
+    """A NATS server with the configuration that the command prints."""
     printed = Limpet("memory:")("grant", "--nats", *PLUGINS)
     assert printed.exit_code == 0
     with pytest.MonkeyPatch.context() as environment:
         for user in (*PLUGINS, "limpet"):
             environment.setenv(password_of(user), f"secret-of-{user}")
-        server = Nats(Path(tempfile.mkdtemp(prefix="limpet-walls-")), printed.stdout)
+        server = Nats(Path(tempfile.mkdtemp(prefix="limpet-nats-acl-")), printed.stdout)
         server.start()
     yield server
     server.stop()
 
 
 class Guest:
-    """A user of that server, and what the server forbids it."""
+    """A user of that server, and the errors that the server sent to it."""
 
     def __init__(self) -> None:
         self.forbidden: list[str] = []
@@ -64,12 +64,12 @@ async def joined(server: Nats, user: str, **options: Any) -> AsyncIterator[Guest
 
 
 @pytest.fixture
-async def served(walled: Nats, tmp_path: Path) -> AsyncIterator[Subjects]:
+async def served(nats_with_acl: Nats, tmp_path: Path) -> AsyncIterator[PluginSubjects]:
     async with (
         opened(f"sqlite:///{tmp_path}/state.db") as session,
-        joined(walled, "limpet", inbox_prefix="_INBOX") as server,
+        joined(nats_with_acl, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = Subjects(Dispatcher(session.limited(65_536), "nats"), server.client)
+        subjects = PluginSubjects(Dispatcher(session.limited(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()
@@ -80,8 +80,8 @@ def kv_of(guest: Guest, plugin: str) -> Any:
     return limpet.PluginClient(guest.client, plugin, timeout=PATIENCE_S, list_timeout=PATIENCE_S).kv
 
 
-async def test_a_plugin_with_these_permissions_can_do_everything(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "trivia") as guest:
+async def test_a_plugin_with_these_permissions_can_do_everything(nats_with_acl: Nats, served: PluginSubjects) -> None:
+    async with joined(nats_with_acl, "trivia") as guest:
         kv = kv_of(guest, "trivia")
         async with aclosing(kv.watch(initial=True)) as watching:
             assert (await anext(watching)).op == "synced"
@@ -107,8 +107,10 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize(("act", "subject"), ATTACKS)
-async def test_a_plugin_reaches_nothing_of_another(walled: Nats, served: Subjects, act: str, subject: str) -> None:
-    async with joined(walled, "trivia") as victim, joined(walled, "quote-db") as attacker:
+async def test_a_plugin_reaches_nothing_of_another(
+    nats_with_acl: Nats, served: PluginSubjects, act: str, subject: str
+) -> None:
+    async with joined(nats_with_acl, "trivia") as victim, joined(nats_with_acl, "quote-db") as attacker:
         kv = kv_of(victim, "trivia")
         await kv.set("secret", "of trivia alone")
         heard: list[Any] = []
@@ -127,15 +129,17 @@ async def test_a_plugin_reaches_nothing_of_another(walled: Nats, served: Subject
         assert "permissions violation" in attacker.forbidden[0].lower()
 
 
-async def test_a_plugin_with_a_shared_inbox_hears_no_answer(walled: Nats, served: Subjects) -> None:
+async def test_a_plugin_with_a_shared_inbox_hears_no_answer(nats_with_acl: Nats, served: PluginSubjects) -> None:
     """Whoever forgets the inbox of its own may ask, and nobody hears what is answered."""
-    async with joined(walled, "trivia", inbox_prefix="_INBOX") as guest:
+    async with joined(nats_with_acl, "trivia", inbox_prefix="_INBOX") as guest:
         with pytest.raises(TimeoutError):
             await guest.client.request("db.kv.trivia.list", b"{}", timeout=0.2)
 
 
-async def test_the_server_is_not_let_to_answer_into_the_subjects_of_a_plugin(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "trivia") as victim, joined(walled, "quote-db") as attacker:
+async def test_the_server_is_not_let_to_answer_into_the_subjects_of_a_plugin(
+    nats_with_acl: Nats, served: PluginSubjects
+) -> None:
+    async with joined(nats_with_acl, "trivia") as victim, joined(nats_with_acl, "quote-db") as attacker:
         await kv_of(victim, "trivia").set("k", 1)
         await kv_of(attacker, "quote-db").set("k", {"key": "k", "value": 2})
         for reply in ("db.kv.trivia.set", "$SRV.PING"):
@@ -145,8 +149,8 @@ async def test_the_server_is_not_let_to_answer_into_the_subjects_of_a_plugin(wal
         assert await kv_of(victim, "trivia").get("k") == 1
 
 
-async def test_a_watch_is_not_delivered_to_another(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "quote-db") as attacker:
+async def test_a_watch_is_not_delivered_to_another(nats_with_acl: Nats, served: PluginSubjects) -> None:
+    async with joined(nats_with_acl, "quote-db") as attacker:
         for deliver in ("_INBOX_trivia.x", "db.kv.trivia.set"):
             body = json.dumps({"deliver": deliver}).encode()
             reply = await attacker.client.request("db.kv.quote-db.watch", body, timeout=PATIENCE_S)
