@@ -34,8 +34,8 @@ def _forward(primitive: M) -> M:
     name = primitive.__name__
 
     @functools.wraps(primitive)
-    async def forward(self: _EngineWrapper, *args: Any, **options: Any) -> Any:
-        return await self._call(getattr(self._engine, name)(*args, **options))
+    def forward(self: _EngineWrapper, *args: Any, **options: Any) -> Awaitable[Any]:
+        return self._call(getattr(self._engine, name)(*args, **options))
 
     return cast(M, forward)
 
