@@ -24,7 +24,7 @@ from limpet.semantic.store import SemanticStore
 from tests.encryption.support import line, replace_file
 from tests.encryption.workers import KEYS, Worker
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, WRITER, audit
+from tests.semantic.support import CHECKPOINT, WRITER, audit
 
 WORKERS = 2
 STILL = 150

@@ -31,8 +31,8 @@ from limpet.semantic.store import (
     request_id_of,
 )
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, WRITER, audit, lock_of
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, WRITER, audit, lock_of
 
 OTHER = "tenant/acme/project/docs/onedrive/cursor"
 SHORT_S = 0.1
