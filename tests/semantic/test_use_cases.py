@@ -14,7 +14,7 @@ import pytest
 
 import limpet
 from limpet.errors import LockLost
-from limpet.semantic.seal import rows_of
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import Envelope, Put, Semantics, SemanticStore, VersionConflict
 from tests.engines import ENGINES, unique, url_of
 from tests.processes import PATIENCE_S
