@@ -31,14 +31,14 @@ __all__ = [
     "CONNECTIONS_MAX",
     "GROUP_MAX",
     "POLL_S",
-    "Found",
+    "CommitResult",
     "GroupingEngine",
-    "Outcome",
+    "ReadResult",
     "ServerEngine",
     "Ticket",
-    "group_of",
-    "marked",
+    "request_group",
     "weight_bytes",
+    "with_last_positions",
 ]
 
 GROUP_MAX: Final = 256
@@ -48,9 +48,9 @@ POLL_S: Final = 0.5
 
 SPLIT_MIN: Final = 32
 
-Outcome = Commit | Refusal | Exception
-Found = Entry | Exception | None
-Question = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
+CommitResult = Commit | Refusal | Exception
+ReadResult = Entry | Exception | None
+PendingRead = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
 T = TypeVar("T")
 
 
@@ -62,30 +62,30 @@ class GroupingEngine(ABC):
     _commits_at_once = 1
     _keys_at_once: int | None = None
 
-    def __init__(self, shown: str) -> None:
-        self._shown = shown
+    def __init__(self, display_name: str) -> None:
+        self._display_name = display_name
         self._closed = False
         # The latest time of each namespace that this handle has seen, which a server may not have recorded.
         self._seen_ms: dict[str, int] = {}
-        self._begin()
+        self._init_process_state()
         _engines.add(self)
 
-    def _begin(self) -> None:
+    def _init_process_state(self) -> None:
         """What a process must have of its own. Runs again in a child after a fork."""
         self._wakeup = Wakeup()
         self._commits: dict[str, Queue[Ticket]] = {}
-        self._reads: dict[tuple[str, Family], Queue[Question]] = {}
-        self._work: set[asyncio.Future[Any]] = set()
+        self._reads: dict[tuple[str, Family], Queue[PendingRead]] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._latest: dict[str, int] = {}
 
     # What an engine must know -------------------------------------------------
 
     @abstractmethod
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         """Read entries by key, in one request. A key may come twice; an entry may be broken by itself."""
 
     @abstractmethod
-    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         """Commit batches in their order, and tell what became of each. None of them is as old as ``since``.
 
         Whatever is raised means that nothing was applied. An error that is not ours, or `NotApplied`, may be the fault
@@ -94,7 +94,7 @@ class GroupingEngine(ABC):
         """
 
     @abstractmethod
-    def _meaning(self, error: Exception) -> Exception:
+    def _translate_driver_error(self, error: Exception) -> Exception:
         """A driver's error as ours, for something that was not applied or that may be asked again."""
 
     # Reading ------------------------------------------------------------------
@@ -109,14 +109,14 @@ class GroupingEngine(ABC):
         answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
         queue.waiting.append((keys, answer))
         if queue.workers < self._reads_at_once:
-            self._start(self._answer_reads(namespace, family, queue))
+            self._start_task(self._answer_reads(namespace, family, queue))
             queue.workers += 1
         return await answer
 
-    async def _answer_reads(self, namespace: str, family: Family, queue: Queue[Question]) -> None:
+    async def _answer_reads(self, namespace: str, family: Family, queue: Queue[PendingRead]) -> None:
         """Read what is asked for in one request, and again until nobody asks."""
         while queue.waiting:
-            asked = queue.take(self._questions(queue.waiting), self._reads_at_once)
+            asked = queue.take(self._count_reads(queue.waiting), self._reads_at_once)
             try:
                 found = await self._read_all(namespace, family, [key for keys, _ in asked for key in keys])
             except Exception as error:
@@ -132,12 +132,12 @@ class GroupingEngine(ABC):
             del self._reads[namespace, family]
 
     async def _read_each(
-        self, namespace: str, family: Family, asked: list[Question], error: Exception
-    ) -> Sequence[Found]:
+        self, namespace: str, family: Family, asked: list[PendingRead], error: Exception
+    ) -> Sequence[ReadResult]:
         """What is read when a group could not be: what is wrong with one question fails no other."""
         if len(asked) == 1 or not is_fault_of_one(error):
             return [error] * sum(len(keys) for keys, _ in asked)
-        found: list[Found] = []
+        found: list[ReadResult] = []
         for keys, _ in asked:
             try:
                 found += await self._read_all(namespace, family, [*keys])
@@ -145,7 +145,7 @@ class GroupingEngine(ABC):
                 found += [own] * len(keys)
         return found
 
-    def _questions(self, waiting: list[Question]) -> int:
+    def _count_reads(self, waiting: list[PendingRead]) -> int:
         """How many questions go together. The keys of one are never parted: they are read at one moment."""
         if self._keys_at_once is None:
             return len(waiting)
@@ -167,7 +167,7 @@ class GroupingEngine(ABC):
         ticket = Ticket(batch, asyncio.get_running_loop().create_future())
         queue.waiting.append(ticket)
         if queue.workers < self._commits_at_once:
-            self._start(self._commit_queued(namespace, queue))
+            self._start_task(self._commit_queued(namespace, queue))
             queue.workers += 1
         try:
             return await ticket.answer
@@ -200,13 +200,13 @@ class GroupingEngine(ABC):
 
     async def _commit_each(
         self, namespace: str, group: list[Ticket], since: int, error: Exception
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[CommitResult]:
         """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
         if not is_fault_of_one(error):
             return [error] * len(group)
         if len(group) == 1:
             return [commit_error(group[0].batch, error)]
-        outcomes: list[Outcome] = []
+        outcomes: list[CommitResult] = []
         for ticket in group:
             try:
                 outcomes += await self._commit_group(namespace, [ticket], since)
@@ -214,76 +214,76 @@ class GroupingEngine(ABC):
                 outcomes.append(commit_error(ticket.batch, own))
         return outcomes
 
-    def _changed(self, namespace: str, revision: int) -> None:
+    def _record_revision(self, namespace: str, revision: int) -> None:
         if revision > self._latest.get(namespace, 0):
             self._latest[namespace] = revision
             self._wakeup.notify(namespace)
 
-    def _see_time(self, namespace: str, told_ms: int) -> int:
+    def _observe_time(self, namespace: str, told_ms: int) -> int:
         """The time that the server tells, or the latest that this handle has seen if that is later."""
         if told_ms > self._seen_ms.get(namespace, 0):
             self._seen_ms[namespace] = told_ms
         return self._seen_ms[namespace]
 
-    def _unknown(self, request_id: str, since: int, problem: object) -> Ambiguous:
-        text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
+    def _ambiguous(self, request_id: str, since: int, problem: object) -> Ambiguous:
+        text = f"cannot tell whether {self._display_name} took the commit: {type(problem).__name__}"
         return Ambiguous(text, request_id=request_id, since=since)
 
     # Work ---------------------------------------------------------------------
 
-    def _start(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _finish_work(self) -> None:
+    async def _finish_tasks(self) -> None:
         """Wait for the groups that are on their way."""
-        while self._work:
-            await asyncio.gather(*self._work, return_exceptions=True)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed
 
-    def _translated(self, error: Exception) -> Exception:
+    def _translate(self, error: Exception) -> Exception:
         if isinstance(error, LimpetError):
             return error
-        return Closed() if self._closed else self._meaning(error)
+        return Closed() if self._closed else self._translate_driver_error(error)
 
 
 class ServerEngine(GroupingEngine):
     """An engine whose state is on a server."""
 
-    def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
-        self._connect_anew = connect
-        super().__init__(shown)
+    def __init__(self, connect: Callable[[], Awaitable[Any]], display_name: str) -> None:
+        self._open_connection = connect
+        super().__init__(display_name)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
         self._idle: list[Any] = []
-        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._free_slots = asyncio.Semaphore(CONNECTIONS_MAX)
         self._listeners: dict[str, asyncio.Task[None]] = {}
 
     # What an engine must know of its connections --------------------------------
 
     @abstractmethod
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
+    async def _read_log(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         """Read the log, without waiting."""
 
     @abstractmethod
-    async def _leave(self, connection: Any) -> None:
+    async def _disconnect(self, connection: Any) -> None:
         """Close a connection that is in order."""
 
     @abstractmethod
-    def _cut(self, connection: Any) -> None:
+    def _abort(self, connection: Any) -> None:
         """Let go of a connection at once, whatever is on the line."""
 
     @abstractmethod
-    def _is_cut(self, connection: Any) -> bool:
+    def _is_closed(self, connection: Any) -> bool:
         """Whether a connection is closed."""
 
     @abstractmethod
-    def _is_lost(self, error: BaseException) -> bool:
+    def _is_connection_lost(self, error: BaseException) -> bool:
         """Whether the line broke, so that nobody can say what the server made of the last request."""
 
     # Following ----------------------------------------------------------------
@@ -299,7 +299,7 @@ class ServerEngine(GroupingEngine):
             if wait_s > 0:
                 self._listen_to(namespace)
             token = self._wakeup.token(namespace)
-            feed = await self._feed(namespace, after, limit, span)
+            feed = await self._read_log(namespace, after, limit, span)
             left = deadline - loop.time()
             if feed.changes or left <= 0:
                 return feed
@@ -330,66 +330,66 @@ class ServerEngine(GroupingEngine):
             return
         self._closed = True
         self._wakeup.notify_all()
-        await self._finish_work()
+        await self._finish_tasks()
         for listener in self._listeners.values():
             listener.cancel()
         await asyncio.gather(*self._listeners.values(), return_exceptions=True)
         while self._idle:
             with contextlib.suppress(Exception):
-                await self._leave(self._idle.pop())
+                await self._disconnect(self._idle.pop())
 
-    async def _connect(self) -> Any:
+    async def _acquire(self) -> Any:
         """A connection: one that lies idle here, or another."""
-        await self._room.acquire()
+        await self._free_slots.acquire()
         try:
             while self._idle:
                 connection = self._idle.pop()
-                if not self._is_cut(connection):
+                if not self._is_closed(connection):
                     return connection
-                self._cut(connection)
-            return await self._connect_anew()
+                self._abort(connection)
+            return await self._open_connection()
         except BaseException as error:
-            self._room.release()
+            self._free_slots.release()
             if isinstance(error, Exception):
-                raise self._translated(error) from error
+                raise self._translate(error) from error
             raise
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         """Let others have a connection; one that was lost is nobody's any more."""
-        self._put_by(connection, lost=lost)
+        self._return_to_pool(connection, lost=lost)
 
-    def _put_by(self, connection: Any, *, lost: bool = False) -> None:
+    def _return_to_pool(self, connection: Any, *, lost: bool = False) -> None:
         """The same, where nothing has to be waited for."""
         if lost or self._closed:
             # What goes wrong with a connection after its work is done is nobody's trouble.
             with contextlib.suppress(Exception):
-                self._cut(connection)
+                self._abort(connection)
         else:
             # Should it have been cut meanwhile, whoever takes it next will see.
             self._idle.append(connection)
-        self._room.release()
+        self._free_slots.release()
 
-    def _connection(self) -> Lent:
+    def _borrow_connection(self) -> BorrowedConnection:
         """A connection, for as long as it is used."""
-        return Lent(self)
+        return BorrowedConnection(self)
 
 
-class Lent:
+class BorrowedConnection:
     """What `async with` needs to lend a connection. A decorated generator would take three times as long."""
 
-    __slots__ = ("_connection", "_lender")
+    __slots__ = ("_connection", "_engine")
 
     def __init__(self, lender: ServerEngine) -> None:
-        self._lender = lender
+        self._engine = lender
 
     async def __aenter__(self) -> Any:
-        self._connection = await self._lender._connect()
+        self._connection = await self._engine._acquire()
         return self._connection
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # Whoever is cancelled leaves an answer on the line that is for nobody.
-        lost = error is not None and (not isinstance(error, Exception) or self._lender._is_lost(error))
-        await self._lender._release(self._connection, lost=lost)
+        lost = error is not None and (not isinstance(error, Exception) or self._engine._is_connection_lost(error))
+        await self._engine._release(self._connection, lost=lost)
 
 
 class Queue(Generic[T]):
@@ -411,7 +411,7 @@ class Queue(Generic[T]):
         return group
 
 
-def _answer(answer: asyncio.Future[list[Any]], found: Sequence[Found]) -> None:
+def _answer(answer: asyncio.Future[list[Any]], found: Sequence[ReadResult]) -> None:
     for one in found:
         if isinstance(one, Exception):
             answer.set_exception(one)
@@ -433,7 +433,7 @@ class Ticket:
                 self.weight_bytes += weight_bytes(write)
 
     @property
-    def asked(self) -> Iterable[Write | Guard]:
+    def named_entries(self) -> Iterable[Write | Guard]:
         """Everything that names an entry."""
         return (*self.batch.writes, *self.batch.guards)
 
@@ -445,7 +445,7 @@ def weight_bytes(put: Put) -> int:
     return size_bytes + (len(key) if key.isascii() else len(key.encode()))
 
 
-def marked(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
+def with_last_positions(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
     """Each with the place of its last write in the group."""
     mark = 0
     for ticket in group:
@@ -456,7 +456,7 @@ def marked(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
 _NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
 
 
-def group_of(request_id: str) -> str:
+def request_group(request_id: str) -> str:
     """The name of the call in which a batch was first asked for; its own name if its caller gave it one."""
     numbered = _NUMBERED.match(request_id)
     return numbered[1] if numbered else request_id
@@ -484,7 +484,7 @@ _inherited: list[object] = []
 def _after_fork_in_child() -> None:
     for engine in list(_engines):
         _inherited.append(dict(vars(engine)))
-        engine._begin()
+        engine._init_process_state()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -33,7 +33,15 @@ from limpet.clock import Clock, wake
 from limpet.codec import Stored
 from limpet.commit.group import NotApplied
 from limpet.commit.receipts import may_be_superseded, superseded_error
-from limpet.engines.server_engine import Found, Outcome, ServerEngine, Ticket, group_of, marked, weight_bytes
+from limpet.engines.server_engine import (
+    CommitResult,
+    ReadResult,
+    ServerEngine,
+    Ticket,
+    request_group,
+    weight_bytes,
+    with_last_positions,
+)
 from limpet.engines.sql_columns import as_stored, as_text
 from limpet.engines.sql_indexes import literal, postgres_expressions, postgres_name, postgres_parts, quoted
 from limpet.errors import (
@@ -293,7 +301,7 @@ async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> Post
         schema, path = await pool.fetchrow("SELECT current_schema(), current_setting('search_path')")
         taken = {name for (name,) in await pool.fetch(TAKEN_ON_POSTGRES.format(schema="$1::text"), schema or "")}
     except Exception as error:
-        raise _translated(error, "the pool's database") from error
+        raise _translate(error, "the pool's database") from error
     # PostgreSQL passes over a schema that is missing or barred, and the next one of the path may be everybody's.
     first = _first_of(path)
     if schema is None or first not in (schema, "$user", "pg_temp"):
@@ -355,7 +363,7 @@ class PostgresEngine(ServerEngine):
         self,
         connect: Callable[[], Awaitable[Any]],
         schema: str,
-        shown: str,
+        display_name: str,
         *,
         has_sessions: bool = True,
         give_back: Callable[[Any], Awaitable[None]] | None = None,
@@ -364,7 +372,7 @@ class PostgresEngine(ServerEngine):
         self.taken: tuple[str, ...] = ()
         self._indexed: set[tuple[str, str]] = set()
         self._indexed_until = 0.0
-        super().__init__(connect, shown)
+        super().__init__(connect, display_name)
         self._give_back = give_back
         self._schema = schema
         self._has_sessions = has_sessions
@@ -375,8 +383,8 @@ class PostgresEngine(ServerEngine):
         self._read = _READ_EACH
         self._sql = functools.cache(lambda statement: statement.replace("{schema}", quoted(schema)))
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
         # What goes on though its caller was cancelled.
         self._abandoned: set[asyncio.Future[Any]] = set()
 
@@ -423,7 +431,7 @@ class PostgresEngine(ServerEngine):
         self._check_open()
         rows = await self._fetch(_DUE, namespace, limit, self._seen_ms.get(namespace, 0))
         if rows:
-            self._see_time(namespace, rows[-1][3])
+            self._observe_time(namespace, rows[-1][3])
         return [Expire(key, revision, family) for key, revision, family, _ in rows]
 
     async def trim(self, namespace: str, window: Window) -> int:
@@ -450,7 +458,7 @@ class PostgresEngine(ServerEngine):
                     await connection.execute(self._sql(_DROP_CHANGES), namespace, floor)
                     await connection.execute(self._sql(_SET_FLOOR), namespace, floor, dropped, freed_bytes, last)
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         return dropped
 
     async def status(self, namespace: str) -> Status:
@@ -458,7 +466,7 @@ class PostgresEngine(ServerEngine):
         self._check_open()
         (found,) = await self._fetch(_STATUS, namespace)
         revision, floor, keys, size_bytes, log_changes, log_bytes, epoch, *times = found
-        now_ms = self._see_time(namespace, times[0])
+        now_ms = self._observe_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=epoch,
@@ -474,7 +482,7 @@ class PostgresEngine(ServerEngine):
 
     # Committing ---------------------------------------------------------------
 
-    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         puts = _plain_puts(group)
         if puts is not None or _is_ordinary(group):
             return await self._commit_ordinary(namespace, group, puts, since)
@@ -482,7 +490,7 @@ class PostgresEngine(ServerEngine):
 
     async def _commit_ordinary(
         self, namespace: str, group: list[Ticket], puts: list[Put] | None, since: int
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[CommitResult]:
         """Let the server decide and write a group, in one round trip."""
         name = new_request_id()
         place = (namespace, self._channel, name)
@@ -505,15 +513,15 @@ class PostgresEngine(ServerEngine):
                     outcomes = _outcomes(group, rows)
         except Exception as error:
             is_strange = is_sent and not isinstance(error, asyncpg.PostgresError | LimpetError)
-            if is_strange or _is_lost(error):
+            if is_strange or _is_connection_lost(error):
                 # The statement was sent, and what became of it is not known, or cannot be understood.
-                names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in marked(group))
-                return [self._unknown(request_id, since, error) for request_id in names]
+                names = (ticket.batch.request_id or f"{name}.{mark}" for mark, ticket in with_last_positions(group))
+                return [self._ambiguous(request_id, since, error) for request_id in names]
             if isinstance(error, asyncpg.RaiseError):
                 # One of them comes after its own retry, and nothing was done. There each is decided by itself.
                 return await self._commit_planned(namespace, group, since)
             raise self._undone(error) from error
-        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        self._record_revision(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
     async def _put_all(
@@ -534,9 +542,9 @@ class PostgresEngine(ServerEngine):
             raise
         return _put_outcomes(group, puts, rows)
 
-    async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+    async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         """Decide a group here, while its transaction holds the namespace."""
-        asked = sorted({(one.family, one.key) for ticket in group for one in ticket.asked})
+        asked = sorted({(one.family, one.key) for ticket in group for one in ticket.named_entries})
         named = [(ticket, ticket.batch.request_id or new_request_id()) for ticket in group]
         asked += [("receipt", request_id) for ticket, request_id in named if ticket.batch.receipt_ms is not None]
         # The row of the namespace comes beside each of these, so there must be one.
@@ -548,10 +556,10 @@ class PostgresEngine(ServerEngine):
                 seen_ms = self._seen_ms.get(namespace, 0)
                 held = await connection.fetch(self._sql(_HOLD), namespace, families, keys, seen_ms)
                 work = _Work(namespace, held)
-                outcomes: list[Outcome] = []
+                outcomes: list[CommitResult] = []
                 late = await self._late(connection, namespace, group)
                 for ticket, request_id in named:
-                    if may_be_superseded(ticket.batch) and group_of(request_id) in late:
+                    if may_be_superseded(ticket.batch) and request_group(request_id) in late:
                         outcomes.append(superseded_error())
                         continue
                     earlier = await self._earlier(connection, namespace, ticket.batch, work)
@@ -562,19 +570,19 @@ class PostgresEngine(ServerEngine):
                     )
                 commits = True
         except Exception as error:
-            if commits and _is_lost(error):
-                return [self._unknown(request_id, since, error) for _, request_id in named]
+            if commits and _is_connection_lost(error):
+                return [self._ambiguous(request_id, since, error) for _, request_id in named]
             raise self._undone(error) from error
-        self._changed(namespace, work.revision)
+        self._record_revision(namespace, work.revision)
         return outcomes
 
     def _undone(self, error: Exception) -> Exception:
         """What a group fails with that the server rolled back, or that was never sent."""
         if isinstance(error, asyncpg.PostgresError):
-            meaning = self._translated(error)
+            meaning = self._translate(error)
             return NotApplied(meaning) if (error.sqlstate or "")[:2] in _OF_ONE else meaning
         # What is not the driver's is about the batches, which could not be encoded.
-        return self._translated(error) if isinstance(error, _OF_DRIVER) else error
+        return self._translate(error) if isinstance(error, _OF_DRIVER) else error
 
     async def _earlier(self, connection: Any, namespace: str, batch: Batch, work: _Work) -> Commit | None:
         """What a request that is asked for again has done already. If nothing, it shall not happen any more."""
@@ -583,25 +591,25 @@ class PostgresEngine(ServerEngine):
         rows = await connection.fetch(self._sql(_CAUSED), namespace, batch.retry_since, batch.request_id)
         earlier = recall(batch, map(_change, rows), work.find)
         if earlier is None:
-            await connection.execute(self._sql(_SUPERSEDE), namespace, group_of(batch.request_id))
+            await connection.execute(self._sql(_SUPERSEDE), namespace, request_group(batch.request_id))
         return earlier
 
     async def _late(self, connection: Any, namespace: str, group: list[Ticket]) -> set[str]:
         """The names of calls in a group that were asked for again before they came."""
-        names = {group_of(one.batch.request_id or "") for one in group if may_be_superseded(one.batch)}
+        names = {request_group(one.batch.request_id or "") for one in group if may_be_superseded(one.batch)}
         if not names:
             return names
         return {row[0] for row in await connection.fetch(self._sql(_SUPERSEDED), namespace, [*names])}
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         rows = await self._fetch(self._read, namespace, family, _array(keys))
         found: dict[str, Entry] = {}
         for row in rows:
             expires_ms = row[8]
             if expires_ms is not None and (row[10] or expires_ms <= self._seen_ms.get(namespace, 0)):
-                self._see_time(namespace, expires_ms)
+                self._observe_time(namespace, expires_ms)
             else:
                 found[row[0]] = _entry(row[:10])
         return [found.get(key) for key in keys]
@@ -612,10 +620,10 @@ class PostgresEngine(ServerEngine):
         """The rows of a page, and one more where there is more."""
         seen_ms = self._seen_ms.get(namespace, 0)
         rows = await self._run(sql, namespace, family, *_bounds(span), limit + 1, seen_ms, *operands)
-        self._see_time(namespace, rows[0][-1])
+        self._observe_time(namespace, rows[0][-1])
         return [] if rows[0][0] is None else rows
 
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
+    async def _read_log(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         bounds = (None, None) if span is None else _bounds(span)
         rows = await self._fetch(_FEED, namespace, after, limit, *bounds)
         revision, floor = (rows[0][0], rows[0][1]) if rows else (0, 0)
@@ -641,7 +649,7 @@ class PostgresEngine(ServerEngine):
                 epoch: int = await connection.fetchval(self._sql(_RAISE_EPOCH))
                 await connection.execute(self._sql(_SKIP_REVISIONS), skip)
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         return epoch
 
     # Indexes ------------------------------------------------------------------
@@ -677,7 +685,7 @@ class PostgresEngine(ServerEngine):
                 for statement in statements:
                     await connection.execute(statement, timeout=DEFINE_S)
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
     async def indexes(self, namespace: str) -> list[str]:
         """See `Indexing.indexes`."""
@@ -722,16 +730,16 @@ class PostgresEngine(ServerEngine):
                 await asyncio.to_thread(migrate)
                 revision = await self._identify()
         except Exception as error:
-            raise self._translated(error) from error
-        require(revision, self._shown)
+            raise self._translate(error) from error
+        require(revision, self._display_name)
 
     async def _identify(self) -> str | None:
         """Read the revision of the tables; and if it is ours, who this store is."""
-        async with self._connection() as connection:
+        async with self._borrow_connection() as connection:
             self._read = _READ if connection.get_server_version().major >= 17 else _READ_EACH
             in_recovery, isolation, read_only = await connection.fetchrow(_DEFAULTS)
         if in_recovery:
-            raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+            raise Unavailable(f"{self._display_name} is a replica, which takes no writes")
         self._has_odd_defaults = (isolation, read_only) != ("read committed", "off")
         async with self._transaction() as connection:
             found = await connection.fetchval("SELECT to_regclass($1)", f"{quoted(self._schema)}.limpet_store")
@@ -745,7 +753,7 @@ class PostgresEngine(ServerEngine):
                 return revision
             identity = await connection.fetchrow(self._sql(_STORE))
             if identity is None:
-                raise Corrupt(f"{self._shown} does not say what store it is: its table limpet_store is empty")
+                raise Corrupt(f"{self._display_name} does not say what store it is: its table limpet_store is empty")
             settings = await connection.fetchrow(
                 "SELECT current_setting('fsync'), current_setting('synchronous_commit'),"
                 " current_setting('synchronous_standby_names')"
@@ -757,7 +765,7 @@ class PostgresEngine(ServerEngine):
         self.taken = tuple(name for (name,) in taken)
         # In the schema that all share we claim no such name.
         is_ours = self._schema != SHARED_SCHEMA
-        warn_of_taken([name for name in self.taken if is_ours or name != "state"], self._shown)
+        warn_of_taken([name for name in self.taken if is_ours or name != "state"], self._display_name)
         return revision
 
     async def _make_tables(self, connection: Any) -> None:
@@ -772,7 +780,7 @@ class PostgresEngine(ServerEngine):
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
         if self._give_back is None:
-            self._put_by(connection, lost=lost)
+            self._return_to_pool(connection, lost=lost)
             return
         try:
             # Somebody's pool wants all of them back, also those that are broken.
@@ -781,25 +789,25 @@ class PostgresEngine(ServerEngine):
                     connection.terminate()
                 await self._give_back(connection)
         finally:
-            self._room.release()
+            self._free_slots.release()
 
-    async def _leave(self, connection: Any) -> None:
+    async def _disconnect(self, connection: Any) -> None:
         await connection.close(timeout=CONNECT_S)
 
-    def _cut(self, connection: Any) -> None:
+    def _abort(self, connection: Any) -> None:
         connection.terminate()
 
-    def _is_cut(self, connection: Any) -> bool:
+    def _is_closed(self, connection: Any) -> bool:
         return bool(connection.is_closed())
 
-    def _is_lost(self, error: BaseException) -> bool:
-        return _is_lost(error)
+    def _is_connection_lost(self, error: BaseException) -> bool:
+        return _is_connection_lost(error)
 
-    def _meaning(self, error: Exception) -> Exception:
+    def _translate_driver_error(self, error: Exception) -> Exception:
         if self._is_guest and isinstance(error, asyncpg.SerializationError | asyncpg.ReadOnlySQLTransactionError):
             # The defaults of the role have changed since. The next attempt, and there is one, asks for what it needs.
             self._has_odd_defaults = True
-        return _translated(error, self._shown)
+        return _translate(error, self._display_name)
 
     async def _fetch(self, statement: str, *parameters: object) -> Sequence[Any]:
         """Run one of our statements that may be run again."""
@@ -814,7 +822,7 @@ class PostgresEngine(ServerEngine):
                     # A caller that was cancelled before there was a connection has asked for nothing.
                     rows: Sequence[Any] = await connection.fetch(sql, *parameters) if is_wanted else ()
             except Exception as error:
-                raise self._translated(error) from error
+                raise self._translate(error) from error
             return rows
 
         try:
@@ -830,8 +838,8 @@ class PostgresEngine(ServerEngine):
         the event loop complains.
         """
         task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -842,12 +850,12 @@ class PostgresEngine(ServerEngine):
 
     def _statement(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """A connection for one statement: by itself, or where the session's defaults are odd, in a transaction."""
-        return self._transaction() if self._has_odd_defaults else self._connection()
+        return self._transaction() if self._has_odd_defaults else self._borrow_connection()
 
     @contextlib.asynccontextmanager
     async def _transaction(self) -> AsyncIterator[Any]:
         # Not as the role, the pooler or a caller's pool may have it: what others commit meanwhile must be seen.
-        async with self._connection() as connection, connection.transaction(isolation="read_committed"):
+        async with self._borrow_connection() as connection, connection.transaction(isolation="read_committed"):
             if self._is_guest:
                 mode = "SET TRANSACTION READ WRITE; " if self._has_odd_defaults else ""
                 await connection.execute(f"{mode}SET LOCAL idle_in_transaction_session_timeout = {_STOPPED_MS}")
@@ -859,7 +867,7 @@ class PostgresEngine(ServerEngine):
             self._keep_listening(self._channel, self._listen_once)
 
     async def _listen_once(self) -> None:
-        connection = await self._connect()
+        connection = await self._acquire()
         gone = asyncio.get_running_loop().create_future()
         try:
             connection.add_termination_listener(lambda _: wake(gone))
@@ -944,7 +952,7 @@ def _put_columns(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
     kinds, values, nearests = zip(*[_value_columns(put.stored) for put in puts], strict=True)
     lasts = causes = None
     if count > len(group):
-        lasts = [str(mark) for mark, ticket in marked(group) for _ in ticket.batch.writes]
+        lasts = [str(mark) for mark, ticket in with_last_positions(group) for _ in ticket.batch.writes]
     if any(ticket.batch.request_id for ticket in group):
         causes = [ticket.batch.request_id for ticket in group for _ in ticket.batch.writes]
 
@@ -979,7 +987,7 @@ def _put_outcomes(group: list[Ticket], puts: list[Put], rows: Sequence[Any]) -> 
         place = row[0] - before - 1
         entries[place] = _put_entry(puts[place], row)
     commits = []
-    for mark, ticket in marked(group):
+    for mark, ticket in with_last_positions(group):
         count = len(ticket.batch.writes)
         commits.append(Commit(before + mark, tuple(entries[mark - count : mark]), (None,) * count, at_ms))
     return commits
@@ -996,7 +1004,7 @@ def _asked_columns(group: list[Ticket]) -> list[list[Any]]:
     """A group as the server's function takes it: eleven columns of its writes, five of its guards."""
     writes: list[tuple[Any, ...]] = []
     guards: list[tuple[Any, ...]] = []
-    for mark, ticket in marked(group):
+    for mark, ticket in with_last_positions(group):
         batch = ticket.batch
         writes += [(str(mark), *_write_row(write), batch.request_id) for write in batch.writes]
         guards += [(str(mark), guard.family, guard.key, *_test(guard)) for guard in batch.guards]
@@ -1043,7 +1051,7 @@ def _outcomes(group: list[Ticket], rows: Sequence[Any]) -> list[Commit | Refusal
         else:
             done.setdefault(mark, []).append((place, row))
     outcomes: list[Commit | Refusal] = []
-    for mark, _ in marked(group):
+    for mark, _ in with_last_positions(group):
         if mark in refusals:
             outcomes.append(refusals[mark])
             continue
@@ -1291,7 +1299,7 @@ def _durability(fsync: str, synchronous_commit: str, standbys: str) -> Durabilit
     return "quorum" if standbys and synchronous_commit != "local" else "disk"
 
 
-def _is_lost(error: BaseException) -> bool:
+def _is_connection_lost(error: BaseException) -> bool:
     """Whether the line broke, so that nobody can say what the server made of the last statement."""
     if isinstance(error, asyncpg.PostgresError):
         return (error.sqlstate or "")[:2] == "08" or (error.sqlstate or "")[:3] == "57P"
@@ -1327,22 +1335,22 @@ _STATES: Final[dict[str, Callable[[str], LimpetError]]] = {
 _WORDED: Final = frozenset({"08", "0A", "25", "28", "3D", "3F", "40", "42", "53", "54", "55", "57", "58"})
 
 
-def _translated(error: Exception, shown: str) -> Exception:
+def _translate(error: Exception, display_name: str) -> Exception:
     """A driver's error as ours, for something that was not applied or that may be asked again."""
     if isinstance(error, LimpetError):
         return error
     if isinstance(error, asyncpg.PostgresError):
         state = error.sqlstate or ""
         made = _STATES.get(state) or _STATES.get(state[:2]) or Unavailable
-        return made(f"{shown}: {_without_values(error)}")
+        return made(f"{display_name}: {_without_values(error)}")
     # An error of TLS may be a ValueError too.
     if isinstance(error, OSError):
-        return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+        return Unavailable(f"{display_name} cannot be reached now: {type(error).__name__}")
     if isinstance(error, ValueError | OverflowError):
         # Not what it says: it may have taken a part of a password for a port.
-        return InvalidValue(f"{shown}: the driver cannot use this URL, look at its host, port and options")
+        return InvalidValue(f"{display_name}: the driver cannot use this URL, look at its host, port and options")
     if isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError):
-        return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+        return Unavailable(f"{display_name} cannot be reached now: {type(error).__name__}")
     return error
 
 
