@@ -67,6 +67,8 @@ class Address(msgspec.Struct, frozen=True):
     def allow(self, *names: str) -> None:
         """Refuse options nobody reads: a misspelt one would be silently without effect."""
         for name in self.options:
+            if name == "clock" and name not in names:
+                raise InvalidValue(f"{self}: the option clock is for redis: and nats: URLs; pass clock= to limpet.open")
             if name not in names:
                 raise InvalidValue(f"{self}: unknown option {name!r}, known: {', '.join(names) or 'none'}")
 
