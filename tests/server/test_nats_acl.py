@@ -69,7 +69,7 @@ async def served(walled: Nats, tmp_path: Path) -> AsyncIterator[Subjects]:
         opened(f"sqlite:///{tmp_path}/state.db") as session,
         joined(walled, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = Subjects(Dispatcher(session.limited(65_536), "nats"), server.client)
+        subjects = Subjects(Dispatcher(session.with_value_limit(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()

@@ -224,7 +224,7 @@ class Trail:
         """The heads of some keys."""
         asked = [head_key(key) for key in keys]
         session = self._store._session
-        return await session.retrying(lambda: self._engine.read(self._store.name, asked, family="audit"))
+        return await session.retry(lambda: self._engine.read(self._store.name, asked, family="audit"))
 
     def is_pending(self, entry: Entry | None, head: Entry | None) -> bool:
         """Whether a key expired and no row tells of it yet."""
@@ -351,7 +351,7 @@ class Trail:
 
     async def _recoverable_copies(self, keys: Sequence[str]) -> list[Entry | None]:
         session = self._store._session
-        return await session.retrying(lambda: self._engine.read(self._store.name, keys, family="recoverable"))
+        return await session.retry(lambda: self._engine.read(self._store.name, keys, family="recoverable"))
 
 
 def read_head(entry: Entry) -> Head:

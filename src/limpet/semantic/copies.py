@@ -140,7 +140,7 @@ class Copies:
         told = 0
         span: Span | None = prefix_span("live/")
         while span is not None:
-            page = await self._session.retrying(lambda part=span: self._scan(part))  # type: ignore[misc]
+            page = await self._session.retry(lambda part=span: self._scan(part))  # type: ignore[misc]
             due = [
                 entry.key.removeprefix("live/")
                 for entry in page.entries
@@ -162,7 +162,7 @@ class Copies:
 
     async def _read(self, names: list[str]) -> list[Entry | None]:
         engine = self._session.engine
-        return await self._session.retrying(lambda: engine.read(self._store.name, names, family="recoverable"))
+        return await self._session.retry(lambda: engine.read(self._store.name, names, family="recoverable"))
 
     # In the background --------------------------------------------------------------
 

@@ -81,7 +81,7 @@ async def _scan(store: Store, where: str | Span, family: Family, *, values: bool
         async def page(part: Span = rest) -> ScanPage:
             return await session.engine.scan(store.name, part, family=family, values=values)
 
-        found = await session.retrying(page)
+        found = await session.retry(page)
         for entry in found.entries:
             yield entry
         if found.cursor is None:
@@ -93,7 +93,7 @@ async def _scan(store: Store, where: str | Span, family: Family, *, values: bool
 
 async def _read(store: Store, keys: list[str], family: Family) -> list[Entry | None]:
     session = store._session
-    return await session.retrying(lambda: session.engine.read(store.name, keys, family=family))
+    return await session.retry(lambda: session.engine.read(store.name, keys, family=family))
 
 
 async def rows_of(store: Store, *, prefix: str = "") -> AsyncIterator[dict[str, Any]]:
@@ -328,9 +328,9 @@ class Sealer:
             except Closed:
                 return
             except Exception as error:
-                pause_s = max(SEAL_S, outage.failed(error))
+                pause_s = max(SEAL_S, outage.record_failure(error))
             else:
-                outage.over()
+                outage.record_success()
                 pause_s = SEAL_S
 
 

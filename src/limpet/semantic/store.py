@@ -523,7 +523,7 @@ class SemanticStore:
 
     async def _entries(self, keys: list[str]) -> list[Entry | None]:
         session = self.store._session
-        return await session.retrying(lambda: session.engine.read(self.store.name, keys))
+        return await session.retry(lambda: session.engine.read(self.store.name, keys))
 
     async def _record_expiries(
         self, trail: Trail, keys: list[str], found: list[Entry | None], heads: list[Entry | None]

@@ -26,12 +26,12 @@ from limpet.semantic.keys import check_prefix
 from limpet.semantic.model import Envelope, Semantics
 from limpet.semantic.policy import OutageAlert, RetryPolicy
 from limpet.semantic.store import Observation
-from limpet.sync import Face, mirror, plain
+from limpet.sync import Proxy, mirror, require_plain
 
 __all__ = ["DeadLetters", "SemanticStore", "Watch"]
 
 
-class SemanticStore(Face):
+class SemanticStore(Proxy):
     """Semantic entries in a namespace, without await.
 
     With ``with`` it also notices in the background what has expired, and an audited one seals its trail; the store
@@ -107,7 +107,7 @@ class SemanticStore(Face):
         if inspect.iscoroutinefunction(change):
             raise TypeError("a blocking store advances by a plain function, and this one is async")
         return self._runner.run_with(
-            plain(change),
+            require_plain(change),
             lambda changed: self._twin.advance(
                 key,
                 changed,
@@ -166,7 +166,7 @@ class Watch:
         self.close()
 
 
-class DeadLetters(Face):
+class DeadLetters(Proxy):
     """The letters that are kept in a namespace, without await. See `limpet.semantic.deadletters.DeadLetters`."""
 
     _twin: _deadletters.DeadLetters

@@ -117,7 +117,7 @@ class Service:
         if settings.http is not None:
             await enter(self._http(session, settings.http, metrics, options))
         if settings.nats is not None:
-            plugins = session.limited(PLUGIN_VALUE_BYTES_MAX)
+            plugins = session.with_value_limit(PLUGIN_VALUE_BYTES_MAX)
             await enter(self._subjects(Dispatcher(plugins, "nats", **options), settings.nats))
         await enter(_running(self._look(session), "limpet-look"))
         self._answers = True
@@ -136,10 +136,10 @@ class Service:
                 # Trimmed between the two questions, and so it serves.
                 pass
             except Exception as error:
-                outage.failed(error)
+                outage.record_failure(error)
                 self._answers = False
                 continue
-            outage.over()
+            outage.record_success()
             self._answers = True
 
     # HTTP -----------------------------------------------------------------------

@@ -21,7 +21,7 @@ from limpet.engines.nats.connection import Link, LinkLost, Refused, Silent, Unhe
 from limpet.engines.nats.messages import Message, Place, Subjects, parse, time_in
 from limpet.errors import Ambiguous, InvalidValue, Unavailable
 from limpet.model import Entry, Family, live
-from limpet.transition import Receipt, read_receipt, remember
+from limpet.transition import Receipt, encode_receipt, read_receipt
 
 __all__ = [
     "BASE",
@@ -429,7 +429,7 @@ def _receipt_in(message: Message) -> Message:
     revision = commit.revision if commit.revision < BASE else base + commit.revision
     commit = msgspec.structs.replace(commit, revision=revision, entries=entries)
     assert entry.expires_ms is not None
-    kept = remember(entry.key, receipt.digest, commit, entry.expires_ms - commit.at_ms)
+    kept = encode_receipt(entry.key, receipt.digest, commit, entry.expires_ms - commit.at_ms)
     return msgspec.structs.replace(message, entry=kept)
 
 

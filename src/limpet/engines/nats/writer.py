@@ -48,7 +48,7 @@ from limpet.engines.nats.stream import (
 from limpet.errors import Ambiguous, ValueTooLarge
 from limpet.model import Batch, Change, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write
 from limpet.retry import jitter_s
-from limpet.transition import Plan, keep, plan
+from limpet.transition import Plan, make_receipt, plan
 
 __all__ = ["Writer"]
 
@@ -632,7 +632,7 @@ class Writer:
         self, link: Link, batch: Batch, place: Place, expected: int | None, commit: Commit, now_ms: int
     ) -> tuple[str, Callable[[bytes], bytes], bytes]:
         receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
-        entry = keep(batch, commit, receipt_ms)
+        entry = make_receipt(batch, commit, receipt_ms)
         entry = msgspec.structs.replace(entry, revision=BASE, created_revision=BASE)
         draft = Message(BASE, "put", entry, BASE, BASE, now_ms, None)
         kind, body = _body(draft)

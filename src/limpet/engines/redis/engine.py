@@ -86,7 +86,7 @@ from limpet.model import (
     fingerprint,
 )
 from limpet.request_ids import new_request_id
-from limpet.transition import recall, remember
+from limpet.transition import encode_receipt, recall
 from limpet.urls import Address
 
 CONNECT_S: Final = 10.0
@@ -998,7 +998,7 @@ def _receipt(key: str, kept: list[bytes]) -> Entry:
         entries.append(whole if text[:1] in (b"=", b"+") else None)
         ended.append(whole if text[:1] in (b"-", b"~") else None)
     commit = Commit(int(revision), tuple(entries), tuple(ended), int(at_ms))
-    return remember(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
+    return encode_receipt(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
 
 
 def _looked(batch: Batch, place: int, text: bytes, at_ms: int) -> Batch | Refusal:
