@@ -177,7 +177,7 @@ class Hub:
 
     def _finish(self, error: LimpetError) -> None:
         self._end = error
-        # Tell the present watches directly: a later one may reset `_end` before they have read it.
+        # Set it on the present watches directly: a later one may reset `_end` before they have read it.
         for watch in self._watches:
             watch._end = error
         self._follower = self._follower if isinstance(error, Closed) else None
