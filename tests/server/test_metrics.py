@@ -207,7 +207,7 @@ async def test_what_there_was_before_is_no_lag(counted: Counted, store: Store) -
     async with store.watch("*", initial=True) as watch:
         await anext(watch)
 
-        assert [lag for lags in store._session.watched().values() for lag in lags] == [0]
+        assert [lag for lags in store._session.watch_lags().values() for lag in lags] == [0]
 
 
 async def test_expiries_and_rounds_of_the_sweeper_are_counted(clock: ManualClock) -> None:
