@@ -2,7 +2,7 @@
 
 Every attack runs as the attacker's own login and must be refused by the server, or give nothing.
 It also runs as a superuser and must succeed there, so that none fails for being misspelt. What the
-victim has is the same afterwards, and what the attacker was told does not hold the secret.
+victim has is the same afterwards, and the output of the attack does not contain the secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.postgres.isolation import (
     MINE,
     SECRET,
     THEIRS,
-    Outcome,
+    AttackResult,
     Tenants,
     attempt,
     attempt_as_superuser,
@@ -150,7 +150,7 @@ def on_tables(tables: tuple[str, ...], condition: str = "") -> Iterator[tuple[st
 
 # Refused wherever the victim is.
 ANYWHERE: dict[str, Statements] = {
-    # Being somebody else.
+    # Acting as another role.
     "set role": "SET ROLE {victim}",
     "set role by a setting": "SELECT set_config('role', '{victim_plain}', false)",
     "set session authorization": "SET SESSION AUTHORIZATION {victim}",
@@ -234,11 +234,11 @@ ANYWHERE: dict[str, Statements] = {
         "SET search_path = {w}, pg_catalog",
         COMMIT,
     ),
-    "a function where everybody looks": (
+    "a function in a searched schema": (
         "CREATE FUNCTION public.convert_from(bytea, text) RETURNS text LANGUAGE sql RETURN ''"
     ),
-    "a table where everybody looks": "CREATE TABLE public.planted (x int)",
-    "a schema where nobody looks": "CREATE SCHEMA planted",
+    "a table in a searched schema": "CREATE TABLE public.planted (x int)",
+    "a new schema": "CREATE SCHEMA planted",
     "an operator in the catalog": "CREATE FUNCTION pg_catalog.planted() RETURNS int LANGUAGE sql RETURN 1",
     # The server around them.
     "a trigger on events": (
@@ -407,13 +407,13 @@ def said(tenants: Tenants, statements: Statements) -> list[str]:
     return [one.format_map(words) for one in ((statements,) if isinstance(statements, str) else statements)]
 
 
-async def attacked(tenants: Tenants, statements: Statements) -> Outcome:
-    """Attack, and see that the victim is as before and its secret is not told."""
+async def attacked(tenants: Tenants, statements: Statements) -> AttackResult:
+    """Attack, and check that the victim is as before and its secret is not in the output."""
     before = await fingerprint(tenants)
     async with connected(tenants.attackers_url) as connection:
         outcome = await attempt(connection, said(tenants, statements))
     assert await fingerprint(tenants) == before
-    assert SECRET not in outcome.told
+    assert SECRET not in outcome.output
     return outcome
 
 
@@ -443,7 +443,7 @@ async def test_a_role_is_told_nothing_of_the_rows_of_another(shared: Tenants, na
 
     await attacked(shared, TELLING[name])
 
-    assert SECRET in could.told
+    assert SECRET in could.output
 
 
 @pytest.mark.parametrize("name", IDLE)
@@ -485,7 +485,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
     before = await fingerprint(walled)
 
     async with connected(walled.attackers_url) as connection:
-        told = [
+        outputs = [
             await connection.fetch(f"SELECT * FROM {own}.limpet_take($1)", crafted),
             await connection.fetch(f"SELECT * FROM {own}.limpet_hold($1, $2, $2)", crafted, ["data", crafted]),
             await connection.fetch(call("limpet_commit", anything, own), crafted, crafted or "k"),
@@ -493,7 +493,7 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
             await connection.fetch(call("limpet_put_one", one, own), crafted, crafted or "k"),
         ]
 
-    assert SECRET not in repr(told)
+    assert SECRET not in repr(outputs)
     assert await fingerprint(walled) == before
 
 
@@ -616,20 +616,20 @@ async def test_the_channel_of_a_store_is_not_told_to_those_outside(walled: Tenan
 
 async def test_a_doorbell_in_a_shared_schema_tells_a_namespace_and_nothing_more(shared: Tenants) -> None:
     """Who shares a schema shares its channel. The rows behind a ring stay their owner's."""
-    heard: asyncio.Queue[str] = asyncio.Queue()
+    received: asyncio.Queue[str] = asyncio.Queue()
     async with connected(shared.attackers_url) as connection:
         store_id = await connection.fetchval(f"SELECT id FROM {quoted(shared.victims_schema)}.limpet_store")
-        await connection.add_listener(f"limpet_{store_id}", lambda *ring: heard.put_nowait(ring[3]))
+        await connection.add_listener(f"limpet_{store_id}", lambda *notification: received.put_nowait(notification[3]))
         url = url_of(shared.victim, shared.victims_schema)
         async with limpet.open(url, namespace=THEIRS, sweep=False) as store:
             await store.put(f"about/{SECRET}", SECRET)
-        rung = await asyncio.wait_for(heard.get(), 30)
+        notified = await asyncio.wait_for(received.get(), 30)
 
-    assert rung == THEIRS
+    assert notified == THEIRS
 
 
 async def test_the_catalogs_show_names_and_no_more(walled: Tenants) -> None:
-    """Whoever may connect can list schemas, tables and policies. So names are no place for a secret."""
+    """Every role that may connect can list schemas, tables and policies, so no name may contain a secret."""
     async with connected(walled.attackers_url) as connection:
         names = await connection.fetch(
             "SELECT relname FROM pg_class WHERE relnamespace = $1::regnamespace", quoted(walled.victims_schema)
@@ -687,7 +687,7 @@ async def everything(url: str, namespace: str) -> None:
         await store.put("soon", 1, ttl=0.001)
     engine = await open_engine(url, limpet.SystemClock())
     try:
-        # Sent again because nobody knew of it, as the session does after a broken line.
+        # Sent again, as the session does after a connection broke and the result is unknown.
         again = Batch((), (Put("again", b"1"),), request_id=new_request_id(), retry_since=0)
         await engine.commit(namespace, again)
         while not (due := await engine.due(namespace)):
@@ -800,8 +800,8 @@ def test_an_owner_who_is_no_superuser_keeps_working_behind_forced_policies(schem
                 )
                 return found
 
-        walls = {name: is_forced for name, is_forced in now(forced())}
-        assert walls == dict.fromkeys(grants._NAMESPACED_TABLES, True)
+        forced_tables = {name: is_forced for name, is_forced in now(forced())}
+        assert forced_tables == dict.fromkeys(grants._NAMESPACED_TABLES, True)
 
 
 def test_nothing_in_a_schema_of_ours_was_forgotten(schema: str) -> None:
@@ -871,7 +871,7 @@ def test_granting_again_changes_nothing(schema: str, role: str, words: tuple[str
 
 @pytest.mark.parametrize("wider", [(), ("-n", "beta"), ("--read-only",), ("-n", "alpha", "-n", "beta")], ids=str)
 def test_the_last_grant_is_the_one_that_counts(schema: str, role: str, wider: tuple[str, ...]) -> None:
-    """Somebody narrows what a role may do, and must not find the wider grant still there."""
+    """A narrower grant must not leave the wider one in force."""
     granted(schema, role, "-n", "alpha", "--read-only")
     expected = rights_of(role, schema)
 
@@ -1061,7 +1061,7 @@ def test_the_name_of_a_role_is_never_taken_for_sql(schema: str, role: str) -> No
 
 @pytest.mark.parametrize("role", ["", "a" * 64, "ü" * 32, "nul\0", "lone\ud800", "public", "none", "pg_monitor"])
 def test_a_name_that_no_role_can_have_is_refused(role: str) -> None:
-    """To PostgreSQL even "public" in quotes is everybody, and a name that is too long is somebody else's."""
+    """To PostgreSQL even "public" in quotes is the group of all roles, and a long name is truncated to another."""
     for script in (grants.grant_sql, grants.revoke_sql):
         with pytest.raises(InvalidValue, match="role"):
             script(role, schema="s")
