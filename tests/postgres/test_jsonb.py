@@ -99,7 +99,7 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(found == expected)
 
 
-def test_what_is_the_same_is_told_from_what_is_equal() -> None:
+def test_identical_differs_from_equal() -> None:
     assert same({"a": [1, 1.0, -0.0]}, {"a": [1, 1.0, -0.0]})
     for found, expected in ((1, 1.0), (True, 1), (0.0, -0.0), ([1], [1.0]), ({"a": 0.0}, {"a": -0.0})):
         assert not same(found, expected)
