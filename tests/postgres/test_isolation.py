@@ -942,6 +942,7 @@ def test_a_member_of_a_granted_role_works_behind_the_same_wall(schema: str, role
             store.put("k", 1)
 
 
+@pytest.mark.slow
 def test_a_grant_gives_up_on_tables_that_somebody_holds(schema: str, role: str) -> None:
     """It would stand in front of every writer while it waits."""
     granted(schema, role)

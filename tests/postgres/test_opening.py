@@ -496,6 +496,7 @@ async def test_postgresql_16_runs_the_main_verbs() -> None:
             assert await engine_of(store).due("default") == []
 
 
+@pytest.mark.slow
 async def test_whoever_is_cancelled_while_opening_leaves_no_connection(schema: str) -> None:
     """One that nobody closes would be told of by the driver, when it is collected."""
     async with limpet.open(url_of(schema), sweep=False):
