@@ -204,7 +204,7 @@ async def open_third_party(address: Address, clock: limpet.Clock) -> ThirdParty:
     from limpet.engines import memory
 
     address.allow("depth")
-    return ThirdParty(memory._Place(clock, skips=False))
+    return ThirdParty(memory._Memory(clock, skips=False))
 
 
 @pytest.fixture

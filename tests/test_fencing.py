@@ -30,7 +30,7 @@ CANDIDATES = 5
 # One that was stopped within its transaction may hold up all others. Then nobody takes over, and it is let go on.
 STOPPED_S_MAX = 3.0
 
-pytestmark = pytest.mark.timeout(1800 if LONG else 600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if LONG else 600)]
 across_processes = pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "memory"])
 
 

@@ -148,7 +148,7 @@ async def test_keys_that_are_gone_do_not_pile_up(engine: MemoryEngine) -> None:
         assert len((await engine.scan("default", EVERYTHING)).entries) == 1
         await commit(engine, Delete(f"job/{number}"))
 
-    order = engine._place.space("default").order["data"]
+    order = engine._memory.state("default").sorted_keys["data"]
     assert len(order._sorted) + len(order._fresh) < 500
 
 
@@ -160,7 +160,7 @@ async def test_writers_that_nobody_scans_do_not_pile_up_names(engine: MemoryEngi
 
     await engine.trim("default", Window())
 
-    order = engine._place.space("default").order["data"]
+    order = engine._memory.state("default").sorted_keys["data"]
     assert len(order._sorted) + len(order._fresh) < 500
 
 
@@ -175,7 +175,7 @@ async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock:
 
     await engine.trim("default", Window())
 
-    assert len(engine._place.space("default").expiries) < 100
+    assert len(engine._memory.state("default").expiries) < 100
     clock.advance(1_000)
     assert [expire.key for expire in await engine.due("default")] == ["key"]
 
@@ -265,7 +265,7 @@ async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine)
 
     Another thread closes the engine after the look at the log and before the wait.
     """
-    wakeup: Any = engine._place.wakeup
+    wakeup: Any = engine._memory.wakeup
     wait = wakeup.wait
 
     async def late_wait(*args: Any) -> None:
@@ -306,8 +306,8 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
     let go, or the locks behind it would never be.
     """
     clock = limpet.ManualClock()
-    places = [memory._Place(clock, skips=False) for _ in range(5)]
-    made: list[memory._Place] = []
+    places = [memory._Memory(clock, skips=False) for _ in range(5)]
+    made: list[memory._Memory] = []
 
     class Lock:
         """A place's lock, whose holder finds that another thread has made a place."""
@@ -316,7 +316,7 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
             self._lock = threading.RLock()
 
         def acquire(self) -> bool:
-            made.extend(memory._Place(clock, skips=False) for _ in range(20))
+            made.extend(memory._Memory(clock, skips=False) for _ in range(20))
             return self._lock.acquire()
 
         def release(self) -> None:
@@ -346,7 +346,7 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
 ) -> None:
     again = Batch((), (Put("a", b"1"),), "mine", retry_since=0)
     await engine.commit("default", again)
-    space = engine._space("default")
+    space = engine._state("default")
 
     clock.advance(3599)
     await engine.trim("default", Window())

@@ -155,7 +155,7 @@ async def test_of_all_who_swap_exactly_one_wins(states: StateStore, root: str) -
 
 
 async def test_only_bytes_are_fields(states: StateStore, root: str) -> None:
-    with pytest.raises(InvalidValue, match="field 'n' is bytes, not of type int"):
+    with pytest.raises(InvalidValue, match="field 'n' must be bytes, not of type int"):
         await states.put(f"{root}.a", {"n": 1})  # type: ignore[dict-item]
     with pytest.raises(InvalidValue, match="'n'"):
         await states.set_field(f"{root}.a", "n", "text")  # type: ignore[arg-type]
@@ -310,6 +310,7 @@ async def test_a_worker_whose_task_was_given_to_another_changes_nothing(states: 
     assert await task.complete(again)
 
 
+@pytest.mark.slow
 async def test_every_job_is_completed_exactly_once_though_workers_die(states: StateStore, root: str) -> None:
     """Twenty workers, of whom many stop in the middle of a job, and two sweepers at once."""
     jobs, dice = 60, random.Random(7)

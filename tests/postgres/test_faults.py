@@ -115,6 +115,7 @@ async def test_a_commit_that_arrives_while_its_retry_waits_is_found_by_it(schema
         assert [change.revision for change in await log_of(store)] == [1, 2]
 
 
+@pytest.mark.slow
 async def test_a_commit_that_never_arrives_is_given_up_by_the_server(schema: str, proxy: Proxy) -> None:
     """Its transaction is ended when it has been idle for five seconds; then the retry gets its turn."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
@@ -128,6 +129,7 @@ async def test_a_commit_that_never_arrives_is_given_up_by_the_server(schema: str
         assert [change.revision for change in await log_of(store)] == [1, 2]
 
 
+@pytest.mark.slow
 async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_server(
     schema: str, proxy: Proxy
 ) -> None:
@@ -153,6 +155,7 @@ async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_s
         assert [change.revision for change in await log_of(store)] == [1, 2, 3]
 
 
+@pytest.mark.slow
 async def test_a_client_that_vanishes_while_it_trims_is_given_up_by_the_server(schema: str, proxy: Proxy) -> None:
     """It holds the namespace as a writer does."""
     window = Window(changes=1, age_ms_min=0)

@@ -948,6 +948,7 @@ def test_a_member_of_a_granted_role_is_isolated_like_the_role(schema: str, role:
             store.put("k", 1)
 
 
+@pytest.mark.slow
 def test_a_grant_gives_up_on_tables_that_stay_locked(schema: str, role: str) -> None:
     """While it waits for its lock, every new writer waits behind it."""
     granted(schema, role)

@@ -496,6 +496,7 @@ async def test_postgresql_16_runs_the_main_verbs() -> None:
             assert await engine_of(store).due("default") == []
 
 
+@pytest.mark.slow
 async def test_a_caller_cancelled_while_opening_leaves_no_connection(schema: str) -> None:
     """The driver warns of a connection that is collected without being closed."""
     async with limpet.open(url_of(schema), sweep=False):

@@ -11,11 +11,15 @@ from collections import Counter
 from contextlib import ExitStack
 from typing import Any
 
+import pytest
+
 import limpet
 import limpet.sync
 from tests.postgres.support import LONG, Process, connected, log_of, new_schema, url_of
 from tests.processes import PATIENCE_S
 from tests.servers import Postgres
+
+pytestmark = pytest.mark.slow
 
 PROCESSES = 4
 WRITERS = 4

@@ -17,6 +17,8 @@ from limpet.engines.redis.cluster import RedisCluster
 from limpet.errors import Conflict, InvalidValue
 from tests.servers import Redis, free_port, redis
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 16_384
 NAMES = [f"space-{number}" for number in range(12)]
 
@@ -118,6 +120,11 @@ async def test_a_lock_holds_across_a_move(cluster: list[Redis]) -> None:
 async def test_a_cluster_needs_the_hash_tag(cluster: list[Redis]) -> None:
     with pytest.raises(InvalidValue, match="hash tag"):
         await limpet.open(f"{cluster[0].url}?hash_tag=none")
+
+
+async def test_a_cluster_has_no_test_clock(cluster: list[Redis]) -> None:
+    with pytest.raises(InvalidValue, match="clock=test is not for a cluster"):
+        await limpet.open(f"{cluster[0].url}?clock=test")
 
 
 async def test_a_new_epoch_is_one_of_all_servers(cluster: list[Redis]) -> None:

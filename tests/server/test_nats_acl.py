@@ -17,7 +17,7 @@ import limpet
 from limpet.errors import InvalidNamespace, InvalidValue
 from limpet.isolation.nats import grant_config, inbox_prefix, password_variable
 from limpet.server.dispatch import Dispatcher
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from tests.cli.support import Limpet
 from tests.server.subjects_support import PATIENCE_S, eventually, opened
 from tests.servers import Nats
@@ -64,12 +64,12 @@ async def joined(server: Nats, user: str, **options: Any) -> AsyncIterator[Guest
 
 
 @pytest.fixture
-async def served(isolated: Nats, tmp_path: Path) -> AsyncIterator[Subjects]:
+async def served(isolated: Nats, tmp_path: Path) -> AsyncIterator[PluginSubjects]:
     async with (
         opened(f"sqlite:///{tmp_path}/state.db") as session,
         joined(isolated, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = Subjects(Dispatcher(session.limited(65_536), "nats"), server.client)
+        subjects = PluginSubjects(Dispatcher(session.limited(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()
@@ -80,7 +80,7 @@ def kv_of(guest: Guest, plugin: str) -> Any:
     return limpet.PluginClient(guest.client, plugin, timeout=PATIENCE_S, list_timeout=PATIENCE_S).kv
 
 
-async def test_a_plugin_with_these_permissions_can_do_everything(isolated: Nats, served: Subjects) -> None:
+async def test_a_plugin_with_these_permissions_can_do_everything(isolated: Nats, served: PluginSubjects) -> None:
     async with joined(isolated, "trivia") as guest:
         kv = kv_of(guest, "trivia")
         async with aclosing(kv.watch(initial=True)) as watching:
@@ -107,7 +107,9 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize(("act", "subject"), ATTACKS)
-async def test_a_plugin_reaches_nothing_of_another(isolated: Nats, served: Subjects, act: str, subject: str) -> None:
+async def test_a_plugin_reaches_nothing_of_another(
+    isolated: Nats, served: PluginSubjects, act: str, subject: str
+) -> None:
     async with joined(isolated, "trivia") as victim, joined(isolated, "quote-db") as attacker:
         kv = kv_of(victim, "trivia")
         await kv.set("secret", "of trivia alone")
@@ -127,14 +129,14 @@ async def test_a_plugin_reaches_nothing_of_another(isolated: Nats, served: Subje
         assert "permissions violation" in attacker.forbidden[0].lower()
 
 
-async def test_a_plugin_with_a_shared_inbox_gets_no_reply(isolated: Nats, served: Subjects) -> None:
+async def test_a_plugin_with_a_shared_inbox_gets_no_reply(isolated: Nats, served: PluginSubjects) -> None:
     """Without its own inbox prefix a plugin can send requests, but the server may not publish the reply there."""
     async with joined(isolated, "trivia", inbox_prefix="_INBOX") as guest:
         with pytest.raises(TimeoutError):
             await guest.client.request("db.kv.trivia.list", b"{}", timeout=0.2)
 
 
-async def test_the_server_may_not_reply_into_the_subjects_of_a_plugin(isolated: Nats, served: Subjects) -> None:
+async def test_the_server_may_not_reply_into_the_subjects_of_a_plugin(isolated: Nats, served: PluginSubjects) -> None:
     async with joined(isolated, "trivia") as victim, joined(isolated, "quote-db") as attacker:
         await kv_of(victim, "trivia").set("k", 1)
         await kv_of(attacker, "quote-db").set("k", {"key": "k", "value": 2})
@@ -145,7 +147,7 @@ async def test_the_server_may_not_reply_into_the_subjects_of_a_plugin(isolated: 
         assert await kv_of(victim, "trivia").get("k") == 1
 
 
-async def test_a_watch_is_not_delivered_to_another(isolated: Nats, served: Subjects) -> None:
+async def test_a_watch_is_not_delivered_to_another(isolated: Nats, served: PluginSubjects) -> None:
     async with joined(isolated, "quote-db") as attacker:
         for deliver in ("_INBOX_trivia.x", "db.kv.trivia.set"):
             body = json.dumps({"deliver": deliver}).encode()

@@ -20,8 +20,8 @@ import nats
 import pytest
 
 import limpet
-from limpet.server.service import _bound
-from limpet.server.settings import Place
+from limpet.server.service import _listen
+from limpet.server.settings import ListenAddress
 from tests.cli.support import Limpet
 
 PATIENCE_S = 120.0
@@ -32,18 +32,18 @@ class Running:
 
     def __init__(self, process: subprocess.Popen[str], faces: int) -> None:
         self.process = process
-        self.places: dict[str, str] = {}
+        self.addresses: dict[str, str] = {}
         assert process.stderr is not None
         self.said: list[str] = []
-        while len(self.places) < faces and (line := process.stderr.readline()):
+        while len(self.addresses) < faces and (line := process.stderr.readline()):
             self.said.append(line)
             if line.startswith("limpet: serving "):
                 name, _, place = line.removeprefix("limpet: serving ").strip().partition(" at ")
-                self.places[name] = place
+                self.addresses[name] = place
 
     @property
     def http(self) -> str:
-        return self.places["http"]
+        return self.addresses["http"]
 
     def ended(self) -> tuple[int, str]:
         """How it ended, and what it said last."""
@@ -57,7 +57,7 @@ def serving(url: str, *options: str, **environment: str) -> Iterator[Running]:
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             running = Running(process, faces=("--http" in options) + ("--nats" in options))
-            assert running.places, "".join(running.said)
+            assert running.addresses, "".join(running.said)
             yield running
         finally:
             process.kill()
@@ -94,6 +94,7 @@ async def test_both_faces_serve_the_same_state(url: str) -> None:
         await connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_it_ends_with_streams_open(url: str, sign: signal.Signals) -> None:
     with (
@@ -148,6 +149,7 @@ def test_it_only_reads_when_told_to(url: str) -> None:
         assert client.put("/v1/default/entries/theme", json=1).status_code == 403
 
 
+@pytest.mark.slow
 def test_what_expired_while_nobody_served_is_swept(url: str) -> None:
     """A namespace that a server has written to is known to the next one."""
     with serving(url, *HTTP) as server, httpx2.Client(base_url=server.http) as client:
@@ -180,6 +182,7 @@ def test_logs_are_documents_when_asked_for(url: str) -> None:
     assert "hush-hush" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "problem"),
     [
@@ -201,6 +204,7 @@ def test_what_cannot_be_served_is_told_at_once(url: str, options: tuple[str, ...
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 async def test_the_largest_group_of_commits_is_taken(url: str) -> None:
     """The engine says what one request may hold, and the server in front of it takes that."""
     with serving(url, *HTTP) as server:
@@ -232,7 +236,7 @@ def test_a_port_that_is_taken_is_told(url: str) -> None:
 async def test_an_answer_waits_for_no_acknowledgement() -> None:
     """Or the body of every answer would come 40 ms after its head, wherever the loop is asyncio's own."""
     accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
-    with _bound(Place("127.0.0.1", 0)) as listening:
+    with _listen(ListenAddress("127.0.0.1", 0)) as listening:
         async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             served = await accepted
@@ -243,6 +247,7 @@ async def test_an_answer_waits_for_no_acknowledgement() -> None:
                 end.close()
 
 
+@pytest.mark.slow
 async def test_two_servers_share_one_store(url: str) -> None:
     with serving(url, *HTTP) as one, serving(url, *HTTP) as other:
         async with httpx2.AsyncClient() as client:

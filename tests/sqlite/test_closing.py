@@ -82,7 +82,7 @@ async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has
         closing.start()
         closing.join(PATIENCE_S)
 
-    engine._queue = Queue(before=close)
+    engine._writer.queue = Queue(before=close)
 
     with pytest.raises(Closed):
         await asyncio.wait_for(engine.commit("default", batch(put("key", 2))), 60)
@@ -107,7 +107,7 @@ def test_a_loop_that_vanished_with_a_waiter_harms_nobody_else(url: str, clock: l
     committed for it has done nothing wrong, and is answered.
     """
     engine = asyncio.run(open_sqlite(url, clock))
-    engine._flush = lambda loop: None  # type: ignore[method-assign]
+    engine._writer._flush = lambda loop: None  # type: ignore[method-assign]
     loop = VanishingLoop()
     task = loop.leave(engine.commit("default", batch(put("task", 1))))
 

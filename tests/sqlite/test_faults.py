@@ -23,8 +23,9 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.clock import has_loop
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.rows import COUNTERS
 from limpet.errors import Ambiguous, Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error
@@ -156,7 +157,7 @@ async def test_an_error_before_commit_is_not_applied_and_tried_again(
 ) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
-        spy.before[sqlite._TALLY] = failing = Times(4, lambda: sqlite_error(name, "it failed"))
+        spy.before[COUNTERS] = failing = Times(4, lambda: sqlite_error(name, "it failed"))
 
         entry = await store.put("key", 1)
 
@@ -181,7 +182,7 @@ async def test_a_full_disk_at_commit_is_not_applied(engine: SqliteEngine, spy: S
 
 async def test_a_transaction_that_failed_does_not_stay_open(engine: SqliteEngine, url: str, spy: Spy) -> None:
     """After an error another process must be able to write at once, and so must we."""
-    spy.before[sqlite._TALLY] = Times(1, lambda: sqlite_error("SQLITE_IOERR_READ", "disk I/O error"))
+    spy.before[COUNTERS] = Times(1, lambda: sqlite_error("SQLITE_IOERR_READ", "disk I/O error"))
     with pytest.raises(Unavailable):
         await engine.commit("default", batch(put("key", 1)))
 
@@ -197,7 +198,7 @@ async def test_a_transaction_that_failed_does_not_stay_open(engine: SqliteEngine
 @pytest.fixture
 def blocker(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
     """Another connection, which may hold a write transaction for longer than anybody waits."""
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 20)
+    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 20)
     with limpet.sync.open(url, sweep=False):
         pass
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -319,12 +320,12 @@ async def test_a_store_table_without_its_row_is_corrupt(url: str, path: Path) ->
 async def test_a_file_system_without_wal_is_named(url: str, spy: Spy) -> None:
     """The message must say which file it is about."""
 
-    class Old(sqlite._Connection):
+    class Old(connections.Connection):
         def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
             return super().execute(sql.replace("= WAL", "= DELETE"), parameters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite, "_Connection", Old)
+        patch.setattr(connections, "Connection", Old)
         with pytest.raises(Corrupt, match=r"state\.db.*WAL"):
             await limpet.open(url)
 
@@ -446,7 +447,7 @@ async def test_each_code_has_its_error(engine: SqliteEngine, name: str, expected
     error = sqlite3.OperationalError("as SQLite says it")
     error.sqlite_errorname = name
 
-    assert type(engine._translated(error)) is expected
+    assert type(engine._connections.translate(error)) is expected
 
 
 async def test_the_words_of_a_trigger_are_not_shown(url: str, path: Path, quick: QuickClock) -> None:
@@ -586,7 +587,7 @@ def test_an_interrupt_of_one_thread_is_not_an_answer_to_others(
     with limpet.sync.open(url, sweep=False, clock=quick) as store:
         engine: Any = store._twin._session.engine
         # The other waits between queueing and going on, until all of this is over.
-        engine._queue = Queue(after=lambda: gate() if threading.current_thread() is other else None)
+        engine._writer.queue = Queue(after=lambda: gate() if threading.current_thread() is other else None)
         told: list[int] = []
         other = threading.Thread(target=lambda: told.append(store.add("hits", 10)))
         other.start()
@@ -609,7 +610,7 @@ async def test_an_interrupt_of_a_thread_is_not_silence_for_a_task(engine: Sqlite
 
     A thread without a loop commits for tasks of a loop as well. When it is interrupted, they are still answered.
     """
-    engine._flush = lambda loop: None  # type: ignore[method-assign]
+    engine._writer._flush = lambda loop: None  # type: ignore[method-assign]
     waiting = asyncio.create_task(engine.commit("default", batch(put("task", 1), request_id="mine")))
     await asyncio.sleep(0)
     spy.before["COMMIT"] = Times(1, KeyboardInterrupt)

@@ -14,8 +14,9 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import group
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.group import GROUP_MAX
 from limpet.errors import LimpetError
 from limpet.model import (
     ABSENT,
@@ -125,10 +126,10 @@ async def test_a_group_is_what_plan_makes_of_it_in_some_order(
 async def test_writes_of_one_turn_share_a_transaction(engine: SqliteEngine, spy: Spy) -> None:
     """All that was asked in one turn of the loop is committed at once, up to the size of a group."""
 
-    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(sqlite.GROUP_MAX)))
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(GROUP_MAX)))
     assert (spy.count("BEGIN IMMEDIATE"), spy.count("COMMIT")) == (1, 1)
 
-    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(sqlite.GROUP_MAX + 1)))
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(GROUP_MAX + 1)))
     assert (spy.count("BEGIN IMMEDIATE"), spy.count("COMMIT")) == (3, 3)
 
 
@@ -293,7 +294,7 @@ async def test_a_member_that_cannot_be_decided_fails_alone(
             raise ZeroDivisionError
         return plan(asked, *args, **more)
 
-    monkeypatch.setattr(sqlite, "plan", sometimes)
+    monkeypatch.setattr(group, "plan", sometimes)
 
     outcomes = await asyncio.gather(
         engine.commit("default", batch(put("a", 1))),
@@ -315,7 +316,7 @@ async def test_a_member_that_cannot_be_recalled_fails_alone(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sqlite, "recall", broken)
+    monkeypatch.setattr(group, "recall", broken)
 
     outcomes = await asyncio.gather(
         engine.commit("default", batch(put("a", 1))),
@@ -348,7 +349,7 @@ def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: 
             answers.append((key, type(done.value)))
 
     early = threading.Thread(target=commit, args=("early",))
-    engine._queue = Queue(after=lambda: queued() if threading.current_thread() is early else None)
+    engine._writer.queue = Queue(after=lambda: queued() if threading.current_thread() is early else None)
     early.start()
     queued.await_somebody()
     spy.before["COMMIT"] = committing

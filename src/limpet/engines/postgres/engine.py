@@ -74,7 +74,7 @@ from limpet.transition import recall
 from limpet.urls import Address
 
 if TYPE_CHECKING:
-    from limpet.schema.migrate import Place
+    from limpet.schema.migrate import SchemaTarget
 
 TRIM_CHANGES_MAX: Final = 5_000
 INDEXES_KNOWN_S: Final = 5.0
@@ -132,17 +132,17 @@ async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> Post
     return engine
 
 
-def place(address: Address) -> Place:
+def schema_target(address: Address) -> SchemaTarget:
     """Where the tables of a URL are, for a migration."""
-    from limpet.schema.migrate import PostgresPlace
+    from limpet.schema.migrate import PostgresTarget
 
-    return PostgresPlace(_data_source(address), _schema(address), str(address))
+    return PostgresTarget(_data_source(address), _schema(address), str(address))
 
 
 def _migrate(address: Address) -> None:
     from limpet.schema.migrate import up
 
-    up(place(address))
+    up(schema_target(address))
 
 
 def _schema(address: Address) -> str:

@@ -25,8 +25,8 @@ from limpet.semantic import sync as blocking
 from limpet.semantic.store import Envelope, Escalated, Observation, RetryPolicy, VersionConflict
 from limpet.semantic.sync import DeadLetters, SemanticStore
 from tests.engines import unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, WRITER, audit, lock_of
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, WRITER, audit, lock_of
 
 START = "tenant/acme/project/docs/"
 ALL = timedelta(hours=-1)
@@ -179,6 +179,7 @@ def test_letters_are_kept_where_their_store_can_write_them(store: limpet.sync.St
                 SemanticStore(local, dead_letters=DeadLetters.beside(store))
 
 
+@pytest.mark.slow
 def test_the_trail_is_sealed_in_the_background_and_pruned(store: limpet.sync.Store) -> None:
     with SemanticStore(store, audit=audit()) as kept:
         put(kept, {"n": 1})
