@@ -386,6 +386,7 @@ async def test_writers_leave_the_loop_to_others(url: str) -> None:
     assert turns.count >= TASKS * 50 // (CALLS + TASKS)
 
 
+@pytest.mark.slow
 async def test_writers_are_not_starved_by_readers(url: str) -> None:
     """A loop that does nothing but read starves no other task.
 
@@ -408,6 +409,7 @@ async def test_writers_are_not_starved_by_readers(url: str) -> None:
         await asyncio.gather(*reading)
 
 
+@pytest.mark.slow
 def test_threads_that_write_are_not_starved_by_threads_that_read(url: str) -> None:
     """A loop that does nothing but read starves no other caller, neither in a thread nor on an event loop."""
     done = threading.Event()
@@ -438,6 +440,7 @@ def test_threads_that_write_are_not_starved_by_threads_that_read(url: str) -> No
 # Standing in line -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_thousand_waiters_are_all_served(url: str) -> None:
     """In order, and each of them with three commits: one in vain, one that takes the lock, one that gives it back."""
     waiters, order = 1000, []

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DEMO = [sys.executable, "-m", "limpet.demo.acts"]
 PATIENCE_S = 120.0
 

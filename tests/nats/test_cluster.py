@@ -26,6 +26,8 @@ from tests.engines import unique
 from tests.nats.support import stream_of
 from tests.servers import Nats, nats_cluster
 
+pytestmark = pytest.mark.slow
+
 KILLS = 20 if os.environ.get("LIMPET_NATS_LONG") else 2
 CLIENTS = 8
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 import limpet
 from limpet.errors import Ambiguous, Unavailable
 from tests.servers import nats
+
+pytestmark = pytest.mark.slow
 
 KILLS = 3
 

@@ -51,6 +51,7 @@ async def fill(store: limpet.Store, size_bytes: int) -> dict[int, str]:
     return told
 
 
+@pytest.mark.slow
 async def test_what_a_caller_is_told_of_a_batch_is_true(small: Nats) -> None:
     """The server checks its room message by message, and leaves off in the middle of a batch."""
     seen: Counter[tuple[str, int]] = Counter()

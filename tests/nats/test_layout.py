@@ -162,6 +162,7 @@ async def test_ends_leave_the_stream_when_they_were_trimmed_long_ago(monkeypatch
         assert (await store.put("session/1", 1)).version == 1
 
 
+@pytest.mark.slow
 async def test_alarms_leave_the_stream_when_they_have_rung() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         for number in range(20):

@@ -67,6 +67,7 @@ async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pyt
             await CALLS[call](store)
 
 
+@pytest.mark.slow
 async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large namespace on a slow machine: only the time without a message counts."""
     monkeypatch.setattr(nats_mirror, "PROGRESS_S", 3.0)
@@ -119,6 +120,7 @@ def own() -> Iterator[Nats]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_call_ends_when_the_server_stands_still(own: Nats, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_link, "REQUEST_S", 0.5)
@@ -137,6 +139,7 @@ async def test_a_call_ends_when_the_server_stands_still(own: Nats, call: str, mo
             await _scan(store)
 
 
+@pytest.mark.slow
 async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -> None:
     """There is more to send than the system takes without the server's reading it."""
     store = await limpet.open(own.url, namespace=unique(), sweep=False)

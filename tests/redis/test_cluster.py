@@ -17,6 +17,8 @@ from limpet.engines.redis.cluster import RedisCluster
 from limpet.errors import Conflict, InvalidValue
 from tests.servers import Redis, free_port, redis
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 16_384
 NAMES = [f"space-{number}" for number in range(12)]
 

@@ -13,6 +13,8 @@ from limpet.errors import Ambiguous, Compacted, LockLost, Unavailable
 from tests.redis.support import command
 from tests.servers import Redis, redis
 
+pytestmark = pytest.mark.slow
+
 ALWAYS = {"appendonly": "yes", "appendfsync": "always"}
 
 

@@ -20,6 +20,8 @@ from limpet.model import Change
 from tests.redis.jobs import CLAIMS, DONE, QUEUE
 from tests.servers import redis
 
+pytestmark = pytest.mark.slow
+
 JOBS = 5_000 if os.environ.get("LIMPET_REDIS_LONG") else 400
 PROCESSES = 5
 ROOT = "gbe.state.tasks"

@@ -32,6 +32,8 @@ from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
 from tests.server.test_access import until
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 SCOPE = Scope("shop", "", ("read", "reveal", "write", "lock"))
 

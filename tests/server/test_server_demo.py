@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 
 

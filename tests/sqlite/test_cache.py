@@ -440,6 +440,7 @@ def test_a_counter_of_two_processes_never_stands_still(url: str, path: Path) -> 
             assert there.do("add", "count", 1) == turn + 2
 
 
+@pytest.mark.slow
 def test_a_new_wal_index_of_the_same_file_is_seen_as_it_is(url: str, path: Path) -> None:
     """What was read is forgotten with the connection that read it.
 
@@ -1094,6 +1095,7 @@ def test_a_store_that_closes_leaves_others_their_locks(
             assert store.get("key") == 3
 
 
+@pytest.mark.slow
 def test_opening_and_closing_one_file_leaves_no_descriptor(url: str) -> None:
     """A program may open a store for each request it serves."""
     with limpet.sync.open(url, sweep=False) as store:
@@ -1107,6 +1109,7 @@ def test_opening_and_closing_one_file_leaves_no_descriptor(url: str) -> None:
     assert descriptors() <= before
 
 
+@pytest.mark.slow
 def test_opening_and_closing_many_files_leaves_no_descriptor(tmp_path: Path) -> None:
     """A program may have a store for each of its users."""
     limpet.sync.open(f"sqlite:///{tmp_path}/first.db", sweep=False).close()
@@ -1293,12 +1296,14 @@ def forks_as_a_daemon_does(url: str, opens: str) -> None:
         say([before, *in_child(work)(), store.get("count")])
 
 
+@pytest.mark.slow
 def test_parent_and_child_see_each_other(url: str) -> None:
     """A child after a fork goes on with its own connections, and sees what its parent writes, and the other way."""
     with Peer("forks_and_takes_turns", f"{url}?synchronous=normal", LONG * 400) as process:
         assert process.hear() == [[], []]
 
 
+@pytest.mark.slow
 def test_a_fork_among_readers_of_the_cache_deceives_nobody(url: str) -> None:
     """A child after a fork goes on with its own connections.
 
@@ -1311,6 +1316,7 @@ def test_a_fork_among_readers_of_the_cache_deceives_nobody(url: str) -> None:
     assert reads > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opens", [0, 3, 40])
 @pytest.mark.parametrize("held_elsewhere", [False, True])
 def test_a_child_that_closes_what_it_inherited_goes_on(url: str, held_elsewhere: bool, opens: int) -> None:
@@ -1625,6 +1631,7 @@ async def test_namespaces_take_no_more_room_than_there_is(
 # Watching other processes -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sight", [SEEING, BLIND])
 async def test_news_of_another_process_come_soon(
     url: str, path: Path, monkeypatch: pytest.MonkeyPatch, sight: str
@@ -1902,6 +1909,7 @@ def disturbs(url: str, path: str, seconds: str) -> None:
     say(done)
 
 
+@pytest.mark.slow
 def test_time_goes_forward_for_everybody(url: str, path: Path, tmp_path: Path, capsys: Any) -> None:
     """A read never goes back, and is never behind what was acknowledged to anybody before it began.
 
