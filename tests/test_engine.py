@@ -204,7 +204,7 @@ async def open_third_party(address: Address, clock: limpet.Clock) -> ThirdParty:
     from limpet.engines import memory
 
     address.allow("depth")
-    return ThirdParty(memory._Place(clock, skips=False))
+    return ThirdParty(memory._Memory(clock, skips=False))
 
 
 @pytest.fixture
@@ -287,7 +287,7 @@ async def test_a_notification_wakes_only_its_namespace() -> None:
 
 
 async def test_a_notification_of_all_between_reading_and_waiting_is_not_missed() -> None:
-    """Whoever waits for changes is woken and told.
+    """Callers that wait for changes are woken and get Closed.
 
     A closing engine notifies all. A caller may have read just before, and begin to wait just after.
     """

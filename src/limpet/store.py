@@ -23,7 +23,7 @@ from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
-from limpet.index import check_field, sought
+from limpet.index import check_field, make_probes
 from limpet.keys import (
     PAGE_BYTES,
     PAGE_MAX,
@@ -159,7 +159,7 @@ class Store:
 
     async def _found_by_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
         """The entries that match, if there is an index that finds them."""
-        engine, wanted = self._indexing, sought(where)
+        engine, wanted = self._indexing, make_probes(where)
         if not wanted or engine is None:
             return None
         keys = await self._session.retrying(lambda: engine.candidates(self.name, span, wanted))

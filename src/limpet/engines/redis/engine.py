@@ -350,7 +350,7 @@ class RedisEngine(ServerEngine):
         parameters: list[Any] = []
         for probe in wanted:
             texts = [encode_field(text) for text in probe.texts]
-            parameters += [probe.name, repr(probe.low), repr(probe.high), int(probe.odd), len(texts), *texts]
+            parameters += [probe.name, repr(probe.low), repr(probe.high), int(probe.all_texts), len(texts), *texts]
         found = await self._run(namespace, "candidates", CANDIDATES_MAX, *parameters)
         return None if found is None else [key for key in map(bytes.decode, found) if key in span]
 
