@@ -127,11 +127,11 @@ async def test_a_server_that_does_not_answer_in_time_leaves_the_outcome_open() -
             await store.put("key", 0)
             engine.holds = True
             patience: Any = store._session.engine
-            patience._answer_s = 0.2
+            patience._reply_s = 0.2
             writing = asyncio.create_task(store.add("key", 1))
             while not _came_again(server.app):  # noqa: ASYNC110 - it is another task's doing
                 await asyncio.sleep(0.01)
-            patience._answer_s = 30.0
+            patience._reply_s = 30.0
             engine.go()
 
             assert await writing == 1

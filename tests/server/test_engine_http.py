@@ -258,7 +258,7 @@ async def test_something_else_that_answers_is_told_apart(answering: tuple[str, t
     with pytest.raises(InvalidValue, match="no Limpet server"):
         await limpet.open(url)
     answers.do_GET = lambda self: self._say(404, {}, b"")  # type: ignore[method-assign]
-    with pytest.raises(InvalidValue, match="look at the URL"):
+    with pytest.raises(InvalidValue, match="check the URL"):
         await limpet.open(url)
 
 

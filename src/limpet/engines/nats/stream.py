@@ -218,7 +218,7 @@ class NamespaceStream:
     def now_ms(self) -> int:
         """The time of the namespace: the server's, or the latest that was seen or recorded here if that is later."""
         now_ms = self._server_ms()
-        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than reading the time
             self._latest_ms = now_ms
         return self._latest_ms
 
