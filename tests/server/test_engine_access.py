@@ -485,7 +485,7 @@ async def test_a_server_for_reading_refuses_every_write() -> None:
 def limited(**limits: float) -> Any:
     """The options of a dispatcher that holds namespaces to these limits."""
     rates, quotas = gates_of(limits_of(limits), limpet.SystemClock())
-    return {"gates": [gate for gate in (rates, quotas) if gate], "observers": [quotas] if quotas else []}
+    return {"checks": [check for check in (rates, quotas) if check], "observers": [quotas] if quotas else []}
 
 
 async def test_a_namespace_is_held_to_its_room() -> None:

@@ -97,7 +97,7 @@ async def test_a_token_is_shown_nowhere(server: Running, caplog: pytest.LogCaptu
         engine = engine_of(store)
         with pytest.raises(PermissionDenied) as refused:
             await engine.read("other", ["key"])
-        shown = [repr(store), repr(engine), str(refused.value).replace(f"{SECRET} may not", "")]
+        shown = [repr(store), repr(engine), str(refused.value).replace(SECRET, "", 1)]
 
     assert not any(SECRET in text for text in [*shown, caplog.text])
 

@@ -39,7 +39,7 @@ class Counter:
         rates, quotas = gates_of(limits_of(settings), clock)
         observers = [] if quotas is None else [quotas]
         self.dispatcher = Dispatcher(
-            store._session, "nats", gates=[one for one in (rates, quotas) if one], observers=observers
+            store._session, "nats", checks=[one for one in (rates, quotas) if one], observers=observers
         )
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> dict[str, Any]:

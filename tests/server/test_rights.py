@@ -267,7 +267,7 @@ async def test_a_lock_is_ended_by_force_by_an_admin_with_a_reason(made: Face, ca
 async def test_over_nats_nobody_ends_a_lock_by_force(made: Face) -> None:
     row = OPERATIONS["unlock"]
     asked = request_of(row.request, {"name": "job", "reason": "because"})
-    with pytest.raises(PermissionDenied, match="may not admin"):
+    with pytest.raises(PermissionDenied, match="lacks the admin right"):
         await made.dispatcher.run(row, "shop", asked, TrustedCaller("plugin shop"))
 
 

@@ -391,7 +391,7 @@ def audit() -> Audit:
 @pytest.fixture
 async def audited() -> AsyncIterator[Face]:
     kept = AuditedNamespaces(audit(), ["shop"])
-    async with face(dispatcher={"gates": [kept], "semantic": kept.of}) as found:
+    async with face(dispatcher={"checks": [kept], "semantic": kept.of}) as found:
         yield found
 
 
@@ -516,7 +516,7 @@ async def test_an_audited_namespace_takes_keys(tmp_path: Path, monkeypatch: pyte
 
 async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_nats: Plugins) -> None:
     kept = AuditedNamespaces(audit(), ["platform"])
-    options: dict[str, Any] = {"gates": [kept], "semantic": kept.of}
+    options: dict[str, Any] = {"checks": [kept], "semantic": kept.of}
     async with serving(sqlite_nats.session, prefix="trail.kv", dispatcher=options):
         body = json.dumps({"key": KEY, **PUT}).encode()
         assert (await sqlite_nats.say("trail.kv.platform.kv_put", body))["success"]

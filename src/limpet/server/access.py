@@ -31,8 +31,8 @@ from limpet.keys import Span, check_namespace, prefix_span
 from limpet.model import ABSENT, Entry, Event, Synced
 from limpet.retry import Outage
 from limpet.server.dispatch import OWN_NAMESPACE
-from limpet.server.logs import shown
 from limpet.server.operations import Right
+from limpet.server.outcome import quote_name
 from limpet.session import Session
 from limpet.store import Store
 
@@ -244,7 +244,7 @@ def _token_of(entry: Entry) -> Token | None:
     try:
         return msgspec.convert(entry.value, Token)
     except msgspec.ValidationError:
-        log.warning("token %s cannot be read by this release, and is refused", shown(_id_of(entry.key)))
+        log.warning("token %s cannot be read by this release, and is refused", quote_name(_id_of(entry.key)))
         return None
 
 
@@ -371,7 +371,9 @@ class Tokens:
     def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
         facts = {"client": client or "-", "token_id": id or "-", "reason": problem}
         log.info(
-            "KV access refused: client=%s token=%s reason=%s", *(shown(fact) for fact in facts.values()), extra=facts
+            "KV access refused: client=%s token=%s reason=%s",
+            *(quote_name(fact) for fact in facts.values()),
+            extra=facts,
         )
         return Unauthenticated("this token is not valid" if name is None else f"token {name!r} is {problem}")
 

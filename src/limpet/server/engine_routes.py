@@ -55,7 +55,7 @@ from limpet.protocol.codes import code_of
 from limpet.server import validate as nouns
 from limpet.server.dispatch import Caller, Callers, Dispatcher
 from limpet.server.events import until_refused
-from limpet.server.http_call import TokenRefused, bearer_of
+from limpet.server.http import TokenRefused, identify
 from limpet.server.operations import Operation, Reach, Right, depends_on_value
 from limpet.server.requests import REASON_MAX, Primitive
 from limpet.server.wording import Public, public_error
@@ -194,12 +194,12 @@ class _Counter:
         except _Noted as noted:
             return _failed(noted.error)
         except Exception as error:
-            self._desk.refused(caller, namespace, f"engine.{name}" if primitive else "engine", error)
+            self._desk.report_refusal(caller, namespace, f"engine.{name}" if primitive else "engine", error)
             return _failed(error)
 
     async def _caller(self, incoming: Incoming) -> Caller:
         try:
-            return await bearer_of(incoming, self._callers)
+            return await identify(incoming, self._callers)
         except TokenRefused as error:
             raise _Unknown(str(error)) from error
 
@@ -373,7 +373,7 @@ class _Counter:
                 )
                 forced = _check_rights(visit, batch, reason)
             except Exception as error:
-                self._desk.refused(visit.caller, visit.namespace, "engine.commit", error)
+                self._desk.report_refusal(visit.caller, visit.namespace, "engine.commit", error)
                 raise
             outcome = await self._attempts.run(
                 visit,

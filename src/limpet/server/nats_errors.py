@@ -11,19 +11,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from limpet import errors
-from limpet.protocol.codes import code_of
 from limpet.semantic.store import InvalidField, InvalidKeyField, VersionConflict
-from limpet.server.audited import conflict_document
-from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField
+from limpet.server.outcome import reply_code
+from limpet.server.requests import MissingField
 from limpet.server.wording import public_error, public_message
 
-__all__ = ["reply_code", "reply_of"]
-
-_BY_SHAPE: Final = {
-    InvalidJSON: "INVALID_JSON",
-    MissingField: "MISSING_FIELD",
-    InvalidSubject: "INVALID_SUBJECT",
-}
+__all__ = ["reply_of"]
 
 _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
     errors.Conflict: {"key": "key", "reason": "reason", "version": "actual_version", "revision": "actual_revision"},
@@ -43,15 +36,6 @@ _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
 """Which attributes of an error its reply has, by the member's name."""
 
 
-def reply_code(error: Exception) -> str:
-    """The word that plugins know an error by. One that a face made for itself is a mistake of its caller."""
-    if isinstance(error, errors.LimpetError):
-        return _BY_SHAPE.get(type(error)) or code_of(error).reply
-    status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    is_mistake = isinstance(status, int) and status < 500
-    return "VALIDATION_ERROR" if is_mistake else code_of(error).reply
-
-
 def reply_of(error: Exception) -> dict[str, Any]:
     """The reply to a request that failed."""
     reply: dict[str, Any] = {
@@ -61,7 +45,7 @@ def reply_of(error: Exception) -> dict[str, Any]:
     }
     error = public_error(error)
     if isinstance(error, VersionConflict):
-        reply |= conflict_document(error)
+        reply |= error.public_fields()
     elif isinstance(error, errors.LimpetError):
         reply["code"] = error.code
         for member, attribute in _CARRIED.get(type(error), {}).items():

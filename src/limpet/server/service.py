@@ -28,6 +28,7 @@ from limpet.server.fronts import put_boundary
 from limpet.server.limits import gates_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
+from limpet.server.namespaces import WrittenNamespaces
 from limpet.server.settings import CONNECTIONS, Place, Settings
 from limpet.session import Session
 
@@ -94,6 +95,8 @@ class Service:
         session = await open_session(settings.url, clock=None, max_value_bytes=VALUE_BYTES_MAX, window=None)
         put_boundary(session)
         self._parts.push_async_callback(session.close)
+        written = WrittenNamespaces(session)
+        self._parts.push_async_callback(written.close)
         metrics = Metrics(session, names=settings.metric_names)
         logs = Logs(session.clock, cleanup_interval_s=settings.cleanup_interval)
         rates, quotas = gates_of(settings.limits, session.clock)
@@ -103,15 +106,16 @@ class Service:
         alarm = ConflictAlarm(clock=session.clock)
         kept = AuditedNamespaces(_audit_of(settings), settings.audit, [metrics.observe, alarm])
         options: dict[str, Any] = {
-            "gates": [gate for gate in (kept, rates, quotas) if gate is not None],
+            "checks": [check for check in (kept, rates, quotas) if check is not None],
             "observers": observers,
             "read_only": settings.read_only,
             "semantic": kept.of,
+            "namespaces": written,
         }
         if not settings.read_only:
             session.sweeper.listeners += [metrics.swept, logs.swept]
             session.sweeper.start()
-            namespaces = await Dispatcher(session, "http").recall()
+            namespaces = await written.load()
             log.info("Sweeping %d namespaces", len(namespaces))
             await enter(kept.sealing(session))
         if settings.http is not None:
@@ -208,7 +212,7 @@ class Service:
                 scheme = "https" if self.settings.certificate else "http"
                 found = Place(place.host, listening.getsockname()[1])
                 self.places["http"] = f"{scheme}://{found.shown}"
-                await parts.enter_async_context(_running(connections.look_after(), "limpet-connections"))
+                await parts.enter_async_context(_running(connections.check_deadlines(), "limpet-connections"))
                 async with _running(server.serve(sockets=[listening]), "limpet-http", self._failed) as task:
                     while not server.started and not task.done():  # noqa: ASYNC110 - it tells nobody
                         await asyncio.sleep(0.01)

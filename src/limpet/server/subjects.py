@@ -36,11 +36,11 @@ from limpet.retry import reason_of
 from limpet.server import requests
 from limpet.server.dispatch import Dispatcher, TrustedCaller
 from limpet.server.key_queue import Order, Place
-from limpet.server.logs import failure_of
 from limpet.server.nats_errors import reply_of
 from limpet.server.nats_info import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
 from limpet.server.nats_watch import Deliveries, is_answerable
 from limpet.server.operations import OPERATIONS, Operation, Reach
+from limpet.server.outcome import redact
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -288,7 +288,7 @@ class Subjects:
         if not self._tasks and not self._backlog:
             self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a request could not be finished: %s", reason_of(error), exc_info=failure_of(error))
+            log.error("a request could not be finished: %s", reason_of(error), exc_info=redact(error))
 
     def _caller(self, plugin: str) -> TrustedCaller:
         caller = self._callers.get(plugin)
@@ -372,7 +372,7 @@ class Subjects:
         is_known = endpoint is not None and not isinstance(error, InvalidNamespace)
         # A caller is remembered only by a name that is one.
         caller = self._caller(plugin) if is_known else TrustedCaller(f"plugin {plugin[:NAME_SHOWN_MAX]}")
-        self._desk.refused(
+        self._desk.report_refusal(
             caller, plugin[:NAME_SHOWN_MAX], name[:NAME_SHOWN_MAX], error, has_reply=bool(reply), subject=subject
         )
         body = _encode(reply_of(error)) if endpoint is None else self._error(endpoint, error)
