@@ -89,9 +89,9 @@ class ByHand(LimpetPostgres):
         await self.store.put("begin", 0)
         engine: Any = self.store._session.engine
         self._engine = engine
-        self._connection = await engine._connect()
-        postgres = load("limpet.engines.postgres.engine")
-        self._statement, self._array = engine._sql(postgres._PUT), postgres._array
+        self._connection = await engine._acquire()
+        self._statement = engine._sql(load("limpet.engines.postgres.sql").PUT)
+        self._array = load("limpet.engines.postgres.rows").array_text
         self._names = itertools.count(1)
         self._waiting: list[tuple[str, str, asyncio.Future[None]]] = []
         self._group: asyncio.Task[None] | None = None

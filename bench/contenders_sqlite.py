@@ -110,8 +110,8 @@ class LimpetBlockingNormal(LimpetBlockingFull):
 def _writer_of(store: limpet.Store) -> Any:
     """The very connection that commits."""
     engine: Any = store._session.engine
-    assert engine._writer is not None, "nothing was written yet"
-    return engine._writer
+    assert engine._writer.connection is not None, "nothing was written yet"
+    return engine._writer.connection
 
 
 # Peers ------------------------------------------------------------------------

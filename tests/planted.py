@@ -16,6 +16,7 @@ import msgspec
 from limpet import hub, model, transition
 from limpet.engines import memory
 from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite.group import GroupWriter
 from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal
 
 # The suite is asked as this tree holds it: any name below may move with the code it breaks.
@@ -38,7 +39,7 @@ def version_not_restarting() -> None:
 
 def revision_reused() -> None:
     """A delete gives its revision back."""
-    right = memory._Space.apply
+    right = memory._Namespace.apply
 
     def wrong(self: Any, change: Change) -> None:
         before = self.revision
@@ -46,7 +47,7 @@ def revision_reused() -> None:
         if change.op == "delete":
             self.revision = before
 
-    memory._Space.apply = wrong
+    memory._Namespace.apply = wrong
 
 
 def early_expiry() -> None:
@@ -89,14 +90,14 @@ def refused_batch_leaves_a_trace() -> None:
 
 def group_shares_fate() -> None:
     """Where one member of a group is refused, all are."""
-    right = sqlite.SqliteEngine._commit_group
+    right = GroupWriter._commit_group
 
     def wrong(self: Any, group: Any) -> Sequence[Any]:
         outcomes = right(self, group)
         refusals = [outcome for outcome in outcomes if isinstance(outcome, Refusal)]
         return [refusals[0]] * len(outcomes) if refusals else outcomes
 
-    sqlite.SqliteEngine._commit_group = wrong
+    GroupWriter._commit_group = wrong
 
 
 def watch_drops_when_full() -> None:
@@ -119,7 +120,7 @@ def lock_without_fence_check() -> None:
 
 def receipt_in_a_second_step() -> None:
     """The write first, its receipt with the next commit that happens to come."""
-    right, late = memory._Space.keep, dict[int, Entry]()
+    right, late = memory._Namespace.keep_receipt, dict[int, Entry]()
 
     def wrong(self: Any, receipt: Entry) -> None:
         owed = late.pop(id(self), None)
@@ -127,12 +128,12 @@ def receipt_in_a_second_step() -> None:
             right(self, owed)
         late[id(self)] = receipt
 
-    memory._Space.keep = wrong
+    memory._Namespace.keep_receipt = wrong
 
 
 def late_request_is_done() -> None:
     """A request is done that comes after its own retry."""
-    memory._Space.hold_to_order = lambda self, batch, now_ms: None
+    memory._Namespace.check_superseded = lambda self, batch, now_ms: None
 
 
 BUGS: dict[str, Callable[[], None]] = {

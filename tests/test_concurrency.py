@@ -85,7 +85,7 @@ async def test_tasks_that_add_lose_nothing(url: str) -> None:
 
 
 def test_one_thread_wins_each_round_of_a_field(blocking: limpet.sync.Store) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     rounds = 40
     record = blocking.record("state")
     record.put({"round": 0, "winner": None})
@@ -110,7 +110,7 @@ def test_one_thread_wins_each_round_of_a_field(blocking: limpet.sync.Store) -> N
 
 
 async def test_one_task_wins_each_round_of_a_field(url: str) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     async with limpet.open(url) as store:
         record = store.record("state")
         await record.put({"round": 0, "winner": None})
@@ -125,7 +125,7 @@ async def test_one_task_wins_each_round_of_a_field(url: str) -> None:
 
 
 async def test_threads_and_tasks_on_one_place_lose_nothing(url: str) -> None:
-    """Two stores opened on the same place see each other's writes.
+    """Two stores opened on the same storage see each other's writes.
 
     Threads of the blocking face and tasks of a loop, each through a store of its own, and a watcher that sees it all.
     """
@@ -148,7 +148,7 @@ async def test_threads_and_tasks_on_one_place_lose_nothing(url: str) -> None:
 
 
 async def test_threads_and_tasks_compete_for_one_field(url: str) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     async with limpet.open(url) as store:
         blocking = await asyncio.to_thread(limpet.sync.open, url)
         record, twin = store.record("state"), blocking.record("state")
@@ -167,7 +167,7 @@ async def test_threads_and_tasks_compete_for_one_field(url: str) -> None:
 
 
 def test_one_thread_takes_what_there_is_once(blocking: limpet.sync.Store) -> None:
-    """Of all who take a key at once, one gets the value."""
+    """Of all callers that take a key at once, one gets the value."""
     for number in range(100):
         blocking.put(f"job/{number}", number)
 

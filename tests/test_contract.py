@@ -145,7 +145,7 @@ def test_the_lists_are_read_whole(contract: list[str], behaviour: list[str]) -> 
     assert len(contract) == sum(line.startswith("- ") for line in text.splitlines()) > 200
     assert "The clock never goes back." in contract
     assert len(behaviour) > 20
-    assert "Whoever waits for changes is woken and told." in behaviour
+    assert "Callers that wait for changes are woken and get Closed." in behaviour
 
 
 def test_a_line_may_be_broken() -> None:

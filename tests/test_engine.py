@@ -1,4 +1,4 @@
-"""What all engines stand on: addresses, finding an engine, the bell, the budget."""
+"""What all engines stand on: addresses, finding an engine, waking waiters, the budget."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import limpet
 import limpet.sync
 from limpet.engines.budget import Budget
 from limpet.engines.memory import MemoryEngine
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import InvalidValue
 from limpet.opening import open_engine
 from limpet.urls import Address
@@ -204,7 +204,7 @@ async def open_third_party(address: Address, clock: limpet.Clock) -> ThirdParty:
     from limpet.engines import memory
 
     address.allow("depth")
-    return ThirdParty(memory._Place(clock, skips=False))
+    return ThirdParty(memory._Memory(clock, skips=False))
 
 
 @pytest.fixture
@@ -260,82 +260,82 @@ def test_an_address_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(address)) == address  # noqa: S301 - our own
 
 
-# The bell -------------------------------------------------------------------------
+# Waking waiters -------------------------------------------------------------------
 
 
-async def test_a_ring_between_looking_and_waiting_is_heard() -> None:
-    """A wait names the mark it saw before it looked, so that a change made in between is not slept through."""
-    bell = Bell()
-    seen = bell.mark("default")
+async def test_a_notification_between_reading_and_waiting_is_not_missed() -> None:
+    """A waiter takes its token before it reads, so a change committed in between ends the wait at once."""
+    wakeup = Wakeup()
+    seen = wakeup.token("default")
 
-    bell.ring("default")
+    wakeup.notify("default")
 
-    await asyncio.wait_for(bell.wait("default", seen, 60.0), 30)
+    await asyncio.wait_for(wakeup.wait("default", seen, 60.0), 30)
 
 
-async def test_a_ring_wakes_only_its_namespace() -> None:
-    bell = Bell()
-    tasks = {name: asyncio.create_task(bell.wait(name, bell.mark(name), 60.0)) for name in ("one", "other")}
+async def test_a_notification_wakes_only_its_namespace() -> None:
+    wakeup = Wakeup()
+    tasks = {name: asyncio.create_task(wakeup.wait(name, wakeup.token(name), 60.0)) for name in ("one", "other")}
     await asyncio.sleep(0)
 
-    bell.ring("one")
+    wakeup.notify("one")
     await asyncio.wait_for(tasks["one"], 60)
 
     assert not tasks["other"].done()
-    bell.ring_all()
+    wakeup.notify_all()
     await asyncio.wait_for(tasks["other"], 60)
 
 
-async def test_a_ring_for_all_between_looking_and_waiting_is_heard() -> None:
-    """Whoever waits for changes is woken and told.
+async def test_a_notification_of_all_between_reading_and_waiting_is_not_missed() -> None:
+    """Callers that wait for changes are woken and get Closed.
 
-    An engine that closes rings for all. Somebody may have looked just before, and wait from just after.
+    A closing engine notifies all. A caller may have read just before, and begin to wait just after.
     """
-    bell = Bell()
-    seen = bell.mark("default")
+    wakeup = Wakeup()
+    seen = wakeup.token("default")
 
-    bell.ring_all()
+    wakeup.notify_all()
 
-    await asyncio.wait_for(bell.wait("default", seen, 60.0), 30)
+    await asyncio.wait_for(wakeup.wait("default", seen, 60.0), 30)
 
 
 async def test_a_wait_ends_with_its_time() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
 
-    seen = bell.mark("default")
+    seen = wakeup.token("default")
 
-    await asyncio.wait_for(bell.wait("default", seen, 0.01), 60)
+    await asyncio.wait_for(wakeup.wait("default", seen, 0.01), 60)
 
-    assert bell.mark("default") is seen
+    assert wakeup.token("default") is seen
 
 
 async def test_those_who_left_are_forgotten() -> None:
     """Every queue, buffer, page and loop has a bound: waits that are over leave nothing behind."""
-    bell = Bell()
-    tasks = [asyncio.create_task(bell.wait("default", bell.mark("default"), 60.0)) for _ in range(100)]
+    wakeup = Wakeup()
+    tasks = [asyncio.create_task(wakeup.wait("default", wakeup.token("default"), 60.0)) for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[:50]:
         task.cancel()
     await asyncio.gather(*tasks[:50], return_exceptions=True)
     for _ in range(50):
-        await bell.wait("default", bell.mark("default"), 0.0)
+        await wakeup.wait("default", wakeup.token("default"), 0.0)
 
-    assert sum(map(len, bell._waiting.values())) == 50
-    bell.ring("default")
+    assert sum(map(len, wakeup._waiting.values())) == 50
+    wakeup.notify("default")
     await asyncio.wait_for(asyncio.gather(*tasks[50:]), 60)
-    assert sum(map(len, bell._waiting.values())) == 0
+    assert sum(map(len, wakeup._waiting.values())) == 0
 
 
-def test_the_bell_reaches_loops_in_all_threads() -> None:
+def test_a_notification_reaches_loops_in_all_threads() -> None:
     """Many watchers each see every change.
 
-    Three threads with loops, five who wait in each, rung for by threads that have no loop at all.
+    Three threads with loops, five waiters in each, notified by a thread without a loop.
     """
-    bell = Bell()
+    wakeup = Wakeup()
     ready, woken = threading.Barrier(4), []
 
     async def wait() -> None:
-        waits = [asyncio.create_task(bell.wait("default", bell.mark("default"), 60.0)) for _ in range(5)]
+        waits = [asyncio.create_task(wakeup.wait("default", wakeup.token("default"), 60.0)) for _ in range(5)]
         await asyncio.sleep(0)
         ready.wait(PATIENCE_S)
         await asyncio.wait_for(asyncio.gather(*waits), PATIENCE_S)
@@ -345,80 +345,80 @@ def test_the_bell_reaches_loops_in_all_threads() -> None:
     for thread in threads:
         thread.start()
     ready.wait(PATIENCE_S)
-    bell.ring("default")
+    wakeup.notify("default")
     for thread in threads:
         thread.join(PATIENCE_S)
 
     assert woken == [5, 5, 5]
 
 
-def test_no_ring_is_missed_by_one_who_looks_and_waits() -> None:
+def test_no_notification_is_missed_by_a_caller_that_reads_and_waits() -> None:
     """A wait ends early when a change arrives, from this process or another.
 
-    A thread changes a number and rings, at any moment, and goes on when the number was seen. A loop looks and
-    waits. If ever a ring fell between the two and were lost, both would stand still.
+    A thread changes a number and notifies, at any moment, and goes on once the number was seen. A loop reads and
+    waits. If a notification between the two were lost, both would wait for ever.
     """
-    bell = Bell()
+    wakeup = Wakeup()
     last = 3_000
     number = seen = 0
 
     async def follow() -> None:
         nonlocal seen
         while seen < last:
-            mark = bell.mark("default")
+            token = wakeup.token("default")
             seen = number
-            await bell.wait("default", mark, 0.0 if seen == last else 60.0)
+            await wakeup.wait("default", token, 0.0 if seen == last else 60.0)
 
     def change() -> None:
         nonlocal number
         for _ in range(last):
             number += 1
-            bell.ring("default")
+            wakeup.notify("default")
             while seen < number and following.is_alive():
                 time.sleep(0)
 
     following = threading.Thread(target=lambda: asyncio.run(follow()), daemon=True)
     following.start()
-    ringing = threading.Thread(target=change, daemon=True)
-    ringing.start()
-    ringing.join(PATIENCE_S)
+    changing = threading.Thread(target=change, daemon=True)
+    changing.start()
+    changing.join(PATIENCE_S)
 
     assert seen == last
 
 
-def test_every_ring_leaves_another_mark() -> None:
-    """Whoever saw the mark of one ring is not to take it for that of the next."""
-    bell = Bell()
-    marks = [bell.mark("default")]
-    for ring in [lambda: bell.ring("default"), bell.ring_all] * 10:
-        ring()
-        marks.append(bell.mark("default"))
+def test_every_notification_leaves_another_token() -> None:
+    """A waiter must be able to tell one notification from the next."""
+    wakeup = Wakeup()
+    tokens = [wakeup.token("default")]
+    for notify in [lambda: wakeup.notify("default"), wakeup.notify_all] * 10:
+        notify()
+        tokens.append(wakeup.token("default"))
 
-    assert len({id(mark) for mark in marks}) == 21
+    assert len({id(token) for token in tokens}) == 21
 
 
 def test_a_loop_that_was_closed_with_a_waiter_is_passed_over() -> None:
-    bell = Bell()
+    wakeup = Wakeup()
     gone = VanishingLoop()
-    task = gone.leave(bell.wait("default", bell.mark("default"), 60.0))
+    task = gone.leave(wakeup.wait("default", wakeup.token("default"), 60.0))
     gone.vanishes = False
     gone.close()
 
-    bell.ring("default")
+    wakeup.notify("default")
 
-    assert sum(map(len, bell._waiting.values())) == 0
+    assert sum(map(len, wakeup._waiting.values())) == 0
     del task
 
 
-def test_a_loop_that_closes_while_the_bell_rings_does_not_fail_the_ringer() -> None:
+def test_a_loop_that_closes_during_a_notification_does_not_fail_the_notifier() -> None:
     """Its owner closes it after we saw it open and before we call it. The others are still to be woken."""
-    bell = Bell()
+    wakeup = Wakeup()
     gone, stays = VanishingLoop(), VanishingLoop()
-    task = gone.leave(bell.wait("default", bell.mark("default"), 60.0))
-    waiting = stays.leave(bell.wait("default", bell.mark("default"), 60.0))
+    task = gone.leave(wakeup.wait("default", wakeup.token("default"), 60.0))
+    waiting = stays.leave(wakeup.wait("default", wakeup.token("default"), 60.0))
     stays.vanishes = False
 
-    bell.ring("default")
+    wakeup.notify("default")
 
     assert gone.is_closed()
     stays.run_until_complete(asyncio.wait_for(waiting, 60))

@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.engine import Indexing
-from limpet.index import CANDIDATES_MAX, IndexProbe, sought
+from limpet.index import CANDIDATES_MAX, IndexProbe, make_probes
 from limpet.keys import prefix_span
 from tests.engines import ENGINES, unique, url_of
 
@@ -31,7 +31,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 async def found(store: limpet.Store, where: limpet.Filter) -> list[str] | None:
     engine = store._session.engine
     assert isinstance(engine, Indexing)
-    keys = await engine.candidates(store.name, EVERYTHING, sought(where))
+    keys = await engine.candidates(store.name, EVERYTHING, make_probes(where))
     return None if keys is None else sorted(keys)
 
 
@@ -79,5 +79,5 @@ async def test_one_that_is_dropped_is_used_no_more(store: limpet.Store) -> None:
 
 def test_a_part_that_can_hold_nothing_is_known() -> None:
     assert not IndexProbe("n").has_numbers
-    assert sought(limpet.field("n").in_([])) == [IndexProbe("n")]
+    assert make_probes(limpet.field("n").in_([])) == [IndexProbe("n")]
     assert CANDIDATES_MAX == 50_000

@@ -52,7 +52,7 @@ async def commit(engine: MemoryEngine, *writes: Write) -> Commit:
 
 
 async def test_a_memory_without_a_name_is_private() -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     async with limpet.open("memory:") as one, limpet.open("memory:") as other:
         await one.put("key", 1)
 
@@ -62,7 +62,7 @@ async def test_a_memory_without_a_name_is_private() -> None:
 
 
 async def test_a_memory_with_a_name_is_shared_and_lives_with_the_process() -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     url = f"memory:{uuid.uuid4().hex}"
     async with limpet.open(url) as one, limpet.open(url) as other:
         await one.put("key", 1)
@@ -75,7 +75,7 @@ async def test_a_memory_with_a_name_is_shared_and_lives_with_the_process() -> No
 
 
 def test_many_threads_that_open_a_name_at_once_get_one_place() -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     for _ in range(20):
         url = f"memory:{uuid.uuid4().hex}"
         start = threading.Barrier(6)
@@ -95,7 +95,7 @@ def test_many_threads_that_open_a_name_at_once_get_one_place() -> None:
 
 
 async def test_revisions_are_dense_unless_they_are_to_skip() -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     async with limpet.open("memory:") as store:
         assert [(await store.put("key", n)).revision for n in range(20)] == [*range(1, 21)]
     async with limpet.open("memory:?skip_revisions=yes") as store:
@@ -148,7 +148,7 @@ async def test_keys_that_are_gone_do_not_pile_up(engine: MemoryEngine) -> None:
         assert len((await engine.scan("default", EVERYTHING)).entries) == 1
         await commit(engine, Delete(f"job/{number}"))
 
-    order = engine._place.space("default").order["data"]
+    order = engine._memory.state("default").sorted_keys["data"]
     assert len(order._sorted) + len(order._fresh) < 500
 
 
@@ -160,12 +160,12 @@ async def test_writers_that_nobody_scans_do_not_pile_up_names(engine: MemoryEngi
 
     await engine.trim("default", Window())
 
-    order = engine._place.space("default").order["data"]
+    order = engine._memory.state("default").sorted_keys["data"]
     assert len(order._sorted) + len(order._fresh) < 500
 
 
 async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
-    """An entry that was written again is not swept by its old moment.
+    """An entry that was written again is not swept at its old expiry time.
 
     A key that is touched again and again leaves its old moments behind; trimming forgets them.
     """
@@ -175,13 +175,13 @@ async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock:
 
     await engine.trim("default", Window())
 
-    assert len(engine._place.space("default").expiries) < 100
+    assert len(engine._memory.state("default").expiries) < 100
     clock.advance(1_000)
     assert [expire.key for expire in await engine.due("default")] == ["key"]
 
 
 async def test_what_is_due_is_told_again_and_in_parts(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
-    """Asking changes nothing; two who ask get the same answer."""
+    """Listing them changes nothing; two callers get the same list."""
     revisions = [(await commit(engine, Put(f"key/{n}", b"1", ttl_ms=1_000 + n))).revision for n in range(10)]
     await commit(engine, Put("key/3", b"2", ttl_ms=60_000))
     await commit(engine, Put("key/4", b"2"))
@@ -223,9 +223,9 @@ def test_readers_in_threads_see_whole_batches() -> None:
                 if revisions != sorted(set(revisions)) or (revisions and revisions[0] <= head):
                     torn.append(revisions)
                 # A commit is never seen by halves: its last change is always among what can be read.
-                if feed.changes and feed.changes[-1].commit > feed.head and len(feed.changes) < 500:
-                    torn.append(feed.head)
-                head = feed.head
+                if feed.changes and feed.changes[-1].commit > feed.next_after and len(feed.changes) < 500:
+                    torn.append(feed.next_after)
+                head = feed.next_after
                 for one, other in (both, scanned):
                     if one.value != other.value:
                         torn.append((one, other))
@@ -244,7 +244,7 @@ def test_readers_in_threads_see_whole_batches() -> None:
 
 
 def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
-    """A slow watcher misses nothing and holds up nobody.
+    """A slow watcher misses nothing and delays no other.
 
     The watcher's loop is closed just when a commit, which has been applied already, rings for it.
     """
@@ -261,12 +261,12 @@ def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
 
 
 async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine) -> None:
-    """Whoever waits for changes is woken and told.
+    """Callers that wait for changes are woken and get Closed.
 
     Another thread closes the engine after the look at the log and before the wait.
     """
-    bell: Any = engine._place.bell
-    wait = bell.wait
+    wakeup: Any = engine._memory.wakeup
+    wait = wakeup.wait
 
     async def late_wait(*args: Any) -> None:
         closing = threading.Thread(target=lambda: asyncio.run(engine.close()))
@@ -274,7 +274,7 @@ async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine)
         closing.join(PATIENCE_S)
         await wait(*args)
 
-    bell.wait = late_wait
+    wakeup.wait = late_wait
 
     with pytest.raises(Closed):
         await asyncio.wait_for(engine.changes("default", 0, wait_s=60.0), 60)
@@ -306,8 +306,8 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
     let go, or the locks behind it would never be.
     """
     clock = limpet.ManualClock()
-    places = [memory._Place(clock, skips=False) for _ in range(5)]
-    made: list[memory._Place] = []
+    places = [memory._Memory(clock, skips=False) for _ in range(5)]
+    made: list[memory._Memory] = []
 
     class Lock:
         """A place's lock, whose holder finds that another thread has made a place."""
@@ -316,7 +316,7 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
             self._lock = threading.RLock()
 
         def acquire(self) -> bool:
-            made.extend(memory._Place(clock, skips=False) for _ in range(20))
+            made.extend(memory._Memory(clock, skips=False) for _ in range(20))
             return self._lock.acquire()
 
         def release(self) -> None:
@@ -346,7 +346,7 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
 ) -> None:
     again = Batch((), (Put("a", b"1"),), "mine", retry_since=0)
     await engine.commit("default", again)
-    space = engine._space("default")
+    space = engine._state("default")
 
     clock.advance(3599)
     await engine.trim("default", Window())

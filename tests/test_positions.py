@@ -84,7 +84,7 @@ async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
             await writer.put("b", 1)
             await anext(watch)
             with place.lock:
-                space = place.spaces[store.name]
+                space = place.namespaces[store.name]
                 space.revision = space.log[0].revision
                 del space.log[1:]
             clock.advance(1)
@@ -107,7 +107,7 @@ async def test_a_watch_that_was_away_is_told_too() -> None:
             await writer.put("b", 1)
             await anext(busy)
             with place.lock:
-                space = place.spaces[store.name]
+                space = place.namespaces[store.name]
                 space.revision = space.log[0].revision
                 del space.log[1:]
             clock.advance(1)
@@ -137,7 +137,7 @@ async def test_a_watch_behind_the_hub_is_told_too() -> None:
             assert (await anext(slow)).key == "k0"
             await until(quick, "k3999")
             with place.lock:
-                space = place.spaces[store.name]
+                space = place.namespaces[store.name]
                 for number, change in enumerate(space.log):
                     space.log[number] = msgspec.structs.replace(change, at_ms=change.at_ms + 1)
 
@@ -157,7 +157,7 @@ async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -
         await writer.put("b", 1)
         await asyncio.sleep(0.01)
         with place.lock:
-            space = place.spaces[store.name]
+            space = place.namespaces[store.name]
             space.revision = space.log[0].revision
             del space.log[1:]
         clock.advance(1)

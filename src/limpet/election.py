@@ -129,7 +129,7 @@ class Election:
                     if feed is None:
                         await hub.news()
                         continue
-                    after = feed.head
+                    after = feed.next_after
                     told = any(change.family == "lock" and change.key == self.name for change in feed.changes)
         finally:
             hub.leave()

@@ -2,9 +2,10 @@
 
 The map holds the current entries of a namespace; the log holds the ordered changes that
 made it. An engine stores both, runs a batch under its own exclusion by the rules of
-`limpet.transition`, and tells what changed. Everything else is written once, above it.
+`limpet.transition`, and wakes the callers that wait for changes. Everything else is
+written once, above it.
 
-Each line of a Behaviour list is a test in `limpet.conformance` with the same words.
+Each line of a Behaviour list is quoted, word for word, by a test in `limpet.conformance`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ class Engine(Protocol):
 
     @property
     def traits(self) -> Traits:
-        """What this engine is, where engines may differ."""
+        """Describe this engine, where engines may differ."""
         ...
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
-        """Read entries by key, in the order asked.
+        """Read entries by key; the result has the order of the keys.
 
         Behaviour:
         - A read sees every commit that was acknowledged before it began.
@@ -66,8 +67,8 @@ class Engine(Protocol):
 
         Behaviour:
         - Order is code-point order of the keys.
-        - A slice that ends early says where to go on; a slice without a cursor was the last.
-        - Without values, entries come with their numbers and times alone.
+        - A page that ends early has a cursor to continue after; a page without a cursor was the last.
+        - Without values, entries come with everything else.
         """
         ...
 
@@ -78,79 +79,79 @@ class Engine(Protocol):
         - Guards see the state before the batch.
         - A refused batch leaves no trace: no change, no event, no revision.
         - Each change has its own revision, growing in the order of the writes.
-        - Revisions may skip; nobody may count on density.
+        - Revisions may skip numbers; do not count on consecutive ones.
         - A refusal carries the entry found, so the caller need not read again.
-        - A request seen before answers with its first result and changes nothing.
-        - A request that arrives after its own retry was answered does nothing.
+        - A request that was applied before returns its first result and changes nothing.
+        - A superseded request, which arrives after its own retry was answered, does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
-        - Batches that are committed together have an outcome each: one that cannot be committed fails no other.
-        - A brief batch does the same, and is told the same, but that entries of records may lack their value.
+        - Batches that are committed together each have their own outcome: one that fails does not fail another.
+        - A brief batch does and returns the same, except that entries of records may lack their value.
         """
         ...
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> LogPage:
-        """Read the log after a revision, in revision order; wait for news when there is none.
+        """Read the log after a revision, in revision order; wait for a change when there is none yet.
 
-        With a span, only the data of its keys; without, all families. With a limit of 0, none at all: then it is
-        asked what they would follow.
+        With a span, only the data of its keys; without, all families. With a limit of 0 the page has no change and
+        only names the change that the next ones follow.
 
         Behaviour:
         - When a revision is readable, every smaller one is readable or will never exist.
         - A revision that was trimmed, or that lies in the future, is refused as compacted.
         - A wait ends early when a change arrives, from this process or another.
-        - A feed names the change that it follows: that of the revision asked for, or the last one before it.
+        - A page of the log names the change that it follows: the one at the given revision, or the last one before it.
         """
         ...
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
-        """The entries whose time has come, receipts aside, as the writes that end them.
+        """List the entries that have expired, receipts aside, as the writes that end them.
 
         Behaviour:
         - An entry is due from the millisecond it expires, and not before.
-        - Asking changes nothing; two who ask get the same answer.
+        - Listing them changes nothing; two callers get the same list.
         """
         ...
 
     async def trim(self, namespace: str, window: Window) -> int:
-        """Drop what the log need not keep any more, and receipts past their time. Returns changes dropped.
+        """Drop changes that the log need not keep, and expired receipts. Returns how many changes were dropped.
 
         Behaviour:
-        - The oldest changes go first, and what is younger than the minimum stays.
-        - Trimming moves the floor, so that a watcher behind it is told.
+        - The oldest changes go first, and changes younger than the minimum stay.
+        - Trimming moves the floor, so that a watcher behind it gets Compacted.
         """
         ...
 
     async def status(self, namespace: str) -> Status:
-        """The namespace at a glance; one that was never written has revision 0.
+        """Read the counters of a namespace; one that was never written has revision 0.
 
         Behaviour:
         - The revision is that of the latest change.
         - Keys and bytes count what is stored.
-        - Its time is what decides about expiry, and never goes back.
-        - It tells by how much the engine's clock is behind that time, which stands still for so long.
+        - `now_ms` is the time that decides about expiry, and it never goes back.
+        - `behind_ms` is how far the engine's clock is behind that time, which stands still meanwhile.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of files and connections. Safe to call twice.
+        """Close files and connections. Safe to call twice.
 
         Behaviour:
         - Commits that began are finished; later calls raise Closed.
-        - Whoever waits for changes is woken and told.
+        - Callers that wait for changes are woken and get Closed.
         """
         ...
 
 
 @runtime_checkable
 class Indexing(Protocol):
-    """What an engine can do beside its primitives where it pays: find entries by a field without reading them all.
+    """An optional part of an engine: it finds entries by a field without reading them all.
 
     Behaviour:
-    - An index changes no answer of a scan, only how long it takes.
-    - It holds what was written before it was made and what is written after, by whomever.
-    - Making one that there is, or dropping one that there is not, changes nothing.
+    - An index changes no result of a scan, only how long it takes.
+    - An index covers entries written before and after it was made, by any process.
+    - Making an index that exists, or dropping one that does not, changes nothing.
     """
 
     async def index(self, namespace: str, field: str) -> None:
@@ -158,44 +159,45 @@ class Indexing(Protocol):
         ...
 
     async def unindex(self, namespace: str, field: str) -> None:
-        """Keep it no more."""
+        """Drop the index of a field."""
         ...
 
     async def indexes(self, namespace: str) -> list[str]:
-        """The fields that have an index, in their order."""
+        """List the fields that have an index, sorted."""
         ...
 
     async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
-        """The keys of a span that an index finds, in any order; None when there is none to help, or it finds too many.
+        """List the keys of a span that an index finds, in any order.
 
-        Each of ``wanted`` finds all that match; so one of them is enough.
+        Each probe in ``wanted`` finds every matching entry, so one of them is enough. None when no index serves any of
+        them, or when it finds too many keys to help.
         """
         ...
 
 
 @runtime_checkable
 class Sealing(Protocol):
-    """What an engine can do beside its primitives where values are encrypted: tell of its keys, and change them."""
+    """An optional part of an engine whose values are encrypted: it counts the uses of each key, and replaces keys."""
 
     @property
     def key_id(self) -> str:
-        """The id of the key that seals what is written now."""
+        """The id of the key that encrypts new writes."""
         ...
 
     async def reseal(self, namespace: str, *, after: str | None = None, limit: int = 500) -> Resealed:
-        """Seal with the current key what is sealed with another, or not at all; go on behind a cursor."""
+        """Encrypt with the current key the entries that another key, or none, has encrypted; go on after a cursor."""
         ...
 
     async def seals(self, namespace: str) -> list[Seals]:
-        """How much is sealed with which key, the current one first."""
+        """Count what each key has encrypted, the current key first."""
         ...
 
 
 @runtime_checkable
 class Restoring(Protocol):
-    """What an engine can do beside its primitives after its data was put back from a backup: leave the past behind.
+    """An optional part of an engine, used after its data was restored from a backup: it begins a new epoch.
 
-    What was read, seen and locked in the time that the backup does not know has revisions that would be used again.
+    Revisions and tokens that were given out after the backup would otherwise be given out a second time.
 
     Behaviour:
     - In a new epoch every position of the old one is Compacted.
@@ -204,5 +206,5 @@ class Restoring(Protocol):
     """
 
     async def raise_epoch(self, skip: int) -> int:
-        """Begin a new epoch, in which each namespace leaves out so many revisions. Returns the epoch."""
+        """Begin a new epoch, in which each namespace skips so many revisions. Returns the epoch."""
         ...

@@ -160,8 +160,8 @@ class Hub:
             self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
             if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
                 self._shorten()
-            if feed.head > self._head:
-                self._head = feed.head
+            if feed.next_after > self._head:
+                self._head = feed.next_after
                 self.ring()
 
     def _note_failure(self) -> None:
@@ -338,7 +338,7 @@ class Watch:
             self.dropped += len(fresh) - DROP_BEYOND
             fresh = fresh[-DROP_BEYOND:]
         self._ready.extend(event_of(change, self._prefix) for change in fresh)
-        self._cursor = feed.head
+        self._cursor = feed.next_after
         self._at = _head_of(feed) or self._at
         if self._known and self._cursor >= max(self._known.values()):
             self._known = {}

@@ -1,9 +1,9 @@
-"""What an index on a field can look for.
+"""What an index on a field can find.
 
-An index helps a scan to find its entries and never decides: every entry it finds is held against
-the filter like any other. So it may find too much, but nothing that matches may be missing. It
-knows a field by a number or by a text. JSON numbers are numbers, and so are raw bytes of decimal
-digits; JSON strings and other raw bytes are texts; anything else is not in it.
+An index narrows a scan down and never decides: every entry it finds is still tested against the filter. So it may find
+too much, but it must not miss an entry that matches. It knows a field by a number or by a text. JSON numbers are
+numbers, and so are raw bytes of decimal digits; JSON strings and other raw bytes are texts; anything else is not in the
+index.
 """
 
 from __future__ import annotations
@@ -19,47 +19,55 @@ from limpet.errors import InvalidKey
 from limpet.keys import check_key
 from limpet.model import Filter, Test
 
-__all__ = ["CANDIDATES_MAX", "IndexProbe", "check_field", "sought"]
+__all__ = ["CANDIDATES_MAX", "IndexProbe", "check_field", "make_probes"]
 
 CANDIDATES_MAX: Final = 50_000
-"""With more than so many candidates, an index is no help: a scan then reads through."""
+"""With more candidates than this an index does not help, and the scan reads every entry."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]+\Z')
 
 
 class IndexProbe(msgspec.Struct, frozen=True):
-    """A part of an index: numbers from ``low`` to ``high``, these texts, and all texts where ``odd``."""
+    """One search in an index.
+
+    Attributes:
+        name: The indexed field.
+        low: The smallest number to find.
+        high: The largest number to find; below ``low`` when no number is wanted.
+        texts: The texts to find.
+        all_texts: Whether to find every text, whatever ``texts`` holds.
+    """
 
     name: str
     low: float = math.inf
     high: float = -math.inf
     texts: tuple[bytes, ...] = ()
-    odd: bool = False
+    all_texts: bool = False
 
     @property
     def has_numbers(self) -> bool:
-        """Whether any number can be in it."""
+        """Whether any number can be found."""
         return self.low <= self.high
 
 
 def check_field(name: str) -> str:
-    """The name of a field that can have an index."""
+    """Return the name of a field that can have an index, or raise `InvalidKey`."""
     name = check_key(name)
     if not _PLAIN.match(name):
         raise InvalidKey(name, "the name of an indexed field holds no quotation mark, backslash or control character")
     return name
 
 
-def sought(where: Filter) -> list[IndexProbe]:
-    """What to look for in an index of each field; each finds all that match. Tests that no index helps are left out."""
-    return [found for test in where.tests if (found := _sought(test)) is not None]
+def make_probes(where: Filter) -> list[IndexProbe]:
+    """Turn a filter into probes, each of which finds every match. Tests that no index can serve are left out."""
+    return [probe for test in where.tests if (probe := _make_probe(test)) is not None]
 
 
-def _sought(test: Test) -> IndexProbe | None:
+def _make_probe(test: Test) -> IndexProbe | None:
     if not _PLAIN.match(test.name):
         return None
     if test.comparison in ("lt", "le", "gt", "ge") and test.operands[0][:1] == b"\0" and not test.raw:
-        # Bytes alone are ordered by their bytes, also those of digits.
+        # Raw bytes are ordered by their bytes, digits included; the index would order digits as numbers.
         return None
     numbers, texts = [], []
     for operand in test.operands:
@@ -72,29 +80,29 @@ def _sought(test: Test) -> IndexProbe | None:
             return None
     match test.comparison:
         case "eq" | "in":
-            # One range over all of them: an index that finds too much is still right.
-            low, high = (_below(min(numbers)), _above(max(numbers))) if numbers else (math.inf, -math.inf)
+            # One range over all numbers: an index that finds too much is still right.
+            low, high = (_round_down(min(numbers)), _round_up(max(numbers))) if numbers else (math.inf, -math.inf)
             return IndexProbe(test.name, low, high, tuple(texts))
         case "lt" | "le" if numbers:
-            return IndexProbe(test.name, -math.inf, _above(numbers[0]), odd=test.raw)
+            return IndexProbe(test.name, -math.inf, _round_up(numbers[0]), all_texts=test.raw)
         case "gt" | "ge" if numbers:
-            return IndexProbe(test.name, _below(numbers[0]), math.inf, odd=test.raw)
+            return IndexProbe(test.name, _round_down(numbers[0]), math.inf, all_texts=test.raw)
         case _:
             return None
 
 
-# A bound is in double precision, one step wider: an integer may be lost in it.
+# A bound is a double, one step wider than the number, because a large integer may not be exact as a double.
 
 
-def _below(number: float) -> float:
-    return math.nextafter(_double(number), -math.inf)
+def _round_down(number: float) -> float:
+    return math.nextafter(_to_double(number), -math.inf)
 
 
-def _above(number: float) -> float:
-    return math.nextafter(_double(number), math.inf)
+def _round_up(number: float) -> float:
+    return math.nextafter(_to_double(number), math.inf)
 
 
-def _double(number: float) -> float:
+def _to_double(number: float) -> float:
     try:
         return float(number)
     except OverflowError:

@@ -344,7 +344,7 @@ class Lock:
                     for change in feed.changes
                 ):
                     return
-                after = feed.head
+                after = feed.next_after
         finally:
             hub.leave()
 

@@ -23,7 +23,7 @@ from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.hub import Watch, event_of, position_prefix
-from limpet.index import check_field, sought
+from limpet.index import check_field, make_probes
 from limpet.keys import (
     PAGE_BYTES,
     PAGE_MAX,
@@ -159,7 +159,7 @@ class Store:
 
     async def _found_by_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
         """The entries that match, if there is an index that finds them."""
-        engine, wanted = self._indexing, sought(where)
+        engine, wanted = self._indexing, make_probes(where)
         if not wanted or engine is None:
             return None
         keys = await self._session.retrying(lambda: engine.candidates(self.name, span, wanted))
@@ -450,7 +450,7 @@ class Store:
         while after < status.revision and not caused:
             feed = await self._feed(after)
             caused = [change for change in feed.changes if change.cause == request_id]
-            after = feed.head
+            after = feed.next_after
         if not caused:
             return None
         entries = tuple(change.after for change in caused)
@@ -542,7 +542,7 @@ class Store:
                 continue
             for change in feed.changes:
                 yield event_of(change, prefix)
-            after = feed.head
+            after = feed.next_after
 
     async def _feed(self, after: int, span: Span | None = None) -> LogPage:
         return await self._session.retrying(lambda: self._session.engine.changes(self.name, after, span=span))
@@ -625,7 +625,7 @@ async def latest_changes(store: Store, key: str, *, limit: int, before: int | No
                 after = floor = start = stop if gone.oldest is None else gone.oldest
                 continue
             part.extend(change for change in feed.changes if change.revision <= stop)
-            after = feed.head
+            after = feed.next_after
             has_more |= _drop_oldest(part, limit - len(found) + 1)
         found.extendleft(reversed(part))
         size_bytes = sum(change.entry.size_bytes for change in found)

@@ -113,7 +113,7 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy, monk
         async def away() -> Any:
             raise OSError("nobody is there")
 
-        batch = store.batch().put("key", 1)._batch()
+        batch = store.batch().put("key", 1)._make_batch()
         with monkeypatch.context() as patch:
             writing = asyncio.ensure_future(engine.commit(store.name, batch))
             await asyncio.sleep(0)

@@ -39,7 +39,7 @@ CALLS: dict[str, Call] = {
     "due": lambda store: engine_of(store).due(store.name),
     "trim": lambda store: engine_of(store).trim(store.name, Window(age_ms=1, age_ms_min=0)),
     "read": lambda store: engine_of(store).read(store.name, ["0", "1"]),
-    "commit": lambda store: engine_of(store).commit(store.name, store.batch().put("0", 1).put("1", 1)._batch()),
+    "commit": lambda store: engine_of(store).commit(store.name, store.batch().put("0", 1).put("1", 1)._make_batch()),
 }
 
 

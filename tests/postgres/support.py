@@ -93,9 +93,9 @@ async def log_of(store: limpet.Store) -> list[Any]:
     while True:
         feed = await engine.changes(store.name, after)
         found += feed.changes
-        if feed.head == after:
+        if feed.next_after == after:
             return found
-        after = feed.head
+        after = feed.next_after
 
 
 # Waiting ----------------------------------------------------------------------

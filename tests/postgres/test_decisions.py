@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.postgres.rows import entry_from_row
+from limpet.engines.postgres.server_groups import commit_arguments, server_can_decide
 from limpet.engines.server_engine import Ticket
 from limpet.engines.sql_indexes import quoted
 from limpet.model import (
@@ -41,7 +43,7 @@ from limpet.request_ids import new_request_id
 from limpet.transition import Plan, plan
 from tests.postgres.support import LONG, batch, blocked_by, connected, put
 
-ENTRIES = f"SELECT family, {postgres._ENTRY} FROM {{schema}}.limpet_entries WHERE namespace = 'default'"
+ENTRIES = f"SELECT family, {sql.ENTRY_COLUMNS} FROM {{schema}}.limpet_entries WHERE namespace = 'default'"
 TALLY = "SELECT revision FROM {schema}.limpet_namespaces WHERE namespace = 'default'"
 
 
@@ -50,7 +52,7 @@ class State:
 
     def __init__(self, revision: int, rows: list[Any]) -> None:
         self.revision = revision
-        self._entries: dict[tuple[str, str], Entry] = {(row[0], row[1]): postgres._entry(row[1:]) for row in rows}
+        self._entries: dict[tuple[str, str], Entry] = {(row[0], row[1]): entry_from_row(row[1:]) for row in rows}
 
     def find(self, family: str, key: str) -> Entry | None:
         return self._entries.get((family, key))
@@ -66,8 +68,8 @@ async def held_after(engine: PostgresEngine, other: Batch) -> AsyncIterator[tupl
     async with connected() as connection:
         ticket = Ticket(other, asyncio.get_running_loop().create_future())
         async with connection.transaction():
-            columns = postgres._asked_columns([ticket])
-            await connection.fetch(engine._sql(postgres._COMMIT), "default", engine._channel, "other", *columns, 0)
+            columns = commit_arguments([ticket])
+            await connection.fetch(engine._sql(sql.COMMIT), "default", engine._channel, "other", *columns, 0)
             revision = await connection.fetchval(engine._sql(TALLY))
             left = State(revision, await connection.fetch(engine._sql(ENTRIES)))
             yield connection.get_server_pid(), left
@@ -174,7 +176,7 @@ async def test_a_commit_that_waited_is_decided_on_what_it_finds_then(engine: Pos
     before, other, asked, is_granted = CASES[case]
     # Each of these is meant for the function, but for the one that shows that the other way agrees.
     ticket = Ticket(asked, asyncio.get_running_loop().create_future())
-    assert postgres._is_ordinary([ticket]) != isinstance(asked.writes[0], Add)
+    assert server_can_decide([ticket]) != isinstance(asked.writes[0], Add)
     # As if something had been written from here, so that puts are first tried by the function of their own.
     engine._latest["default"] = 0
     if before:
@@ -250,5 +252,5 @@ async def assert_whole(engine: PostgresEngine) -> None:
     assert (status.log_changes, status.log_bytes, status.revision) == tuple(logged)
     last = {(change.family, change.key): change for change in (await engine.changes("default", 0, limit=5_000)).changes}
     assert {place: change.entry.revision for place, change in last.items() if change.after is not None} == {
-        (row[0], row[1]): postgres._entry(row[1:]).revision for row in rows
+        (row[0], row[1]): entry_from_row(row[1:]).revision for row in rows
     }

@@ -14,7 +14,7 @@ import asyncpg
 import pytest
 
 import limpet
-from limpet.engines.postgres.engine import _translated
+from limpet.engines.postgres.errors import translate_error
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.opening import open_engine
 from tests.postgres.proxy import Fault, Proxy
@@ -175,7 +175,7 @@ async def test_each_state_of_the_server_has_its_error(state: str, expected: type
         with pytest.raises(asyncpg.PostgresError) as raised:
             await connection.execute(raising)
 
-    error = _translated(raised.value, "there")
+    error = translate_error(raised.value, "there")
 
     assert type(error) is expected
     assert SECRET not in printed(error) + printed(raised.value)
@@ -196,7 +196,7 @@ async def test_each_state_of_the_server_has_its_error(state: str, expected: type
     ],
 )
 def test_each_error_of_the_line_has_its_error(error: Exception, expected: type[LimpetError]) -> None:
-    assert type(_translated(error, "there")) is expected
+    assert type(translate_error(error, "there")) is expected
 
 
 # Opening over a line that breaks --------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from limpet import codec
 from limpet.engines import server_engine as remote
-from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.engines.sql_indexes import quoted
 from limpet.errors import LimpetError
@@ -23,10 +23,10 @@ async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy:
     many = remote.GROUP_MAX
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many)))
-    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+    assert await spy.said() == [engine._sql(sql.COMMIT)]
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 2)))
-    assert await spy.said() == [engine._sql(postgres._COMMIT), *[engine._sql(postgres._PUT)] * 2]
+    assert await spy.said() == [engine._sql(sql.COMMIT), *[engine._sql(sql.PUT)] * 2]
 
 
 async def test_keys_and_values_travel_as_one_text_and_arrive_as_they_are(engine: PostgresEngine, spy: Spy) -> None:
@@ -48,7 +48,7 @@ async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) 
     await engine.commit("default", batch(put("a", 1), Delete("b"), guards=(Guard("c", ABSENT),)))
     await engine.commit("default", batch(put("a", 2)))
 
-    assert await spy.said() == [engine._sql(postgres._COMMIT), engine._sql(postgres._PUT_ONE)]
+    assert await spy.said() == [engine._sql(sql.COMMIT), engine._sql(sql.PUT_ONE)]
 
 
 async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engine: PostgresEngine, spy: Spy) -> None:
@@ -75,7 +75,7 @@ async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engi
 async def test_a_constraint_of_the_database_refuses_one_member_alone(
     engine: PostgresEngine, schema: str, others: str
 ) -> None:
-    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    """Batches that are committed together each have their own outcome: one that fails does not fail another."""
     await engine.commit("default", batch(put("first", 1)))
     async with connected() as connection:
         await connection.execute(
@@ -119,7 +119,7 @@ async def test_a_refused_member_leaves_the_others_untouched(engine: PostgresEngi
         engine.commit("default", batch(put("f", 3))),
     )
 
-    assert await spy.said() == [engine._sql(postgres._COMMIT)]
+    assert await spy.said() == [engine._sql(sql.COMMIT)]
     assert isinstance(refused, Refusal)
     assert (refused.key, refused.found) == ("e", None)
     assert isinstance(first, Commit)
@@ -160,7 +160,7 @@ async def test_a_group_that_is_refused_as_a_whole_leaves_no_trace(engine: Postgr
 
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: PostgresEngine, spy: Spy) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     asked: Batch = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
     outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
@@ -272,7 +272,7 @@ async def test_reads_of_one_turn_are_one_statement(engine: PostgresEngine, spy: 
 
     answers = await asyncio.gather(*(engine.read("default", [f"key/{n}", "missing"]) for n in range(30)))
 
-    assert await spy.said() == [engine._sql(postgres._READ)]
+    assert await spy.said() == [engine._sql(sql.READ)]
     assert [entry and entry.stored for entry, _ in answers] == [b"%d" % n for n in range(30)]
     assert {missing for _, missing in answers} == {None}
 
@@ -285,7 +285,7 @@ async def test_many_reads_of_one_turn_are_two_statements(engine: PostgresEngine,
     answers = await asyncio.gather(*(engine.read("default", [f"key/{n}"]) for n in range(100)))
 
     said = await spy.said()
-    assert [sql for sql in said if "limpet_entries" in sql] == [engine._sql(postgres._READ)] * 2
+    assert [sql for sql in said if "limpet_entries" in sql] == [engine._sql(sql.READ)] * 2
     assert [entry and entry.stored for (entry,) in answers] == [b"%d" % n for n in range(100)]
 
 

@@ -163,7 +163,7 @@ async def test_the_row_says_where_jsonb_does_not_hold_the_value(
     await store.put("key", VALUES[name], request_id=None if way == "function" else "mine")
 
     async with connected() as connection:
-        sql = f"SELECT is_nearest, stored, value IS NULL FROM {schema}.limpet_entries WHERE family = 'data'"
+        sql = f"SELECT is_lossy, stored, value IS NULL FROM {schema}.limpet_entries WHERE family = 'data'"
         row = await connection.fetchrow(f"{sql} AND namespace = $1", store.name)
     assert tuple(row) == (None if name in EXACT else True, codec.encode_field(VALUES[name]), False)
 
@@ -237,10 +237,10 @@ class Line:
         writes = [Put(key, codec.encode(value)) for key, value in zip(keys, values, strict=True)]
         await asyncio.gather(*(self._engine.commit("default", batch(write)) for write in writes))
         found = await self._engine.read("default", keys)
-        nearest = await self._connection.fetch(
-            f"SELECT is_nearest FROM {self.schema}.limpet_entries WHERE key = ANY ($1) ORDER BY key", keys
+        is_lossy = await self._connection.fetch(
+            f"SELECT is_lossy FROM {self.schema}.limpet_entries WHERE key = ANY ($1) ORDER BY key", keys
         )
-        return [entry and entry.stored for entry in found], [row[0] for row in nearest]
+        return [entry and entry.stored for entry in found], [row[0] for row in is_lossy]
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def line() -> Iterator[Line]:
 def test_any_value_comes_back_exactly_and_the_row_says_what_jsonb_holds(line: Line, values: list[Any]) -> None:
     stored = [codec.encode_field(value) for value in values]
 
-    found, nearest = line.round_trip(values)
+    found, is_lossy = line.round_trip(values)
 
     assert found == stored
-    assert [mark is None for mark in nearest] == [line.holds(one) for one in stored]
+    assert [flag is None for flag in is_lossy] == [line.holds(one) for one in stored]

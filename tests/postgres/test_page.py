@@ -10,7 +10,7 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.engines import server_engine as remote
-from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres import connections
 from limpet.engines.sql_indexes import quoted
 from tests.cli.support import Limpet
 from tests.docs_support import SITE, blocks
@@ -59,7 +59,7 @@ def test_the_page_names_the_limits_that_there_are() -> None:
     for told in (
         f"at most {remote.CONNECTIONS_MAX}, when it needs them",
         f"up to {remote.GROUP_MAX} commits",
-        f"waits {postgres.CONNECT_S:.0f} s for a connection and {postgres.COMMAND_S:.0f} s for a statement",
+        f"waits {connections.CONNECT_S:.0f} s for a connection and {connections.COMMAND_S:.0f} s for a statement",
     ):
         assert told in text
     assert remote.POLL_S == 0.5, "the page says: twice a second"
@@ -84,4 +84,4 @@ def test_the_page_names_the_limits_that_there_are() -> None:
     ],
 )
 def test_the_table_of_durability_is_that_of_the_engine(fsync: str, commit: str, standbys: str, word: str) -> None:
-    assert postgres._durability(fsync, commit, standbys) == word
+    assert connections.durability_of(fsync, commit, standbys) == word

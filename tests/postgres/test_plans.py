@@ -130,7 +130,7 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
 
 async def test_an_index_may_take_longer_than_any_other_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large table is indexed in minutes, and the limit that ends a forgotten transaction would end that."""
-    monkeypatch.setattr("limpet.engines.postgres.engine._TRANSACTION_MS", 300)
+    monkeypatch.setattr("limpet.engines.postgres.connections._TRANSACTION_MS", 300)
     async with limpet.open(url_of(new_schema()), sweep=False) as store:
         engine = engine_of(store)
         with pytest.raises(Unavailable):

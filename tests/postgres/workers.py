@@ -17,7 +17,7 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres.group_plan import GroupPlan
 from limpet.errors import Ambiguous, Conflict, TransientError
 from limpet.model import Commit
 
@@ -181,16 +181,16 @@ def puts(url: str) -> None:
 @worker
 def stops_inside(url: str) -> None:
     """Adds, and stops itself in the middle of the transaction, when it has decided and not yet written."""
-    settle = postgres._Work.settle
+    add = GroupPlan.add
 
-    def settle_and_stop(self: Any, batch: Any, request_id: str) -> Any:
-        postgres._Work.settle = settle  # type: ignore[method-assign]
+    def stop_and_add(self: Any, batch: Any, request_id: str) -> Any:
+        GroupPlan.add = add  # type: ignore[method-assign]
         # To this thread, so that it is here that it stops. The others stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        return settle(self, batch, request_id)
+        return add(self, batch, request_id)
 
     with limpet.sync.open(url, sweep=False) as store:
-        postgres._Work.settle = settle_and_stop  # type: ignore[method-assign]
+        GroupPlan.add = stop_and_add  # type: ignore[method-assign]
         say(store.add("count", 3))
 
 

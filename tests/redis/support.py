@@ -34,5 +34,5 @@ def engine_of(store: limpet.Store) -> RedisEngine:
 async def command(store: limpet.Store, *words: Any) -> Any:
     """Say something to the server, beside the store."""
     engine = engine_of(store)
-    async with engine._connection() as line:
+    async with engine._borrow_connection() as line:
         return await line.ask(*words)

@@ -20,7 +20,7 @@ async def said(store: limpet.Store, *words: Any) -> LimpetError:
     """What an error of the server becomes."""
     with pytest.raises(exceptions.RedisError) as raised:
         await command(store, *words)
-    error = engine_of(store)._translated(raised.value)
+    error = engine_of(store)._translate(raised.value)
     assert isinstance(error, LimpetError)
     assert SECRET not in f"{raised.value!r} {raised.value} {error!r} {error}"
     return error
@@ -91,7 +91,7 @@ async def test_what_cannot_be_read_is_corrupt_and_shows_no_value() -> None:
 )
 async def test_each_error_of_the_line_is_unavailable(error: Exception) -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        translated = engine_of(store)._translated(error)
+        translated = engine_of(store)._translate(error)
 
     assert type(translated) is Unavailable
     assert SECRET not in str(translated)

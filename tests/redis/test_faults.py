@@ -125,7 +125,7 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy) -> N
         proxy.fault("lose")
         engine = store._session.engine
         with pytest.raises(Ambiguous) as unknown:
-            await engine.commit(store.name, store.batch().put("key", 1)._batch())
+            await engine.commit(store.name, store.batch().put("key", 1)._make_batch())
 
         assert unknown.value.request_id is not None
         commit = await store.outcome(unknown.value.request_id)

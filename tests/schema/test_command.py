@@ -9,7 +9,7 @@ import pytest
 import limpet.sync
 from limpet.schema import REVISION, migrate
 from tests.cli.support import Limpet
-from tests.schema.support import FIRST, ask, folder_of, make, place_of, run_script
+from tests.schema.support import FIRST, ask, folder_of, make, run_script, target_of
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_status_of_a_database_without_tables_makes_none(run: Limpet, url: st
     assert result.exit_code == 6
     assert "revision     none\n" in result.stdout
     assert "'limpet migrate up' makes them" in result.stdout
-    assert migrate.found(place_of(url)) is None
+    assert migrate.current_revision(target_of(url)) is None
 
 
 def test_down_and_up_say_where_they_came_from(run: Limpet, store: str, shown: str) -> None:
@@ -103,18 +103,18 @@ def test_down_asks_first(run: Limpet, store: str, shown: str, answer: str, exit_
     assert result.exit_code == exit_code
     assert f"Migrate {shown} down to {FIRST}? [y/N]" in result.stderr
     assert "EVERYTHING" not in result.stderr
-    assert migrate.found(place_of(store)) == revision
+    assert migrate.current_revision(target_of(store)) == revision
 
 
 def test_who_removes_everything_is_warned(run: Limpet, store: str, shown: str) -> None:
     asked = run("migrate", "down", "base", stdin="n\n")
     assert "This deletes EVERYTHING that is stored there." in asked.stderr
-    assert migrate.found(place_of(store)) == REVISION
+    assert migrate.current_revision(target_of(store)) == REVISION
 
     done = run("migrate", "down", "base", "--yes")
 
     assert done.stdout == f"{shown} has no tables any more; it was at schema revision {REVISION}\n"
-    assert migrate.found(place_of(store)) is None
+    assert migrate.current_revision(target_of(store)) is None
 
 
 def test_sql_prints_what_up_would_run(run: Limpet, store: str) -> None:
@@ -125,7 +125,7 @@ def test_sql_prints_what_up_would_run(run: Limpet, store: str) -> None:
     assert result.exit_code == 0
     assert result.stdout.startswith("BEGIN")
     assert result.stdout.endswith("COMMIT;\n")
-    assert migrate.found(place_of(store)) == FIRST
+    assert migrate.current_revision(target_of(store)) == FIRST
     assert run.json("migrate", "sql") == {"revision": REVISION, "sql": result.stdout}
     run_script(store, result.stdout)
     assert run("get", "key").stdout == "1\n"
@@ -184,7 +184,7 @@ def test_a_command_can_migrate_as_it_opens(run: Limpet, store: str) -> None:
     result = run("get", "key", "--url", f"{store}{'&' if '?' in store else '?'}migrate=auto")
 
     assert result.stdout == "1\n"
-    assert migrate.found(place_of(store)) == REVISION
+    assert migrate.current_revision(target_of(store)) == REVISION
 
 
 def test_a_path_with_odd_characters_is_a_path(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import limpet
 import limpet.sync
 from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.schema import REVISION, REVISIONS, migrate
-from limpet.schema.migrate import PostgresPlace, SqlitePlace
-from tests.schema.support import FIRST, ask, catalog, engine_of, folder_of, make, place_of, run_script
+from limpet.schema.migrate import PostgresTarget, SqliteTarget
+from tests.schema.support import FIRST, ask, catalog, engine_of, folder_of, make, run_script, target_of
 
 PATIENCE_S = 120.0
 SECRET = "hunter2"
@@ -38,7 +38,7 @@ def old(url: str) -> str:
     """A store at the first revision, with something in it."""
     with limpet.sync.open(url, sweep=False) as store:
         store.put("key", 1)
-    migrate.down(place_of(url), FIRST)
+    migrate.down(target_of(url), FIRST)
     return url
 
 
@@ -72,10 +72,10 @@ def test_everything_that_is_stored_survives_up_down_and_up(url: str) -> None:
     with limpet.sync.open(url, namespace="other", sweep=False) as store:
         store.put("key", "of another")
     before = contents(url)
-    place = place_of(url)
+    target = target_of(url)
 
-    assert migrate.down(place, FIRST) == REVISION
-    assert migrate.up(place) == FIRST
+    assert migrate.down(target, FIRST) == REVISION
+    assert migrate.up(target) == FIRST
     assert contents(url) == before
     with limpet.sync.open(url) as store:
         assert store.put("game/1", 3).version == 3
@@ -85,9 +85,9 @@ def test_a_store_that_is_open_goes_on_while_its_schema_moves(url: str) -> None:
     with limpet.sync.open(url, sweep=False) as store:
         for _ in range(3):
             store.add("count")
-            migrate.down(place_of(url), FIRST)
+            migrate.down(target_of(url), FIRST)
             store.add("count")
-            migrate.up(place_of(url))
+            migrate.up(target_of(url))
         assert store.add("count") == 7
 
 
@@ -95,9 +95,9 @@ def test_base_removes_everything_and_leaves_what_is_not_ours(url: str) -> None:
     make(url)
     ask(url, "CREATE TABLE songs (title text)")
 
-    assert migrate.down(place_of(url), migrate.BASE) == REVISION
+    assert migrate.down(target_of(url), migrate.BASE) == REVISION
 
-    assert migrate.found(place_of(url)) is None
+    assert migrate.current_revision(target_of(url)) is None
     left = {name for rows in catalog(url).values() for name in rows if "limpet" in name}
     assert left == set()
     assert ask(url, "SELECT * FROM songs") == []
@@ -106,9 +106,9 @@ def test_base_removes_everything_and_leaves_what_is_not_ours(url: str) -> None:
 
 
 def test_a_database_without_tables_gets_them(url: str) -> None:
-    assert migrate.found(place_of(url)) is None
+    assert migrate.current_revision(target_of(url)) is None
 
-    assert migrate.up(place_of(url)) is None
+    assert migrate.up(target_of(url)) is None
 
     with limpet.sync.open(url) as store:
         assert store.put("key", 1).version == 1
@@ -119,8 +119,8 @@ def test_up_to_where_it_is_changes_nothing(url: str) -> None:
     make(url)
     before = catalog(url)
 
-    assert migrate.up(place_of(url)) == REVISION
-    assert migrate.up(place_of(url)) == REVISION
+    assert migrate.up(target_of(url)) == REVISION
+    assert migrate.up(target_of(url)) == REVISION
 
     assert catalog(url) == before
 
@@ -135,30 +135,30 @@ def test_a_migration_that_fails_leaves_nothing(old: str) -> None:
     before = catalog(old)
 
     with pytest.raises(Corrupt, match=r"cannot be migrated: .*(already an index|already exists)"):
-        migrate.up(place_of(old))
+        migrate.up(target_of(old))
 
     assert catalog(old) == before
-    assert migrate.found(place_of(old)) == FIRST
+    assert migrate.current_revision(target_of(old)) == FIRST
 
 
 @pytest.mark.parametrize(
     "name", ["""a "b" 'c' :d%""", "a$$b", "$limpet1$ $$", "line \n-- break", "{schema}"], ids=ascii
 )
 def test_a_schema_of_any_name_can_be_migrated(postgres_url: str, name: str) -> None:
-    url = postgres_url.replace(f"schema={place_of(postgres_url).schema}", urlencode({"schema": name}))
-    place = place_of(url)
-    assert place.schema == name
+    url = postgres_url.replace(f"schema={target_of(postgres_url).schema}", urlencode({"schema": name}))
+    target = target_of(url)
+    assert target.schema == name
     quoted = name.replace('"', '""')
     try:
-        run_script(url, migrate.sql(place))
-        migrate.down(place, FIRST)
-        run_script(url, migrate.sql(place))
+        run_script(url, migrate.sql(target))
+        migrate.down(target, FIRST)
+        run_script(url, migrate.sql(target))
         with limpet.sync.open(url) as store:
             store.put("key", 1)
         assert ask(url, "SELECT key FROM plugin_kv_storage") == [("key",)]
-        migrate.down(place, migrate.BASE)
-        migrate.up(place)
-        migrate.down(place, migrate.BASE)
+        migrate.down(target, migrate.BASE)
+        migrate.up(target)
+        migrate.down(target, migrate.BASE)
         make(url)
     finally:
         run_script(url, f'DROP SCHEMA IF EXISTS "{quoted}" CASCADE')
@@ -175,14 +175,14 @@ def test_an_older_schema_is_refused_and_the_ways_on_are_told(old: str) -> None:
     assert f"has schema revision {FIRST}, and this release needs {REVISION}" in told
     assert "'limpet migrate up'" in told
     assert "?migrate=auto" in told
-    assert migrate.found(place_of(old)) == FIRST
+    assert migrate.current_revision(target_of(old)) == FIRST
 
 
 def test_an_older_schema_is_migrated_where_that_was_asked_for(old: str) -> None:
     with limpet.sync.open(auto(old)) as store:
         assert store.get("key") == 1
 
-    assert migrate.found(place_of(old)) == REVISION
+    assert migrate.current_revision(target_of(old)) == REVISION
     with limpet.sync.open(old) as store:
         assert store.get("key") == 1
 
@@ -192,7 +192,7 @@ async def test_an_older_schema_is_migrated_on_a_loop(new_url: Any) -> None:
         url = new_url(engine)
         async with limpet.open(url) as store:
             await store.put("key", 1)
-        await asyncio.to_thread(migrate.down, place_of(url), FIRST)
+        await asyncio.to_thread(migrate.down, target_of(url), FIRST)
 
         async with limpet.open(auto(url)) as store:
             assert await store.get("key") == 1
@@ -207,9 +207,9 @@ def test_a_newer_schema_is_refused(url: str, option: str) -> None:
     with pytest.raises(Corrupt, match=rf"has schema revision 0099, and this release knows none after {REVISION}: use"):
         limpet.sync.open(auto(url) if option else url)
 
-    for move in (migrate.up, migrate.sql, lambda place: migrate.down(place, FIRST)):
+    for move in (migrate.up, migrate.sql, lambda target: migrate.down(target, FIRST)):
         with pytest.raises(Corrupt, match=f"0099, and this release knows none after {REVISION}"):
-            move(place_of(url))
+            move(target_of(url))
     assert catalog(url) == before
 
 
@@ -264,7 +264,7 @@ def test_several_processes_that_open_at_once_migrate_once(old: str) -> None:
 
     assert [err for _, err in said if err] == []
     assert sorted(int(out) for out, _ in said) == [1, 2, 3, 4]
-    assert migrate.found(place_of(old)) == REVISION
+    assert migrate.current_revision(target_of(old)) == REVISION
 
 
 def test_several_threads_that_open_at_once_migrate_once(old: str) -> None:
@@ -284,7 +284,7 @@ async def test_several_tasks_of_one_loop_that_open_at_once_migrate_once(new_url:
     url = new_url("postgres")
     async with limpet.open(url):
         pass
-    await asyncio.to_thread(migrate.down, place_of(url), FIRST)
+    await asyncio.to_thread(migrate.down, target_of(url), FIRST)
 
     async def open_and_count() -> int:
         async with limpet.open(auto(url), sweep=False) as store:
@@ -295,11 +295,14 @@ async def test_several_tasks_of_one_loop_that_open_at_once_migrate_once(new_url:
 
 def test_migrating_waits_for_the_writer_of_a_file(sqlite_url: str) -> None:
     make(sqlite_url)
-    place = place_of(sqlite_url)
-    assert isinstance(place, SqlitePlace)
-    with contextlib.closing(sqlite3.connect(place.path, isolation_level=None)) as writer, ThreadPoolExecutor(1) as pool:
+    target = target_of(sqlite_url)
+    assert isinstance(target, SqliteTarget)
+    with (
+        contextlib.closing(sqlite3.connect(target.path, isolation_level=None)) as writer,
+        ThreadPoolExecutor(1) as pool,
+    ):
         writer.execute("BEGIN IMMEDIATE")
-        moving = pool.submit(migrate.down, place, FIRST)
+        moving = pool.submit(migrate.down, target, FIRST)
         # It holds no lock that the writer could meet, and has changed nothing.
         assert writer.execute("SELECT version_num FROM limpet_schema").fetchall() == [(REVISION,)]
         writer.execute("COMMIT")
@@ -309,28 +312,28 @@ def test_migrating_waits_for_the_writer_of_a_file(sqlite_url: str) -> None:
 
 def test_migrating_waits_for_whoever_makes_the_tables(postgres_url: str) -> None:
     """The lock is the one under which the engine makes them."""
-    place = place_of(postgres_url)
-    assert isinstance(place, PostgresPlace)
+    target = target_of(postgres_url)
+    assert isinstance(target, PostgresTarget)
 
     with ThreadPoolExecutor(2) as pool:
-        with held(place):
-            moving = pool.submit(migrate.up, place)
+        with held(target):
+            moving = pool.submit(migrate.up, target)
             making = pool.submit(make, postgres_url)
-            wait_for_waiters(place, 2)
+            wait_for_waiters(target, 2)
             assert not moving.done()
             assert not making.done()
 
         moving.result(PATIENCE_S)
         making.result(PATIENCE_S)
-    assert migrate.found(place) == REVISION
+    assert migrate.current_revision(target) == REVISION
 
 
 @contextlib.contextmanager
-def held(place: PostgresPlace) -> Iterator[None]:
+def held(target: PostgresTarget) -> Iterator[None]:
     """Hold the lock of a schema, as the engine does while it makes its tables."""
     with asyncio.Runner() as runner:
-        connection = runner.run(asyncpg.connect(place.source))
-        key = f"hashtextextended('limpet {place.schema}', 0)"
+        connection = runner.run(asyncpg.connect(target.source))
+        key = f"hashtextextended('limpet {target.schema}', 0)"
         runner.run(connection.execute(f"SELECT pg_advisory_lock({key})"))
         try:
             yield
@@ -338,9 +341,9 @@ def held(place: PostgresPlace) -> Iterator[None]:
             runner.run(connection.close())
 
 
-def wait_for_waiters(place: PostgresPlace, count: int) -> None:
+def wait_for_waiters(target: PostgresTarget, count: int) -> None:
     look = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-    url = f"{place.source}?schema={place.schema}"
+    url = f"{target.source}?schema={target.schema}"
     until = time.monotonic() + PATIENCE_S
     while ask(url, look)[0][0] < count:
         assert time.monotonic() < until, "nobody waits for the lock"
@@ -356,7 +359,7 @@ def test_a_revision_that_is_not_known_is_refused(url: str, revision: str) -> Non
 
     for move in (migrate.up, migrate.down, migrate.sql):
         with pytest.raises(InvalidValue, match=f"there is no schema revision {revision!r}".replace("+", r"\+")):
-            move(place_of(url), revision)
+            move(target_of(url), revision)
 
 
 def test_up_does_not_go_down_and_down_does_not_go_up(url: str) -> None:
@@ -364,68 +367,68 @@ def test_up_does_not_go_down_and_down_does_not_go_up(url: str) -> None:
     with pytest.raises(
         InvalidValue, match=f"is at schema revision {REVISION}: 'limpet migrate down {FIRST}' goes back"
     ):
-        migrate.up(place_of(url), FIRST)
-    migrate.down(place_of(url), FIRST)
+        migrate.up(target_of(url), FIRST)
+    migrate.down(target_of(url), FIRST)
     with pytest.raises(InvalidValue, match=f"is at schema revision {FIRST}: 'limpet migrate up {REVISION}' goes on"):
-        migrate.down(place_of(url), REVISION)
+        migrate.down(target_of(url), REVISION)
 
-    assert migrate.found(place_of(url)) == FIRST
+    assert migrate.current_revision(target_of(url)) == FIRST
 
 
 def test_where_there_is_no_store_there_is_nothing_to_take_down(url: str) -> None:
     with pytest.raises(InvalidValue, match="has no Limpet store in it"):
-        migrate.down(place_of(url), FIRST)
+        migrate.down(target_of(url), FIRST)
 
 
 def test_migrating_makes_no_file(sqlite_url: str) -> None:
     lost = folder_of(sqlite_url) / "lost.db"
 
     with pytest.raises(LimpetError, match=r"lost\.db"):
-        migrate.up(SqlitePlace(str(lost)))
+        migrate.up(SqliteTarget(str(lost)))
 
     assert not lost.exists()
 
 
 @pytest.mark.parametrize("content", [b"This is a diary.\n" * 100])
 def test_a_file_that_is_no_database_stays_as_it_is(sqlite_url: str, content: bytes) -> None:
-    place = place_of(sqlite_url)
-    assert isinstance(place, SqlitePlace)
-    Path(place.path).write_bytes(content)
+    target = target_of(sqlite_url)
+    assert isinstance(target, SqliteTarget)
+    Path(target.path).write_bytes(content)
 
     with pytest.raises(Corrupt, match="not a database"):
-        migrate.up(place)
+        migrate.up(target)
 
-    assert Path(place.path).read_bytes() == content
+    assert Path(target.path).read_bytes() == content
 
 
 def test_a_server_that_is_not_there_is_unavailable_and_no_password_is_told() -> None:
-    place = place_of(f"postgresql://alice:{SECRET}@127.0.0.1:1/none")
+    target = target_of(f"postgresql://alice:{SECRET}@127.0.0.1:1/none")
 
     with pytest.raises(Unavailable) as refused:
-        migrate.up(place)
+        migrate.up(target)
 
     assert SECRET not in str(refused.value)
-    assert SECRET not in repr(place)
-    assert SECRET not in str(place)
+    assert SECRET not in repr(target)
+    assert SECRET not in str(target)
 
 
 def test_a_database_that_is_not_there_is_a_mistake_in_the_request(postgres_url: str) -> None:
     with pytest.raises(InvalidValue, match="does not exist"):
-        migrate.up(place_of(postgres_url.replace("/postgres?", "/no_such_database?")))
+        migrate.up(target_of(postgres_url.replace("/postgres?", "/no_such_database?")))
 
 
 def test_a_role_that_may_not_change_the_schema_is_told_so(postgres_url: str) -> None:
     make(postgres_url)
-    schema = str(place_of(postgres_url).schema)
+    schema = str(target_of(postgres_url).schema)
     role = f"role_{schema}"
     run_script(postgres_url, f"CREATE ROLE {role} LOGIN; GRANT USAGE ON SCHEMA {schema} TO {role}")
     run_script(postgres_url, f"GRANT SELECT, UPDATE ON limpet_schema TO {role}")
     try:
         with pytest.raises(PermissionDenied, match=r"must be owner|permission denied"):
-            migrate.down(place_of(postgres_url.replace("postgres@", f"{role}@")), FIRST)
+            migrate.down(target_of(postgres_url.replace("postgres@", f"{role}@")), FIRST)
     finally:
         run_script(postgres_url, f"DROP OWNED BY {role}; DROP ROLE {role}")
-    assert migrate.found(place_of(postgres_url)) == REVISION
+    assert migrate.current_revision(target_of(postgres_url)) == REVISION
 
 
 # What `up` would run ----------------------------------------------------------
@@ -434,42 +437,42 @@ def test_a_role_that_may_not_change_the_schema_is_told_so(postgres_url: str) -> 
 @pytest.mark.parametrize("start", [None, FIRST])
 def test_the_script_does_what_up_does(url: str, new_url: Any, start: str | None) -> None:
     by_hand = new_url(engine_of(url))
-    for place in (place_of(url), place_of(by_hand)):
+    for target in (target_of(url), target_of(by_hand)):
         if start is not None:
-            migrate.up(place, start)
+            migrate.up(target, start)
 
-    migrate.up(place_of(url))
-    run_script(by_hand, migrate.sql(place_of(by_hand)))
+    migrate.up(target_of(url))
+    run_script(by_hand, migrate.sql(target_of(by_hand)))
 
     assert catalog(by_hand) == catalog(url)
-    assert migrate.found(place_of(by_hand)) == REVISION
+    assert migrate.current_revision(target_of(by_hand)) == REVISION
     make(by_hand)
 
 
 def test_the_script_goes_as_far_as_is_asked(url: str) -> None:
-    run_script(url, migrate.sql(place_of(url), FIRST))
+    run_script(url, migrate.sql(target_of(url), FIRST))
 
-    assert migrate.found(place_of(url)) == FIRST
+    assert migrate.current_revision(target_of(url)) == FIRST
     assert REVISIONS[-1] != FIRST
 
 
 def test_a_script_that_comes_late_changes_nothing(old: str) -> None:
     """Somebody else has migrated since it was written."""
-    script = migrate.sql(place_of(old))
-    migrate.up(place_of(old))
+    script = migrate.sql(target_of(old))
+    migrate.up(target_of(old))
     before = catalog(old)
 
     with contextlib.suppress(asyncpg.PostgresError, sqlite3.Error):
         run_script(old, script)
 
     assert catalog(old) == before
-    assert migrate.found(place_of(old)) == REVISION
+    assert migrate.current_revision(target_of(old)) == REVISION
 
 
 def test_where_nothing_is_to_be_done_the_script_is_empty(url: str) -> None:
     make(url)
 
-    assert migrate.sql(place_of(url)) == ""
+    assert migrate.sql(target_of(url)) == ""
 
 
 # Without the tools ------------------------------------------------------------
@@ -492,7 +495,7 @@ def test_without_the_tools_it_is_told_what_to_install(old: str, module: str) -> 
         assert f"migrating needs {module}" in said
         assert "pip install 'limpet[migrate]'" in said
     assert "Traceback" not in said
-    assert migrate.found(place_of(old)) == FIRST
+    assert migrate.current_revision(target_of(old)) == FIRST
 
 
 def test_an_up_to_date_store_needs_no_tools(url: str) -> None:

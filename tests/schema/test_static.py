@@ -17,11 +17,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from limpet import schema
 from limpet.schema import REVISION, REVISIONS, ddl, migrate
-from limpet.schema.migrate import PostgresPlace, SqlitePlace
+from limpet.schema.migrate import PostgresTarget, SqliteTarget
 from limpet.schema.render import ENGINES, static, write
 from limpet.schema.tables import tables
 from tests.schema.conftest import NewUrl
-from tests.schema.support import ask, catalog, engine_of, make, make_by_hand, place_of
+from tests.schema.support import ask, catalog, engine_of, make, make_by_hand, target_of
 
 FOLDER = Path(schema.__file__).parent
 
@@ -52,7 +52,7 @@ def test_the_known_revisions_are_those_of_the_migrations() -> None:
 def migrated(url: str, target: str = REVISION) -> str:
     """A place that was migrated step by step."""
     for revision in REVISIONS[: REVISIONS.index(target) + 1]:
-        migrate.up(place_of(url), revision)
+        migrate.up(target_of(url), revision)
     return url
 
 
@@ -77,9 +77,9 @@ def test_going_down_and_up_again_leads_to_the_same(url: str) -> None:
     before = catalog(url)
 
     for revision in reversed(REVISIONS[:-1]):
-        migrate.down(place_of(url), revision)
+        migrate.down(target_of(url), revision)
         assert catalog(url) != before
-    migrate.up(place_of(url))
+    migrate.up(target_of(url))
 
     assert catalog(url) == before
 
@@ -103,19 +103,19 @@ def is_of_view(row: str) -> bool:
 
 
 def create_all(url: str) -> None:
-    place = place_of(url)
-    if isinstance(place, SqlitePlace):
-        engine = sa.create_engine(f"sqlite:///{place.path}", poolclass=sa.NullPool)
+    target = target_of(url)
+    if isinstance(target, SqliteTarget):
+        engine = sa.create_engine(f"sqlite:///{target.path}", poolclass=sa.NullPool)
         tables("sqlite").create_all(engine)
     else:
-        asyncio.run(create_all_on_postgres(place))
+        asyncio.run(create_all_on_postgres(target))
 
 
-async def create_all_on_postgres(place: PostgresPlace) -> None:
-    engine = create_async_engine("postgresql+asyncpg://", connect_args={"dsn": place.source}, poolclass=sa.NullPool)
+async def create_all_on_postgres(target: PostgresTarget) -> None:
+    engine = create_async_engine("postgresql+asyncpg://", connect_args={"dsn": target.source}, poolclass=sa.NullPool)
     async with engine.begin() as connection:
-        await connection.execute(sa.schema.CreateSchema(place.schema))
-        await connection.run_sync(tables("postgres", place.schema).create_all)
+        await connection.execute(sa.schema.CreateSchema(target.schema))
+        await connection.run_sync(tables("postgres", target.schema).create_all)
 
 
 # The weight of opening --------------------------------------------------------

@@ -13,7 +13,7 @@ import limpet
 import limpet.sync
 from limpet.schema import migrate
 from tests.cli.support import Limpet
-from tests.schema.support import FIRST, ask, engine_of, place_of, run_script
+from tests.schema.support import FIRST, ask, engine_of, run_script, target_of
 from tests.servers import postgres
 
 RECENT = """
@@ -203,16 +203,16 @@ TAKEN = {
 @pytest.mark.parametrize("name", ["plugin_kv_storage", "state"])
 @pytest.mark.parametrize("kind", TAKEN)
 def test_what_somebody_else_has_under_a_name_is_left_to_them(postgres_url: str, kind: str, name: str) -> None:
-    place = place_of(postgres_url)
-    run_script(postgres_url, f'CREATE SCHEMA "{place.schema}"')
+    target = target_of(postgres_url)
+    run_script(postgres_url, f'CREATE SCHEMA "{target.schema}"')
     run_script(postgres_url, TAKEN[kind].format(name=name))
 
     with limpet.sync.open(postgres_url, sweep=False) as store:
         store.put("key", 1)
     assert is_theirs(postgres_url, kind, name)
-    migrate.down(place, FIRST)
+    migrate.down(target, FIRST)
     assert is_theirs(postgres_url, kind, name)
-    migrate.up(place)
+    migrate.up(target)
     assert is_theirs(postgres_url, kind, name)
 
     # The other one was made.
@@ -237,8 +237,8 @@ def test_what_somebody_else_has_in_a_file_is_left_to_them(sqlite_url: str, kind:
     with limpet.sync.open(sqlite_url, sweep=False) as store:
         store.put("key", 1)
     assert ask(sqlite_url, look) == [(theirs,)]
-    migrate.down(place_of(sqlite_url), FIRST)
-    migrate.up(place_of(sqlite_url))
+    migrate.down(target_of(sqlite_url), FIRST)
+    migrate.up(target_of(sqlite_url))
 
     assert ask(sqlite_url, look) == [(theirs,)]
     with limpet.sync.open(sqlite_url) as store:
@@ -250,7 +250,7 @@ def taken(url: str, name: str) -> None:
     if engine_of(url) == "sqlite":
         ask(url, "PRAGMA journal_mode = WAL")
     else:
-        run_script(url, f'CREATE SCHEMA "{place_of(url).schema}"')
+        run_script(url, f'CREATE SCHEMA "{target_of(url).schema}"')
     run_script(url, f"CREATE TABLE {name} (mine text); INSERT INTO {name} VALUES ('theirs')")
 
 
@@ -298,8 +298,8 @@ def test_in_the_schema_that_all_share_the_name_state_is_left_to_others(caplog: p
         run_script(f"{url}?schema=public", "CREATE TABLE state (mine text)")
         with limpet.sync.open(url, namespace="state", sweep=False) as store:
             assert store.get("key") == 1
-        migrate.down(place_of(url), FIRST)
-        migrate.up(place_of(url))
+        migrate.down(target_of(url), FIRST)
+        migrate.up(target_of(url))
 
         assert is_theirs(f"{url}?schema=public", "table", "state")
         assert ask(f"{url}?schema=public", "SELECT plugin_name, key FROM plugin_kv_storage") == [("state", "key")]
@@ -310,7 +310,7 @@ def test_a_view_under_another_name_is_still_ours(postgres_url: str) -> None:
     limpet.sync.open(postgres_url).close()
     run_script(postgres_url, 'ALTER VIEW state RENAME TO "The ""state"""')
 
-    migrate.down(place_of(postgres_url), FIRST)
+    migrate.down(target_of(postgres_url), FIRST)
 
     assert ask(postgres_url, "SELECT 1 FROM pg_views WHERE schemaname = current_schema()") == []
 

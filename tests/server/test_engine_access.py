@@ -190,7 +190,7 @@ async def test_a_log_tells_each_what_it_may_see(as_: As) -> None:
     whole = await engine_of(owner).changes("trivia", 0)
 
     assert [change.key for change in feed.changes] == ["alice/1"]
-    assert feed.head == whole.head == 4
+    assert feed.next_after == whole.next_after == 4
 
 
 async def test_a_position_on_what_others_wrote_can_be_resumed(as_: As) -> None:
@@ -574,7 +574,7 @@ async def test_pages_end_where_an_answer_is_large_enough() -> None:
 
         assert len(part.entries) == 5
         assert part.cursor == "key/04"
-        assert (len(feed.changes), feed.head) == (5, 5)
+        assert (len(feed.changes), feed.next_after) == (5, 5)
         assert len([entry async for entry in store.scan()]) == 12
 
 

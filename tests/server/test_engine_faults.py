@@ -97,7 +97,7 @@ async def test_ambiguous_tells_under_which_name_to_ask(proxy: HttpProxy) -> None
         proxy.fault("lose")
 
         with pytest.raises(Ambiguous) as unknown:
-            await store._session.engine.commit(store.name, store.batch().put("key", 1)._batch())
+            await store._session.engine.commit(store.name, store.batch().put("key", 1)._make_batch())
 
         assert unknown.value.request_id is not None
         assert unknown.value.since == 1

@@ -39,7 +39,9 @@ import msgspec
 
 import limpet
 import limpet.sync
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
+from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.group import GroupWriter
 from limpet.errors import Conflict
 from limpet.model import Commit
 
@@ -146,9 +148,9 @@ class Writer:
     def _mark_phases(self) -> None:
         """Have the engine of this process tell where it stands."""
         marks, writer = self._marks, self
-        commit, commit_group = sqlite.SqliteEngine.commit, sqlite.SqliteEngine._commit_group
+        commit, commit_group = SqliteEngine.commit, GroupWriter._commit_group
 
-        class Marking(sqlite._Connection):
+        class Marking(connections.Connection):
             def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
                 if not writer._group or sql not in ("BEGIN IMMEDIATE", "COMMIT", "ROLLBACK"):
                     return super().execute(sql, parameters)
@@ -172,9 +174,9 @@ class Writer:
             finally:
                 writer._group = []
 
-        sqlite._Connection = Marking  # type: ignore[misc]
-        engine_class: Any = sqlite.SqliteEngine
-        engine_class.commit, engine_class._commit_group = marking_commit, marking_group
+        connections.Connection = Marking  # type: ignore[misc]
+        SqliteEngine.commit = marking_commit  # type: ignore[assignment, method-assign]
+        GroupWriter._commit_group = marking_group  # type: ignore[assignment, method-assign]
 
     def tell(self, word: str, id: str, told: Any = None) -> None:
         os.write(self._pipe, json.dumps([word, id, told]).encode() + b"\n")

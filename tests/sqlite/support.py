@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import pytest
 
 from limpet.clock import Clock
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.model import Batch, Entry, Put, Write
 from limpet.opening import open_engine
@@ -45,7 +45,7 @@ class Spy:
         self.statements: list[str] = []
         spy = self
 
-        class Spied(sqlite._Connection):
+        class Spied(connections.Connection):
             writes = False
 
             def __init__(self, *args: Any, **more: Any) -> None:
@@ -66,7 +66,7 @@ class Spy:
                     spy.after[sql](self)
                 return cursor
 
-        monkeypatch.setattr(sqlite, "_Connection", Spied)
+        monkeypatch.setattr(connections, "Connection", Spied)
 
     def count(self, sql: str) -> int:
         """How often writers ran this statement."""

@@ -33,8 +33,12 @@ import pytest
 import limpet
 import limpet.sync
 from limpet import hub
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import cache as sqlite_cache
+from limpet.engines.sqlite import connections, forks
+from limpet.engines.sqlite.cache import Cache, WalHeader, commit_count
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.group import Counters
+from limpet.engines.sqlite.rows import READ, SAVE_COUNTERS, to_entry
 from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch, Unavailable
 from limpet.model import Commit, Entry
 from tests.processes import PATIENCE_S
@@ -69,7 +73,7 @@ def engine_of(store: limpet.sync.Store) -> Any:
 
 def go_blind(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     """Let nobody see the header, as where the shared memory cannot be mapped."""
-    patch(sqlite._Board, "join", classmethod(lambda cls, path: None))
+    patch(WalHeader, "join", classmethod(lambda cls, path: None))
 
 
 def by_hand(path: Path) -> sqlite3.Connection:
@@ -84,7 +88,7 @@ def set_by_hand(connection: sqlite3.Connection, key: str, number: int) -> None:
 
 def keeps(engine: SqliteEngine, key: str, namespace: str = "default") -> bool:
     """Whether the engine would answer this from memory, if nobody commits before."""
-    cache = engine._cache
+    cache = engine._cached.cache
     assert cache is not None, "there is no cache, so this test proves nothing"
     return (namespace, "data", key) in cache.entries
 
@@ -136,7 +140,7 @@ class Party:
     def __init__(self, store: limpet.sync.Store, path: str, clock: limpet.ManualClock) -> None:
         self._store, self._path, self._clock = store, path, clock
         # So that the WAL is folded into the file, and begun anew, all the time.
-        engine_of(store)._writer.execute("PRAGMA wal_autocheckpoint = 8")
+        engine_of(store)._writer.connection.execute("PRAGMA wal_autocheckpoint = 8")
 
     def do(self, verb: str, *args: Any) -> Any:
         return getattr(self, verb)(*args)
@@ -211,10 +215,10 @@ class Rows:
             def fetchone(self) -> Any:
                 return self._found
 
-        class Watched(sqlite._Connection):
+        class Watched(connections.Connection):
             def execute(self, sql: str, parameters: Any = (), /) -> Any:
                 cursor = super().execute(sql, parameters)
-                if sql != sqlite._READ:
+                if sql != READ:
                     return cursor
                 with closing(cursor):
                     found = cursor.fetchone()
@@ -222,7 +226,7 @@ class Rows:
                 rows.after()
                 return Row(found)
 
-        monkeypatch.setattr(sqlite, "_Connection", Watched)
+        monkeypatch.setattr(connections, "Connection", Watched)
 
     def once(self, work: Callable[[], object]) -> None:
         """Do this when the next row has been fetched, and not again."""
@@ -307,7 +311,7 @@ def test_what_a_caller_does_to_a_value_is_his_own_affair(url: str) -> None:
 
 
 def test_what_expires_is_absent_from_its_moment_on(url: str, clock: limpet.ManualClock) -> None:
-    """An entry is there until its moment and absent from its moment on.
+    """An entry is there until its expiry time and absent from that time on.
 
     Nobody commits when a moment comes, so the header does not tell.
     """
@@ -474,9 +478,9 @@ def test_a_header_that_looks_as_before_deceives_nobody(url: str, path: Path) -> 
         for turn in range(5):
             assert store.get("key") == turn
             assert keeps(engine_of(store), "key")
-            headers.add(engine_of(store)._board.header())
-            sqlite._before_fork()
-            sqlite._after_fork_in_parent()
+            headers.add(engine_of(store)._cached.wal.read())
+            forks.before_fork()
+            forks.after_fork_in_parent()
             outside(path, set_key(turn + 1))
 
             assert store.get("key") == turn + 1
@@ -513,7 +517,7 @@ def test_a_count_that_began_anew_deceives_nobody(url: str, path: Path) -> None:
         for turn in range(20):
             store.put("key", turn)
         assert store.get("key") == 19
-        count = sqlite._commits(engine_of(store)._board.header())
+        count = commit_count(engine_of(store)._cached.wal.read())
         assert count >= 20
 
         command = [sys.executable, "-c", _RECOVERED, str(path), str(count)]
@@ -521,7 +525,7 @@ def test_a_count_that_began_anew_deceives_nobody(url: str, path: Path) -> None:
 
         # Fewer would mean that it never began anew.
         assert int(done.stdout) == count
-        assert sqlite._commits(engine_of(store)._board.header()) == count
+        assert commit_count(engine_of(store)._cached.wal.read()) == count
         assert store.get("key") == count
         assert store.add("key") == count + 1
 
@@ -530,7 +534,7 @@ def test_a_count_that_began_anew_deceives_nobody(url: str, path: Path) -> None:
 
 
 def test_a_second_engine_of_this_process_is_seen_at_once(url: str) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     address = f"{url}?synchronous=normal"
     with limpet.sync.open(address, sweep=False) as one, limpet.sync.open(address, sweep=False) as two:
         assert engine_of(one) is not engine_of(two)
@@ -715,7 +719,7 @@ async def test_a_commit_after_our_look_is_not_taken_for_ours(
     """Somebody commits when we have looked at the header and have not yet gone on under it."""
     await engine.commit("default", batch(put("ours", 0), put("theirs", 0)))
     assert await number(engine, "theirs") == 0
-    carry, carried = sqlite._Cache.carry, list[bytes]()
+    carry, carried = Cache.carry, list[bytes]()
 
     def slow_carry(self: Any, header: bytes, work: Any) -> None:
         set_by_hand(other, "theirs", 1)
@@ -723,7 +727,7 @@ async def test_a_commit_after_our_look_is_not_taken_for_ours(
         carried.append(header)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite._Cache, "carry", slow_carry)
+        patch.setattr(Cache, "carry", slow_carry)
         await engine.commit("default", batch(put("ours", 1)))
 
     assert carried
@@ -738,9 +742,9 @@ async def test_a_header_read_by_halves_deceives_nobody(
     What we get has the count of our own commit and the rest of theirs, or the other way round. It resembles a
     header that never was, and nothing may be kept under it that is not so.
     """
-    board = engine._board
+    board = engine._cached.wal
     assert board is not None
-    header = sqlite._Board.header
+    header = WalHeader.read
     await engine.commit("default", batch(put("ours", 0), put("theirs", 0)))
 
     for turn, cut in enumerate((4, 8, 12, 16, 20, 24, 32, 40), start=1):
@@ -759,11 +763,11 @@ async def test_a_header_read_by_halves_deceives_nobody(
             halves.clear()
             return ours[:cut] + theirs[cut:] if turn % 2 else theirs[:cut] + ours[cut:]
 
-        monkeypatch.setattr(sqlite._Board, "header", torn)
+        monkeypatch.setattr(WalHeader, "read", torn)
         spy.after["COMMIT"] = come_behind
         await engine.commit("default", batch(put("ours", turn)))
         spy.after.clear()
-        monkeypatch.setattr(sqlite._Board, "header", header)
+        monkeypatch.setattr(WalHeader, "read", header)
 
         assert [await number(engine, key) for key in ("theirs", "ours")] == [turn, turn]
 
@@ -819,7 +823,7 @@ async def test_nothing_is_seen_by_halves(engine: SqliteEngine, monkeypatch: pyte
     for _ in range(2):
         await engine.commit("default", batch(put("left", 0), put("right", 0)))
     assert [keeps(engine, key) for key in ("left", "right")] == [True, True]
-    gate, told, really_put = Gate(), list[str](), sqlite._Cache._put
+    gate, told, really_put = Gate(), list[str](), Cache._put
 
     def slow_put(self: Any, place: Any, entry: Entry | None) -> None:
         told.append(place[2])
@@ -828,7 +832,7 @@ async def test_nothing_is_seen_by_halves(engine: SqliteEngine, monkeypatch: pyte
         really_put(self, place, entry)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sqlite._Cache, "_put", slow_put)
+        patch.setattr(Cache, "_put", slow_put)
         writing = asyncio.create_task(engine.commit("default", batch(put("left", 1), put("right", 1))))
         await asyncio.to_thread(gate.await_somebody)
         beside = [await number(engine, key) for key in ("left", "right", "left")]
@@ -850,7 +854,7 @@ async def test_a_commit_whose_answer_was_lost_is_read_from_the_file(engine: Sqli
     assert await number(engine, "key") == 2
 
 
-@pytest.mark.parametrize("moment", [sqlite._SET_TALLY, "COMMIT"], ids=["before", "at the end"])
+@pytest.mark.parametrize("moment", [SAVE_COUNTERS, "COMMIT"], ids=["before", "at the end"])
 @pytest.mark.parametrize("error", ["SQLITE_FULL", "SQLITE_IOERR_FSYNC", None])
 def test_a_commit_that_failed_is_not_counted(
     url: str, path: Path, clock: limpet.ManualClock, spy: Spy, moment: str, error: str | None
@@ -899,12 +903,12 @@ async def test_a_group_of_nobody_changes_nothing(engine: SqliteEngine) -> None:
     """All who were queued may have been cancelled before their group began."""
     await engine.commit("default", batch(put("key", 1)))
     assert await number(engine, "key") == 1
-    writer = engine._writer
+    writer = engine._writer.connection
 
-    with engine._writing:
-        engine._commit_queued()
+    with engine._writer.lock:
+        engine._writer.commit_queued()
 
-    assert engine._writer is writer
+    assert engine._writer.connection is writer
     assert keeps(engine, "key")
 
 
@@ -928,9 +932,9 @@ async def test_a_reader_that_was_held_up_does_not_bring_back_the_past(
     await engine.commit("default", batch(put("key", 0)))
     await engine.commit("default", batch(put("beside", 1)))
     # Only what is not kept is fetched.
-    assert engine._cache is not None
-    engine._cache.entries.pop(("default", "data", "key"))
-    cache, gate = engine._cache, Gate()
+    assert engine._cached.cache is not None
+    engine._cached.cache.entries.pop(("default", "data", "key"))
+    cache, gate = engine._cached.cache, Gate()
     rows.once(gate)
     thread, found = reading(engine, "key")
     await asyncio.to_thread(gate.await_somebody)
@@ -938,7 +942,7 @@ async def test_a_reader_that_was_held_up_does_not_bring_back_the_past(
     for count in range(1, commits + 1):
         await engine.commit("default", batch(put("key", count)))
     # Or the reader would have nothing to spoil.
-    assert engine._cache is cache
+    assert engine._cached.cache is cache
     gate.open()
     thread.join(PATIENCE_S)
 
@@ -950,8 +954,8 @@ async def test_a_reader_that_was_held_up_does_not_bring_back_what_was_deleted(ro
     """The same with an entry that is gone, and with one that was not there."""
     await engine.commit("default", batch(put("gone", 0)))
     await engine.commit("default", batch(put("beside", 1)))
-    assert engine._cache is not None
-    engine._cache.entries.pop(("default", "data", "gone"), None)
+    assert engine._cached.cache is not None
+    engine._cached.cache.entries.pop(("default", "data", "gone"), None)
     gates = [Gate(), Gate()]
     rows.once(gates[0])
     gone, found_gone = reading(engine, "gone")
@@ -1158,7 +1162,7 @@ def test_without_a_header_everything_works(url: str, path: Path, manner_of_faili
         before = descriptors()
         read_in_threads(3, 30)
 
-        assert engine_of(store)._board is None
+        assert engine_of(store)._cached.wal is None
         assert found == [*range(33)]
         assert store.add("key") == 33
         assert store.get("key") == 33
@@ -1332,7 +1336,7 @@ def full() -> sqlite3.OperationalError:
 
 
 @pytest.mark.parametrize("held_elsewhere", [False, True])
-@pytest.mark.parametrize("statement", [sqlite._SET_TALLY, "COMMIT"], ids=["before", "at the end"])
+@pytest.mark.parametrize("statement", [SAVE_COUNTERS, "COMMIT"], ids=["before", "at the end"])
 async def test_a_store_that_lost_its_only_connection_begins_anew(
     engine: SqliteEngine, spy: Spy, path: Path, statement: str, held_elsewhere: bool
 ) -> None:
@@ -1352,17 +1356,19 @@ async def test_a_store_that_lost_its_only_connection_begins_anew(
             spy.before[statement] = Times(1, full)
             with pytest.raises(Unavailable):
                 await engine.commit("default", batch(put("key", 99)))
-            assert not engine._connections
+            assert not engine._connections.threads
             outside(path, set_key(turn + 1))
 
             assert await number(engine, "key") == turn + 1
 
             # The reader that this took is let go of, so that the next writer is alone again.
-            reader, owner = next((one, owner) for one, owner in engine._connections.items() if owner is not None)
+            reader, owner = next(
+                (one, owner) for one, owner in engine._connections.threads.items() if owner is not None
+            )
             assert owner is threading.current_thread()
-            with sqlite._opening:
+            with connections.OPENING:
                 reader.gone = True
-                engine._disconnect(reader)
+                engine._connections.disconnect(reader)
 
 
 async def test_a_write_after_the_only_connection_was_lost_begins_from_the_file(
@@ -1372,10 +1378,10 @@ async def test_a_write_after_the_only_connection_was_lost_begins_from_the_file(
     await engine.commit("default", batch(put("beside", 1)))
     await engine.commit("default", batch(put("key", 1)))
     assert keeps(engine, "key")
-    spy.before[sqlite._SET_TALLY] = Times(1, full)
+    spy.before[SAVE_COUNTERS] = Times(1, full)
     with pytest.raises(Unavailable):
         await engine.commit("default", batch(put("key", 99)))
-    assert not engine._connections
+    assert not engine._connections.threads
     outside(path, set_key(10))
 
     await engine.commit("default", batch(limpet.model.Add("key", 1)))
@@ -1399,7 +1405,7 @@ def test_threads_that_come_and_go_see_what_is_so(url: str, path: Path) -> None:
             thread.join()
             if turn % 4 == 0:
                 # With the writer gone too, the last connection is that of a thread that has ended.
-                engine_of(store)._abandon()
+                engine_of(store)._writer.abandon()
 
         assert found == [[turn, turn] for turn in range(1, 40)]
 
@@ -1409,7 +1415,7 @@ def test_threads_that_come_and_go_see_what_is_so(url: str, path: Path) -> None:
 
 def check_tally(tally: Any, connection: sqlite3.Connection, namespace: str) -> None:
     """The counters of a namespace are what one counts in the file. Its time is not: nobody could count it."""
-    found = sqlite._Tally.load(connection, namespace)  # type: ignore[arg-type]
+    found = Counters.load(connection, namespace)  # type: ignore[arg-type]
     assert (tally.revision, tally.floor) == (found.revision, found.floor)
     (keys,) = connection.execute(
         "SELECT count(*) FROM limpet_entries WHERE namespace = ? AND family = 'data'", (namespace,)
@@ -1425,18 +1431,20 @@ def check_tally(tally: Any, connection: sqlite3.Connection, namespace: str) -> N
 
 def check_books(engine: SqliteEngine, connection: sqlite3.Connection) -> bool:
     """What is kept is within its bounds, and is what the file holds. Whether anything is kept."""
-    cache, board = engine._cache, engine._board
+    cache, wal = engine._cached.cache, engine._cached.wal
     assert cache is not None
-    assert board is not None
-    assert len(cache.entries) <= sqlite.CACHED_MAX
-    assert max((entry.size_bytes for entry in cache.entries.values() if entry), default=0) <= sqlite.CACHED_BYTES_MAX
-    if cache.header != board.header():
+    assert wal is not None
+    assert len(cache.entries) <= sqlite_cache.CACHED_MAX
+    assert (
+        max((entry.size_bytes for entry in cache.entries.values() if entry), default=0) <= sqlite_cache.CACHED_BYTES_MAX
+    )
+    if cache.header != wal.read():
         # Nobody will ask this one again.
         return False
     for place, entry in cache.entries.items():
-        row = connection.execute(sqlite._READ, place).fetchone()
-        assert entry == (None if row is None else sqlite._entry(row)), place
-    for namespace, tally in cache.tallies.items():
+        row = connection.execute(READ, place).fetchone()
+        assert entry == (None if row is None else to_entry(row)), place
+    for namespace, tally in cache.counters.items():
         check_tally(tally, connection, namespace)
     return bool(cache.entries)
 
@@ -1495,8 +1503,8 @@ def test_what_is_kept_is_what_the_file_holds(
     bytes_max: int,
 ) -> None:
     """After everything that a store can do, everything kept is compared with its row, and is within its bounds."""
-    monkeypatch.setattr(sqlite, "CACHED_MAX", count_max)
-    monkeypatch.setattr(sqlite, "CACHED_BYTES_MAX", bytes_max)
+    monkeypatch.setattr(sqlite_cache, "CACHED_MAX", count_max)
+    monkeypatch.setattr(sqlite_cache, "CACHED_BYTES_MAX", bytes_max)
     dice = random.Random(count_max)
     compared = 0
     with ExitStack() as stack:
@@ -1520,8 +1528,8 @@ async def test_what_a_group_leaves_is_what_the_file_holds(
     engine: SqliteEngine, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group may write one key several times, in several namespaces; some of it is refused."""
-    monkeypatch.setattr(sqlite, "CACHED_MAX", 8)
-    monkeypatch.setattr(sqlite, "CACHED_BYTES_MAX", 1_000)
+    monkeypatch.setattr(sqlite_cache, "CACHED_MAX", 8)
+    monkeypatch.setattr(sqlite_cache, "CACHED_BYTES_MAX", 1_000)
     dice = random.Random(5)
     compared = 0
     with closing(by_hand(path)) as connection:
@@ -1545,29 +1553,29 @@ async def test_what_a_group_leaves_is_what_the_file_holds(
 async def test_what_readers_push_out_is_not_taken_for_absent(engine: SqliteEngine, count: int) -> None:
     """Readers fill the cache while a group is being decided, and what was there a moment ago is there no more."""
     await engine.commit("default", batch(put("key", 0)))
-    now_ms = engine._now_ms
+    now_ms = engine._writer._now_ms
 
     def push_out() -> int:
-        if engine._cache is not None:
-            engine._cache.entries.clear()
+        if engine._cached.cache is not None:
+            engine._cached.cache.entries.clear()
         return now_ms()
 
     for turn in range(5):
         assert await number(engine, "key") == turn * count
         assert keeps(engine, "key")
-        engine._now_ms = push_out  # type: ignore[method-assign]
+        engine._writer._now_ms = push_out
         await asyncio.gather(
             *(engine.commit("default", batch(limpet.model.Add("key", 1), put(f"{n}", n))) for n in range(count))
         )
-        engine._now_ms = now_ms  # type: ignore[method-assign]
+        engine._writer._now_ms = now_ms
 
         assert await number(engine, "key") == (turn + 1) * count
 
 
 def test_many_readers_leave_the_books_in_order(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads fill, push out and rewrite at the same time, and what is kept stays right and within its bounds."""
-    monkeypatch.setattr(sqlite, "CACHED_MAX", 20)
-    monkeypatch.setattr(sqlite, "CACHED_BYTES_MAX", 800)
+    monkeypatch.setattr(sqlite_cache, "CACHED_MAX", 20)
+    monkeypatch.setattr(sqlite_cache, "CACHED_BYTES_MAX", 800)
     with limpet.sync.open(f"{url}?synchronous=normal", sweep=False) as store, closing(by_hand(path)) as connection:
         connection.text_factory = bytes
         problems: list[str] = []
@@ -1604,14 +1612,14 @@ async def test_namespaces_take_no_more_room_than_there_is(
 
     The counters of each are kept as well.
     """
-    monkeypatch.setattr(sqlite, "CACHED_MAX", 200)
+    monkeypatch.setattr(sqlite_cache, "CACHED_MAX", 200)
     await engine.commit("default", batch(put("key", 1)))
 
     for start in range(0, 2000, 100):
         await asyncio.gather(*(engine.commit(f"user-{start + n}", batch(put("key", 1))) for n in range(100)))
 
-    assert engine._cache is not None
-    assert len(engine._cache.tallies) <= sqlite.CACHED_MAX
+    assert engine._cached.cache is not None
+    assert len(engine._cached.cache.counters) <= sqlite_cache.CACHED_MAX
 
 
 # Watching other processes -------------------------------------------------------
@@ -1641,13 +1649,13 @@ async def test_whoever_waits_leaves_the_file_alone(url: str, path: Path) -> None
     """Waiting for news is a look at the header. The log is read when somebody has committed."""
     engine = await open_sqlite(url, limpet.SystemClock())
     looks: list[int] = []
-    feed = engine._feed
+    feed = engine._log_page
 
     def counted(*args: Any) -> Any:
         looks.append(1)
         return feed(*args)
 
-    engine._feed = counted  # type: ignore[assignment, method-assign]
+    engine._log_page = counted  # type: ignore[assignment, method-assign]
     try:
         await engine.changes("default", 0, wait_s=0.3)
         alone = len(looks)
@@ -1669,7 +1677,7 @@ async def test_news_that_come_while_we_look_are_not_slept_through(url: str, cloc
     """Another process commits when we have read the log and not yet begun to wait."""
     engine, second = await open_sqlite(url, clock), await open_sqlite(url, clock)
     try:
-        feed, fed = engine._feed, list[Any]()
+        feed, fed = engine._log_page, list[Any]()
 
         def slow_feed(*args: Any) -> Any:
             fed.append(feed(*args))
@@ -1679,7 +1687,7 @@ async def test_news_that_come_while_we_look_are_not_slept_through(url: str, cloc
                 thread.join(PATIENCE_S)
             return fed[-1]
 
-        engine._feed = slow_feed  # type: ignore[assignment, method-assign]
+        engine._log_page = slow_feed  # type: ignore[assignment, method-assign]
         began = time.monotonic()
         found = await engine.changes("default", 0, wait_s=10.0)
 
@@ -1696,8 +1704,8 @@ async def test_a_watch_goes_on_when_the_file_was_let_go_of(url: str, path: Path)
         await store.put("key", 0)
         assert (await anext(watch)).value == 0
         for turn in range(1, 6):
-            sqlite._before_fork()
-            sqlite._after_fork_in_parent()
+            forks.before_fork()
+            forks.after_fork_in_parent()
             # What stood in the header may stand there again, though the file has changed meanwhile.
             other = await open_sqlite(url, limpet.SystemClock())
             await other.commit("default", batch(put("key", turn)))
@@ -1831,14 +1839,14 @@ class Reader:
 def counts(url: str, ledger: str, first: str, face: str, seconds: str) -> None:
     """Four readers, in threads or in tasks. Tells what they read wrongly, and how much they read."""
     fetched = 0
-    keep = sqlite._Cache.keep
+    keep = Cache.keep
 
     def counted(self: Any, header: bytes, place: Any, entry: Entry | None) -> None:
         nonlocal fetched
         fetched += 1
         keep(self, header, place, entry)
 
-    sqlite._Cache.keep = counted  # type: ignore[method-assign]
+    Cache.keep = counted  # type: ignore[assignment, method-assign]
     book = Ledger(ledger)
 
     def readers() -> list[Reader]:

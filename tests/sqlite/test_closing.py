@@ -82,7 +82,7 @@ async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has
         closing.start()
         closing.join(PATIENCE_S)
 
-    engine._queue = Queue(before=close)
+    engine._writer.queue = Queue(before=close)
 
     with pytest.raises(Closed):
         await asyncio.wait_for(engine.commit("default", batch(put("key", 2))), 60)
@@ -90,7 +90,7 @@ async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has
 
 
 async def test_whoever_waits_for_changes_is_told_of_the_close(engine: SqliteEngine) -> None:
-    """Whoever waits for changes is woken and told."""
+    """Callers that wait for changes are woken and get Closed."""
     waiting = asyncio.create_task(engine.changes("default", 0, wait_s=60.0))
     await asyncio.sleep(0)
 
@@ -107,7 +107,7 @@ def test_a_loop_that_vanished_with_a_waiter_harms_nobody_else(url: str, clock: l
     committed for it has done nothing wrong, and is answered.
     """
     engine = asyncio.run(open_sqlite(url, clock))
-    engine._flush = lambda loop: None  # type: ignore[method-assign]
+    engine._writer._flush = lambda loop: None  # type: ignore[method-assign]
     loop = VanishingLoop()
     task = loop.leave(engine.commit("default", batch(put("task", 1))))
 
@@ -121,7 +121,7 @@ def test_a_loop_that_vanished_with_a_waiter_harms_nobody_else(url: str, clock: l
 
 
 def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit(url: str, clock: limpet.ManualClock) -> None:
-    """A slow watcher misses nothing and holds up nobody.
+    """A slow watcher misses nothing and delays no other.
 
     The watcher's loop is closed just when the commit, which is durable already, rings for it.
     """

@@ -23,8 +23,9 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.clock import has_loop
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.rows import COUNTERS
 from limpet.errors import Ambiguous, Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Gate, Process, Queue, Spy, Times, batch, open_sqlite, put, sqlite_error
@@ -73,7 +74,7 @@ async def test_an_io_error_at_commit_leaves_the_outcome_open(engine: SqliteEngin
 async def test_an_io_error_at_commit_is_settled_by_the_store(
     url: str, quick: QuickClock, spy: Spy, moment: str, face: str
 ) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once."""
+    """A write whose reply was lost is retried by the store itself and applied once."""
     if face == "async":
         store: Any = await limpet.open(url, clock=quick, sweep=False)
         add, close = store.add, store.close
@@ -103,7 +104,7 @@ async def test_an_io_error_at_commit_is_settled_by_the_store(
 async def test_what_cannot_be_settled_is_reported_with_its_request_id(
     url: str, quick: QuickClock, spy: Spy, moment: str
 ) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied.
+    """`outcome` gives the result of a request id, or None when it was not applied.
 
     The answer is lost, and then the file cannot be reached, so the store gives up and names the id to ask for.
     """
@@ -132,7 +133,7 @@ async def test_what_cannot_be_settled_is_reported_with_its_request_id(
 
 
 async def test_a_lost_answer_loses_it_for_the_whole_group(url: str, quick: QuickClock, spy: Spy) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     Thirty-two callers share the transaction whose answer was lost. Each finds its own result again.
     """
@@ -154,9 +155,9 @@ async def test_a_lost_answer_loses_it_for_the_whole_group(url: str, quick: Quick
 async def test_an_error_before_commit_is_not_applied_and_tried_again(
     url: str, quick: QuickClock, spy: Spy, name: str
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
-        spy.before[sqlite._TALLY] = failing = Times(4, lambda: sqlite_error(name, "it failed"))
+        spy.before[COUNTERS] = failing = Times(4, lambda: sqlite_error(name, "it failed"))
 
         entry = await store.put("key", 1)
 
@@ -181,7 +182,7 @@ async def test_a_full_disk_at_commit_is_not_applied(engine: SqliteEngine, spy: S
 
 async def test_a_transaction_that_failed_does_not_stay_open(engine: SqliteEngine, url: str, spy: Spy) -> None:
     """After an error another process must be able to write at once, and so must we."""
-    spy.before[sqlite._TALLY] = Times(1, lambda: sqlite_error("SQLITE_IOERR_READ", "disk I/O error"))
+    spy.before[COUNTERS] = Times(1, lambda: sqlite_error("SQLITE_IOERR_READ", "disk I/O error"))
     with pytest.raises(Unavailable):
         await engine.commit("default", batch(put("key", 1)))
 
@@ -197,7 +198,7 @@ async def test_a_transaction_that_failed_does_not_stay_open(engine: SqliteEngine
 @pytest.fixture
 def blocker(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
     """Another connection, which may hold a write transaction for longer than anybody waits."""
-    monkeypatch.setattr(sqlite, "BUSY_TIMEOUT_MS", 20)
+    monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 20)
     with limpet.sync.open(url, sweep=False):
         pass
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
@@ -207,7 +208,7 @@ def blocker(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
 async def test_a_writer_that_never_ends_makes_the_file_unavailable(
     url: str, quick: QuickClock, blocker: sqlite3.Connection, spy: Spy
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     async with limpet.open(url, clock=quick, sweep=False) as store:
         blocker.execute("BEGIN IMMEDIATE")
         spy.forget()
@@ -226,7 +227,7 @@ async def test_a_writer_that_never_ends_makes_the_file_unavailable(
 async def test_a_writer_that_ends_in_time_is_waited_for(
     url: str, blocker: sqlite3.Connection, spy: Spy, face: str
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
 
     class Ending(QuickClock):
         async def sleep(self, seconds: float) -> None:
@@ -319,12 +320,12 @@ async def test_a_store_table_without_its_row_is_corrupt(url: str, path: Path) ->
 async def test_a_file_system_without_wal_is_named(url: str, spy: Spy) -> None:
     """The message must say which file it is about."""
 
-    class Old(sqlite._Connection):
+    class Old(connections.Connection):
         def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
             return super().execute(sql.replace("= WAL", "= DELETE"), parameters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite, "_Connection", Old)
+        patch.setattr(connections, "Connection", Old)
         with pytest.raises(Corrupt, match=r"state\.db.*WAL"):
             await limpet.open(url)
 
@@ -446,7 +447,7 @@ async def test_each_code_has_its_error(engine: SqliteEngine, name: str, expected
     error = sqlite3.OperationalError("as SQLite says it")
     error.sqlite_errorname = name
 
-    assert type(engine._translated(error)) is expected
+    assert type(engine._connections.translate(error)) is expected
 
 
 async def test_the_words_of_a_trigger_are_not_shown(url: str, path: Path, quick: QuickClock) -> None:
@@ -521,7 +522,7 @@ async def test_a_file_of_others_that_is_in_wal_mode_is_shared(url: str, path: Pa
 
 
 async def test_a_full_disk_is_unavailable_and_passes(url: str, quick: QuickClock, spy: Spy) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times.
+    """A call that fails for a moment is tried again by the store, at most 5 times.
 
     SQLite itself is told that the file may not grow, and answers as it does on a full disk.
     """
@@ -552,7 +553,7 @@ async def test_a_full_disk_is_unavailable_and_passes(url: str, quick: QuickClock
 
 
 def test_a_file_that_may_not_grow_is_reported_and_passes(url: str) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     The operating system refuses to let any file of the process grow. The write that met this is reported, the
     ones before it are kept, and the process goes on when there is room again.
@@ -586,7 +587,7 @@ def test_an_interrupt_of_one_thread_is_not_an_answer_to_others(
     with limpet.sync.open(url, sweep=False, clock=quick) as store:
         engine: Any = store._twin._session.engine
         # The other waits between queueing and going on, until all of this is over.
-        engine._queue = Queue(after=lambda: gate() if threading.current_thread() is other else None)
+        engine._writer.queue = Queue(after=lambda: gate() if threading.current_thread() is other else None)
         told: list[int] = []
         other = threading.Thread(target=lambda: told.append(store.add("hits", 10)))
         other.start()
@@ -609,7 +610,7 @@ async def test_an_interrupt_of_a_thread_is_not_silence_for_a_task(engine: Sqlite
 
     A thread without a loop commits for tasks of a loop as well. When it is interrupted, they are still answered.
     """
-    engine._flush = lambda loop: None  # type: ignore[method-assign]
+    engine._writer._flush = lambda loop: None  # type: ignore[method-assign]
     waiting = asyncio.create_task(engine.commit("default", batch(put("task", 1), request_id="mine")))
     await asyncio.sleep(0)
     spy.before["COMMIT"] = Times(1, KeyboardInterrupt)

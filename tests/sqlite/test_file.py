@@ -17,8 +17,10 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
+from limpet.engines.sqlite import rows as sqlite_rows
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.rows import CHANGES, DUE
 from limpet.errors import Corrupt, InvalidValue
 from limpet.keys import prefix_span
 from limpet.model import Commit
@@ -149,7 +151,7 @@ def test_the_static_schema_is_what_the_engine_makes(url: str, path: Path) -> Non
 
 def statements() -> dict[str, str]:
     """Every statement that the engine may run."""
-    found = {name: text for name, text in vars(sqlite).items() if name.isupper() and isinstance(text, str)}
+    found = {name: text for name, text in vars(sqlite_rows).items() if name.isupper() and isinstance(text, str)}
     kept = {
         name: text
         for name, text in found.items()
@@ -224,11 +226,11 @@ def test_what_is_due_is_found_by_its_index(many: sqlite3.Connection) -> None:
     """An entry is due from the millisecond it expires, and not before."""
     due = ("default", 0, 500)
 
-    found = way(many, sqlite._DUE, due)
+    found = way(many, DUE, due)
 
     assert "USING INDEX limpet_due (namespace=? AND expires_ms<?)" in found
     assert "TEMP B-TREE" not in found
-    assert effort(many, sqlite._DUE, due) < 200
+    assert effort(many, DUE, due) < 200
     assert many.execute("SELECT count(*) FROM limpet_entries WHERE expires_ms IS NOT NULL").fetchone() == (60,)
 
 
@@ -239,14 +241,14 @@ async def test_a_scan_of_a_prefix_reads_only_that_prefix(many: sqlite3.Connectio
     """
     seen: list[tuple[str, tuple[object, ...]]] = []
 
-    class Listening(sqlite._Connection):
+    class Listening(connections.Connection):
         def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
             if sql.startswith("SELECT") and "ORDER BY key" in sql:
                 seen.append((sql, parameters))
             return super().execute(sql, parameters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sqlite, "_Connection", Listening)
+        patch.setattr(connections, "Connection", Listening)
         engine = await open_sqlite(url, limpet.SystemClock())
         for prefix, count in (("00/0000", 1), ("03/", 100), ("nothing/", 0)):
             assert len((await engine.scan("default", prefix_span(prefix))).entries) == count
@@ -263,11 +265,11 @@ async def test_a_scan_of_a_prefix_reads_only_that_prefix(many: sqlite3.Connectio
 
 def test_the_log_is_read_from_where_one_stands(many: sqlite3.Connection) -> None:
     """A watch resumes after a revision of this store."""
-    found = way(many, sqlite._CHANGES, ("default", 2_990, 500))
+    found = way(many, CHANGES, ("default", 2_990, 500))
 
     assert "USING PRIMARY KEY (namespace=? AND revision>?)" in found
     assert "TEMP B-TREE" not in found
-    assert effort(many, sqlite._CHANGES, ("default", 2_999, 500)) < 200
+    assert effort(many, CHANGES, ("default", 2_999, 500)) < 200
 
 
 # Private, durable -----------------------------------------------------------------
@@ -314,17 +316,17 @@ def test_the_mode_of_a_file_that_was_there_is_left_alone(path: Path, url: str) -
     ],
 )
 async def test_durability_is_as_the_url_asks(url: str, option: str, level: int, durability: str) -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     engine = await open_sqlite(url + option, limpet.SystemClock())
-    assert engine._writer is not None
+    assert engine._writer.connection is not None
 
-    assert engine._writer.execute("PRAGMA synchronous").fetchone() == (level,)
-    assert engine._writer.execute("PRAGMA journal_mode").fetchone() == (b"wal",)
+    assert engine._writer.connection.execute("PRAGMA synchronous").fetchone() == (level,)
+    assert engine._writer.connection.execute("PRAGMA journal_mode").fetchone() == (b"wal",)
     assert (engine.traits.engine, engine.traits.durability, engine.traits.log) == ("sqlite", durability, "every")
     # A writer that is replaced after a fault must not be a weaker one.
-    engine._abandon()
-    assert engine._begin().execute("PRAGMA synchronous").fetchone() == (level,)
-    engine._abandon()
+    engine._writer.abandon()
+    assert engine._writer.begin().execute("PRAGMA synchronous").fetchone() == (level,)
+    engine._writer.abandon()
     await engine.close()
 
 
@@ -345,7 +347,7 @@ async def test_a_url_without_three_slashes_is_refused_with_advice(wrong: str) ->
 
 
 async def test_a_relative_path_is_of_the_folder_at_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     A program that changes its folder keeps its file: connections that are opened later go to the same one.
     """
@@ -366,7 +368,7 @@ async def test_a_relative_path_is_of_the_folder_at_opening(tmp_path: Path, monke
 
 
 async def test_the_store_keeps_its_name_over_reopening(url: str) -> None:
-    """A watch resumes over closing and opening the place again."""
+    """A watch resumes after the store was closed and opened again."""
     async with limpet.open(url) as store:
         await store.put("key", 1)
         first = await store.status()
@@ -464,7 +466,7 @@ async def test_a_receipt_and_a_lock_are_kept_in_the_file(url: str, ask: Ask) -> 
 
 
 async def test_trimming_is_seen_in_the_file(engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     for number in range(10):
         await engine.commit("default", batch(put("key", number)))
         clock.advance(60)

@@ -68,11 +68,11 @@ def test_a_fork_while_threads_open_connections_harms_nobody(url: str) -> None:
         assert store.keys("child/").count == 40
 
 
-@pytest.mark.parametrize("moment", ["bell", "transaction"])
+@pytest.mark.parametrize("moment", ["wakeup", "transaction"])
 def test_a_fork_may_come_at_any_moment(url: str, moment: str) -> None:
     """A child after a fork goes on with its own connections.
 
-    Another thread holds the lock of the bell, or is between BEGIN and COMMIT. It does not exist in the child,
+    Another thread holds the lock of the wakeups, or is between BEGIN and COMMIT. It does not exist in the child,
     and nothing that it held may be waited for there.
     """
     with Process("forks_at_a_bad_moment", url, moment) as process:

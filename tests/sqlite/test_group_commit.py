@@ -14,8 +14,9 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import group
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.group import GROUP_MAX
 from limpet.errors import LimpetError
 from limpet.model import (
     ABSENT,
@@ -94,7 +95,7 @@ class Model:
 async def test_a_group_is_what_plan_makes_of_it_in_some_order(
     engine: SqliteEngine, clock: limpet.ManualClock, spy: Spy, seed: int
 ) -> None:
-    """Batches that race leave the state of one order of them."""
+    """Concurrent batches leave a state that some order of them would leave."""
     asked = some_batches(64, seed)
 
     outcomes = await asyncio.gather(*(engine.commit("default", one) for one in asked))
@@ -125,10 +126,10 @@ async def test_a_group_is_what_plan_makes_of_it_in_some_order(
 async def test_writes_of_one_turn_share_a_transaction(engine: SqliteEngine, spy: Spy) -> None:
     """All that was asked in one turn of the loop is committed at once, up to the size of a group."""
 
-    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(sqlite.GROUP_MAX)))
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(GROUP_MAX)))
     assert (spy.count("BEGIN IMMEDIATE"), spy.count("COMMIT")) == (1, 1)
 
-    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(sqlite.GROUP_MAX + 1)))
+    await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(GROUP_MAX + 1)))
     assert (spy.count("BEGIN IMMEDIATE"), spy.count("COMMIT")) == (3, 3)
 
 
@@ -148,7 +149,7 @@ async def test_a_group_that_changes_nothing_commits_nothing(engine: SqliteEngine
 
 
 async def test_a_refused_member_leaves_the_others_untouched(engine: SqliteEngine, spy: Spy) -> None:
-    """A guard fails: nothing changes, no revision is used, and Conflict is raised."""
+    """When a guard fails, nothing changes, no revision is used, and Conflict is raised."""
 
     first, refused, last = await asyncio.gather(
         engine.commit("default", batch(put("a", 1), put("b", 1))),
@@ -167,7 +168,7 @@ async def test_a_refused_member_leaves_the_others_untouched(engine: SqliteEngine
 
 
 async def test_a_trigger_of_the_file_refuses_one_member_alone(engine: SqliteEngine) -> None:
-    """Batches that are committed together have an outcome each: one that cannot be committed fails no other."""
+    """Batches that are committed together each have their own outcome: one that fails does not fail another."""
     with contextlib.closing(sqlite3.connect(engine._path)) as other, other:
         other.execute(
             "CREATE TRIGGER no_odd BEFORE INSERT ON limpet_entries WHEN NEW.key = 'odd' "
@@ -201,7 +202,7 @@ async def test_members_of_several_namespaces_count_apart(engine: SqliteEngine, s
 
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: SqliteEngine, spy: Spy) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     asked = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
     outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
@@ -293,7 +294,7 @@ async def test_a_member_that_cannot_be_decided_fails_alone(
             raise ZeroDivisionError
         return plan(asked, *args, **more)
 
-    monkeypatch.setattr(sqlite, "plan", sometimes)
+    monkeypatch.setattr(group, "plan", sometimes)
 
     outcomes = await asyncio.gather(
         engine.commit("default", batch(put("a", 1))),
@@ -315,7 +316,7 @@ async def test_a_member_that_cannot_be_recalled_fails_alone(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(sqlite, "recall", broken)
+    monkeypatch.setattr(group, "recall", broken)
 
     outcomes = await asyncio.gather(
         engine.commit("default", batch(put("a", 1))),
@@ -332,7 +333,7 @@ async def test_a_member_that_cannot_be_recalled_fails_alone(
 
 
 def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: limpet.ManualClock, spy: Spy) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     A thread commits for another as well. The other looks for its answer at the worst moment: everything is decided
     and nothing is committed yet.
@@ -348,7 +349,7 @@ def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: 
             answers.append((key, type(done.value)))
 
     early = threading.Thread(target=commit, args=("early",))
-    engine._queue = Queue(after=lambda: queued() if threading.current_thread() is early else None)
+    engine._writer.queue = Queue(after=lambda: queued() if threading.current_thread() is early else None)
     early.start()
     queued.await_somebody()
     spy.before["COMMIT"] = committing
@@ -368,7 +369,7 @@ def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: 
 
 
 async def test_a_task_is_not_answered_before_the_commit_is_durable(engine: SqliteEngine, spy: Spy) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     gate = Gate()
     spy.before["COMMIT"] = gate
     task = asyncio.create_task(engine.commit("default", batch(put("key", 1))))

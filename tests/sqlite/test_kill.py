@@ -10,7 +10,7 @@ from tests.sqlite.support import ROOT
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     Thirty writers are killed, most of them between BEGIN and the answer. Nothing that was acknowledged is lost,
     nothing is applied by halves or twice, no revision is used again. `python -m tests.sqlite.kill --kills 200`

@@ -78,7 +78,7 @@ async def test_a_watch_is_woken_by_another_process(url: str) -> None:
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_a_swap_has_one_winner_among_processes(url: str, processes: int) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     rounds = 25
     with ExitStack() as stack:
         store = stack.enter_context(limpet.sync.open(url))
@@ -101,7 +101,7 @@ def test_a_swap_has_one_winner_among_processes(url: str, processes: int) -> None
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_may_create_the_file_at_the_same_moment(tmp_path: Path, processes: int) -> None:
-    """Two stores opened on the same place see each other's writes.
+    """Two stores opened on the same storage see each other's writes.
 
     Making the tables and switching to WAL are two moments at which processes meet on a file that none has
     prepared yet. All of them must come through, on the same store.
@@ -156,7 +156,7 @@ def test_a_lock_of_another_process_is_respected(url: str) -> None:
 
 
 def test_the_lock_of_a_killed_process_is_taken_over(url: str) -> None:
-    """With `wait`, acquiring takes over when the holder's time is over.
+    """With `wait`, acquiring takes over when the holder's lease is over.
 
     The holder is killed and can neither release nor renew.
     """
@@ -175,7 +175,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(url: str) -> None:
 
 
 def test_two_stores_of_one_process_are_safe_from_the_end_of_another_process(url: str) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     SQLite's locks on a file belong to the process, and the system drops all of them when the process closes any
     descriptor of that file. If opening a second store did that, the next process to end would take itself for the
@@ -202,7 +202,7 @@ def test_two_stores_of_one_process_are_safe_from_the_end_of_another_process(url:
 def test_a_store_opened_while_another_makes_the_file_is_safe(
     url: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     One thread has just made the file and is about to close its descriptor, when another opens a store on it.
     That must not cost the other its locks.
@@ -232,7 +232,7 @@ def test_a_store_opened_while_another_makes_the_file_is_safe(
 
 
 def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     with limpet.sync.open(url, sweep=False) as first:
         limpet.sync.open(url, sweep=False).close()
         with Process("visits", url, "first") as visitor:

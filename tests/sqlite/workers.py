@@ -21,7 +21,8 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from limpet.engines.sqlite import engine as sqlite
+from limpet.engines.sqlite import connections
+from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import LimpetError, LockHeld
 
 WORKERS: dict[str, Callable[..., None]] = {}
@@ -199,7 +200,7 @@ def closes_under_readers(url: str, rounds: str) -> None:
 def outgrows(url: str, limit_bytes: str) -> None:
     """Writes until files may not grow any more; then is allowed to again."""
 
-    sqlite.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
+    connections.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
     # Python ignores SIGXFSZ, so the write fails as on a full disk.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -228,7 +229,7 @@ class Impatient(limpet.SystemClock):
 @worker
 def opens_as_nobody(url: str) -> None:
     """Opens a file with the rights of another user, where we are root and no right is refused."""
-    sqlite.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
+    connections.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
     if os.geteuid() == 0:
         os.setegid(65_534)
         os.seteuid(65_534)
@@ -255,7 +256,7 @@ def runs_out_of_descriptors(url: str, verb: str) -> None:
 
     with limpet.sync.open(url, sweep=False, clock=Impatient()) as store:
         writer = store._twin._session.engine
-        assert isinstance(writer, sqlite.SqliteEngine)
+        assert isinstance(writer, SqliteEngine)
 
         def write() -> Any:
             store.put("key", 1)
@@ -268,7 +269,7 @@ def runs_out_of_descriptors(url: str, verb: str) -> None:
             "write": write,
         }[verb]
         if verb == "write":
-            writer._abandon()
+            writer._writer.abandon()
         loop = asyncio.new_event_loop() if verb == "reopen" else None
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
         try:
@@ -327,7 +328,7 @@ def in_child(work: Callable[[], Any]) -> Callable[[], Any]:
 @worker
 def forks_among_threads(url: str, forks: str) -> None:
     """Forks while threads write. Parent and children each tell what was acknowledged to them."""
-    sqlite.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
+    connections.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
     with limpet.sync.open(url) as store:
         stop = threading.Event()
         written = [0] * 4
@@ -386,7 +387,7 @@ def forks_and_closes_at_once(url: str) -> None:
     store = limpet.sync.open(url, sweep=False)
     store.put("parent", 1)
     engine: Any = store._twin._session.engine
-    start = engine._start
+    start = engine.start
 
     def slow_start() -> None:
         if os.getpid() != parent:
@@ -395,7 +396,7 @@ def forks_and_closes_at_once(url: str) -> None:
         start()
 
     parent, closed = os.getpid(), os.pipe()
-    engine._start = slow_start
+    engine.start = slow_start
 
     def work() -> str:
         store.put("child/before", 1)
@@ -418,7 +419,7 @@ def forks_and_closes_at_once(url: str) -> None:
 @worker
 def forks_among_openers(url: str, forks: str) -> None:
     """Forks while threads come, open a connection, read once and go."""
-    sqlite.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
+    connections.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
     with limpet.sync.open(url, sweep=False) as store:
         store.put("key", 1)
         stop = threading.Event()
@@ -454,19 +455,19 @@ def forks_among_openers(url: str, forks: str) -> None:
 @worker
 def forks_at_a_bad_moment(url: str, what: str) -> None:
     """Forks while another thread is in the middle of something, which it can never finish in the child."""
-    sqlite.BUSY_TIMEOUT_MS = 300  # type: ignore[misc]
+    connections.BUSY_TIMEOUT_MS = 300  # type: ignore[misc]
     store = limpet.sync.open(url, sweep=False)
     store.put("parent", 1)
     engine: Any = store._twin._session.engine
     within, go_on = threading.Event(), threading.Event()
 
-    def hold_bell() -> None:
-        with engine._bell._lock:
+    def hold_wakeup() -> None:
+        with engine._wakeup._lock:
             within.set()
             go_on.wait()
 
     def hold_transaction() -> None:
-        begin = engine._begin
+        begin = engine._writer.begin
 
         def begin_and_wait() -> Any:
             writer = begin()
@@ -474,13 +475,13 @@ def forks_at_a_bad_moment(url: str, what: str) -> None:
             go_on.wait(1.0)
             return writer
 
-        engine._begin = begin_and_wait
+        engine._writer.begin = begin_and_wait
         try:
             store.put("parent", 2)
         finally:
-            del engine._begin
+            del engine._writer.begin
 
-    thread = threading.Thread(target={"bell": hold_bell, "transaction": hold_transaction}[what])
+    thread = threading.Thread(target={"wakeup": hold_wakeup, "transaction": hold_transaction}[what])
     thread.start()
     within.wait()
 

@@ -20,7 +20,7 @@ from urllib.parse import quote
 import limpet.sync
 from limpet.cli.arguments import Setup
 from limpet.cli.output import span
-from limpet.engines.sqlite.engine import FOREIGN
+from limpet.engines.sqlite.rows import FOREIGN_TABLES
 from limpet.errors import Corrupt, LimpetError
 from limpet.model import Status, Traits, Window
 from limpet.schema import REVISION, VERSION_TABLE, describe_taken, is_behind
@@ -173,7 +173,7 @@ def _integrity(database: sqlite3.Connection) -> Finding:
 def _journal(file: Path, database: sqlite3.Connection) -> Finding:
     (mode,) = database.execute("PRAGMA journal_mode").fetchone()
     if mode != "wal":
-        if database.execute(FOREIGN).fetchone() is not None:
+        if database.execute(FOREIGN_TABLES).fetchone() is not None:
             found = f"the journal mode is {mode}, and the file holds tables that are not Limpet's"
             return Finding("journal", "warn", found, "Limpet needs wal: open it with ?journal=wal to allow the change.")
         return Finding("journal", "warn", f"the journal mode is {mode}", "The next write through Limpet makes it wal.")

@@ -21,7 +21,7 @@ from limpet.schema import REVISION, describe_taken, is_behind
 from limpet.urls import Address
 
 if TYPE_CHECKING:
-    from limpet.schema.migrate import Place
+    from limpet.schema.migrate import SchemaTarget
 
 _ENGINES: Final = {"sqlite": "sqlite", "postgresql": "postgres", "postgres": "postgres"}
 
@@ -46,10 +46,10 @@ def status(setup: Setup) -> None:
 
     The exit code is 6 if this release cannot work on it as it is.
     """
-    place = _place(setup)
-    from limpet.schema.migrate import found, taken
+    target = _target(setup)
+    from limpet.schema.migrate import current_revision, taken_names
 
-    revision, others = found(place), taken(place)
+    revision, others = current_revision(target), taken_names(target)
     facts = {"url": setup.shown_url, "revision": revision, "needed": REVISION, "next": _advice(revision)}
     if setup.as_json:
         output.show({**facts, "taken": others})
@@ -71,10 +71,10 @@ def up(setup: Setup, revision: str) -> None:
 
     It happens whole or not at all. Where the database has no tables, they are made.
     """
-    place = _place(setup)
+    target = _target(setup)
     from limpet.schema.migrate import up as migrate_up
 
-    _show_moved(setup, migrate_up(place, revision), revision)
+    _show_moved(setup, migrate_up(target, revision), revision)
 
 
 @migrate.command(epilog=examples("limpet migrate down 0001 --yes"))
@@ -86,14 +86,14 @@ def down(setup: Setup, revision: str, yes: bool) -> None:
 
     Everything that is stored stays. Only 'base', the revision before the first, removes it all.
     """
-    place = _place(setup)
+    target = _target(setup)
     from limpet.schema.migrate import BASE
     from limpet.schema.migrate import down as migrate_down
 
     if not yes:
         loss = "This deletes EVERYTHING that is stored there. " if revision == BASE else ""
         click.confirm(f"{loss}Migrate {setup.shown_url} down to {revision}?", abort=True, err=True)
-    _show_moved(setup, migrate_down(place, revision), None if revision == BASE else revision)
+    _show_moved(setup, migrate_down(target, revision), None if revision == BASE else revision)
 
 
 @migrate.command(epilog=examples("limpet migrate sql > up.sql", "limpet migrate sql 0002"))
@@ -104,10 +104,10 @@ def sql(setup: Setup, revision: str) -> None:
 
     It reads at which revision the schema is, and changes nothing.
     """
-    place = _place(setup)
+    target = _target(setup)
     from limpet.schema.migrate import sql as migrate_sql
 
-    text = migrate_sql(place, revision)
+    text = migrate_sql(target, revision)
     if setup.as_json:
         output.show({"revision": revision, "sql": text})
     elif text:
@@ -119,7 +119,7 @@ def sql(setup: Setup, revision: str) -> None:
 # Inside -----------------------------------------------------------------------
 
 
-def _place(setup: Setup) -> Place:
+def _target(setup: Setup) -> SchemaTarget:
     """Where the tables are. Only the engine knows what its URL says, and it is loaded by the URL's scheme."""
     # The tables are the same, whatever is in them.
     address = Address.parse(setup.url).without("encryption")
@@ -133,7 +133,7 @@ def _place(setup: Setup) -> Place:
     # First, because it says what to install where that is missing.
     importlib.import_module("limpet.schema.migrate")
     engine: Any = importlib.import_module(f"limpet.engines.{_ENGINES[address.scheme]}.engine")
-    found: Place = engine.place(address)
+    found: SchemaTarget = engine.schema_target(address)
     return found
 
 

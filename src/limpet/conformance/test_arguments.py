@@ -170,7 +170,7 @@ async def _committed(store: limpet.Store, write: Any) -> object:
 
 @pytest.mark.parametrize("odd", ODD_CALLS)
 async def test_an_odd_argument_fails_its_own_caller_alone(store: limpet.Store, odd: str) -> None:
-    """What is wrong with the arguments of one caller fails no other."""
+    """Invalid arguments of one caller fail no other caller."""
     calls: list[Awaitable[object]] = [store.put(f"k{number}", number) for number in range(20)]
     calls.insert(10, _started(ODD_CALLS[odd], store))
 
@@ -203,7 +203,7 @@ ODD_BATCHES: Final[dict[str, Batch]] = {
 @pytest.mark.face("async")
 @pytest.mark.parametrize("odd", ODD_BATCHES)
 async def test_an_odd_batch_fails_its_own_caller_alone(store: limpet.Store, odd: str) -> None:
-    """Batches that are committed together have an outcome each: one that cannot be committed fails no other.
+    """Batches that are committed together each have their own outcome: one that fails does not fail another.
 
     No verb makes such batches, so these are made by hand. What becomes of the odd one is its own affair.
     """

@@ -381,7 +381,7 @@ async def test_a_write_that_changes_nothing_has_no_revision(store: limpet.Store)
 
 
 async def test_a_revision_that_was_skipped_names_nothing(store: limpet.Store) -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     entries = [await store.put("key", number) for number in range(10)]
     used = {entry.revision for entry in entries}
     skipped = set(range(entries[0].revision, entries[-1].revision)) - used
@@ -394,7 +394,7 @@ async def test_a_revision_that_was_skipped_names_nothing(store: limpet.Store) ->
 
 
 async def test_order_and_not_distance_is_what_revisions_tell(store: limpet.Store) -> None:
-    """Revisions may skip; nobody may count on density.
+    """Revisions may skip numbers; do not count on consecutive ones.
 
     Whatever lies between two revisions, a watch that goes on after the first gets the second next.
     """
@@ -407,7 +407,7 @@ async def test_order_and_not_distance_is_what_revisions_tell(store: limpet.Store
 
 
 async def test_a_namespace_ends_where_its_last_change_was(store: limpet.Store) -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     assert (await store.status()).revision == 0
     for number in range(10):
         commit = await put_all(store, ["a", "b"], number)
@@ -419,7 +419,7 @@ async def test_a_namespace_ends_where_its_last_change_was(store: limpet.Store) -
 
 
 async def test_a_commit_tells_the_entries_in_the_order_of_the_writes(store: limpet.Store) -> None:
-    """The commit tells the last revision and, for each write, the entry after it."""
+    """The commit has the last revision and, for each write, the entry after it."""
     keys = [f"key/{(number * 37) % 100:02}" for number in range(100)]
 
     commit = await put_all(store, keys, 1)
@@ -431,7 +431,7 @@ async def test_a_commit_tells_the_entries_in_the_order_of_the_writes(store: limp
 
 
 async def test_the_entries_of_a_commit_are_those_that_are_read(store: limpet.Store) -> None:
-    """The commit tells the last revision and, for each write, the entry after it."""
+    """The commit has the last revision and, for each write, the entry after it."""
     await store.put("put", 1, ttl=60)
     await store.put("add", 1, ttl=60, meta={"by": "me"})
     await store.put("touch", b"raw", meta={"by": "me"})
@@ -447,7 +447,7 @@ async def test_the_entries_of_a_commit_are_those_that_are_read(store: limpet.Sto
 
 
 async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> None:
-    """The commit tells the last revision and, for each write, the entry after it."""
+    """The commit has the last revision and, for each write, the entry after it."""
     await put_all(store, ["delete", "take"], 1)
 
     draft = store.batch().delete("delete").put("put", 1).take("take").touch("missing", 60).delete("nowhere")
@@ -458,7 +458,7 @@ async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> Non
 
 
 async def test_a_commit_tells_what_was_taken(store: limpet.Store) -> None:
-    """The commit tells the last revision and, for each write, the entry after it.
+    """The commit has the last revision and, for each write, the entry after it.
 
     What a write ended stands beside it, with its value where it was taken.
     """
@@ -477,7 +477,7 @@ async def test_a_commit_tells_what_was_taken(store: limpet.Store) -> None:
 
 
 async def test_a_commit_that_changes_nothing_names_the_revision_there_is(store: limpet.Store) -> None:
-    """The commit tells the last revision and, for each write, the entry after it."""
+    """The commit has the last revision and, for each write, the entry after it."""
     await store.put("a", 1)
     revision = (await store.status()).revision
 
@@ -546,7 +546,7 @@ async def test_two_who_guard_what_the_other_writes_do_not_both_pass(store: limpe
 
 
 async def test_a_batch_without_writes_checks_its_guards(store: limpet.Store) -> None:
-    """A batch that only guards is a check."""
+    """A batch without writes only checks its guards."""
     entry = await store.put("a", 1)
     before = await store.status()
     async with store.watch() as watch:
@@ -559,7 +559,7 @@ async def test_a_batch_without_writes_checks_its_guards(store: limpet.Store) -> 
 
 
 async def test_a_batch_without_writes_can_be_refused(store: limpet.Store) -> None:
-    """A batch that only guards is a check."""
+    """A batch without writes only checks its guards."""
     entry = await store.put("a", 1)
     revision = (await store.status()).revision
 
@@ -571,7 +571,7 @@ async def test_a_batch_without_writes_can_be_refused(store: limpet.Store) -> Non
 
 
 async def test_a_check_of_an_empty_namespace_passes(store: limpet.Store) -> None:
-    """A batch that only guards is a check."""
+    """A batch without writes only checks its guards."""
     commit = await store.batch().expect("a", None).commit()
 
     assert (commit.revision, commit.entries) == (0, ())
@@ -979,7 +979,7 @@ class Plan:
 async def test_racing_batches_leave_the_state_of_one_order(
     store: limpet.Store, open_store: OpenStore, seed: int
 ) -> None:
-    """Batches that race leave the state of one order of them.
+    """Concurrent batches leave a state that some order of them would leave.
 
     The revisions of the commits name that order. Replayed in it, one after another, every guard holds, every
     write leaves the entry that its caller was told, and the end is the state that the store is in.
@@ -1000,7 +1000,7 @@ async def test_racing_batches_leave_the_state_of_one_order(
 
 
 async def test_racing_transfers_keep_the_sum(store: limpet.Store, open_store: OpenStore) -> None:
-    """Batches that race leave the state of one order of them."""
+    """Concurrent batches leave a state that some order of them would leave."""
     accounts = ["a", "b", "c"]
     await put_all(store, accounts, 100)
     stores = [store, await open_store()]
@@ -1016,7 +1016,7 @@ async def test_racing_transfers_keep_the_sum(store: limpet.Store, open_store: Op
 
 
 async def test_racing_batches_in_opposite_order_all_finish(store: limpet.Store, open_store: OpenStore) -> None:
-    """Batches that race leave the state of one order of them.
+    """Concurrent batches leave a state that some order of them would leave.
 
     Two who write the same keys in opposite order are the classic deadlock. Each must get through, and both
     keys end with the same writer.
@@ -1036,7 +1036,7 @@ async def test_racing_batches_in_opposite_order_all_finish(store: limpet.Store, 
 
 
 async def test_of_racing_batches_over_a_common_key_one_wins(store: limpet.Store, open_store: OpenStore) -> None:
-    """Batches that race leave the state of one order of them."""
+    """Concurrent batches leave a state that some order of them would leave."""
     stores = [store, await open_store()]
     seen = await store.put("job", "free")
 

@@ -354,7 +354,7 @@ CALLS: dict[str, Callable[[sync.Store], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 async def test_inside_a_loop_it_refuses(blocking: sync.Store, call: str) -> None:
-    """Called inside a running event loop, it refuses and says what to do."""
+    """Called inside a running event loop, the sync API refuses and names what to do instead."""
     entry = await asyncio.to_thread(blocking.put, "a", 1)
 
     with pytest.raises(RuntimeError, match=r"limpet\.open\(\).*asyncio\.to_thread"):
@@ -370,7 +370,7 @@ async def in_a_thread(store: sync.Store) -> Any:
 
 
 async def test_inside_a_loop_a_with_block_refuses(blocking: sync.Store) -> None:
-    """Called inside a running event loop, it refuses and says what to do."""
+    """Called inside a running event loop, the sync API refuses and names what to do instead."""
     lock = blocking.lock("job", ttl=60)
 
     with pytest.raises(RuntimeError, match=r"asyncio\.to_thread"):
@@ -380,7 +380,7 @@ async def test_inside_a_loop_a_with_block_refuses(blocking: sync.Store) -> None:
 
 
 async def test_inside_a_loop_it_does_not_open(url: str, namespace: str) -> None:
-    """Called inside a running event loop, it refuses and says what to do."""
+    """Called inside a running event loop, the sync API refuses and names what to do instead."""
     before = threading.active_count()
 
     with pytest.raises(RuntimeError, match=r"limpet\.open\(\).*asyncio\.to_thread"):
@@ -390,7 +390,7 @@ async def test_inside_a_loop_it_does_not_open(url: str, namespace: str) -> None:
 
 
 async def test_inside_a_loop_a_watch_refuses(blocking: sync.Store) -> None:
-    """Called inside a running event loop, it refuses and says what to do."""
+    """Called inside a running event loop, the sync API refuses and names what to do instead."""
     watch = await asyncio.to_thread(blocking.watch)
     await asyncio.to_thread(blocking.put, "a", 1)
 
@@ -404,7 +404,7 @@ async def test_inside_a_loop_a_watch_refuses(blocking: sync.Store) -> None:
 
 
 async def test_beside_a_loop_it_works(blocking: sync.Store) -> None:
-    """Called inside a running event loop, it refuses and says what to do.
+    """Called inside a running event loop, the sync API refuses and names what to do instead.
 
     What it says works: the same call in another thread.
     """
@@ -482,7 +482,7 @@ def test_the_function_of_an_update_may_wait_for_another_thread(blocking: sync.St
 
 
 def test_a_function_that_takes_long_holds_up_no_other_thread(blocking: sync.Store) -> None:
-    """A function that is given to a verb runs in the thread that called it, and holds up no other."""
+    """A function that is given to a verb runs in the thread that called the verb, and delays no other."""
     began, go_on = threading.Event(), threading.Event()
     threads: list[int] = []
 
@@ -627,7 +627,7 @@ def test_closing_while_threads_write_loses_nothing_acknowledged(url: str, namesp
 
 
 def test_a_mapping_is_a_dict_of_the_keys_under_a_prefix(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     blocking.put("config", 0)
     blocking.put("config0", 0)
     config = blocking.mapping("config/")
@@ -645,7 +645,7 @@ def test_a_mapping_is_a_dict_of_the_keys_under_a_prefix(blocking: sync.Store) ->
 
 
 def test_a_mapping_without_a_prefix_has_all_keys(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     blocking.put("a", 1)
     blocking.put("b/c", 2)
 
@@ -653,7 +653,7 @@ def test_a_mapping_without_a_prefix_has_all_keys(blocking: sync.Store) -> None:
 
 
 def test_a_mapping_tells_missing_keys(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping("p/")
     mapping["none"] = None
 
@@ -677,7 +677,7 @@ def test_a_mapping_tells_missing_keys(blocking: sync.Store) -> None:
 
 
 def test_a_mapping_refuses_what_is_no_key(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping("p/")
 
     for key in ("a\0b", "a" * 1025):
@@ -690,7 +690,7 @@ def test_a_mapping_refuses_what_is_no_key(blocking: sync.Store) -> None:
 
 
 def test_a_mapping_gives_values_and_not_references(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping()
     mapping["a"] = [1]
 
@@ -700,7 +700,7 @@ def test_a_mapping_gives_values_and_not_references(blocking: sync.Store) -> None
 
 
 def test_a_mapping_iterates_over_many_keys(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     expected = {}
     for start in range(0, 2300, 100):
         draft = blocking.batch()
@@ -718,7 +718,7 @@ def test_a_mapping_iterates_over_many_keys(blocking: sync.Store) -> None:
 
 
 def test_a_mapping_may_change_while_it_is_read(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping("p/")
     mapping.update({f"{number:02}": number for number in range(20)})
 
@@ -729,7 +729,7 @@ def test_a_mapping_may_change_while_it_is_read(blocking: sync.Store) -> None:
 
 
 def test_of_threads_that_pop_one_gets_the_value(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping("jobs/")
     for turn in range(10):
         mapping["job"] = turn
@@ -740,7 +740,7 @@ def test_of_threads_that_pop_one_gets_the_value(blocking: sync.Store) -> None:
 
 
 def test_of_threads_that_set_a_default_one_wins(blocking: sync.Store) -> None:
-    """It offers a dict of the keys under a prefix."""
+    """The sync API offers a dict of the keys under a prefix."""
     mapping = blocking.mapping("jobs/")
 
     answers = in_threads(8, lambda number: mapping.setdefault("owner", number))
@@ -750,7 +750,7 @@ def test_of_threads_that_set_a_default_one_wins(blocking: sync.Store) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_mapping_does_what_a_dict_does(blocking: sync.Store, seed: int) -> None:
-    """It offers a dict of the keys under a prefix.
+    """The sync API offers a dict of the keys under a prefix.
 
     Both get the same hundreds of random calls and must give the same answers.
     """

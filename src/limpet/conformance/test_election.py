@@ -93,7 +93,7 @@ async def come(heard: list[Any], count: int) -> None:
 
 
 async def test_one_of_many_candidates_leads(store: limpet.Store, open_store: OpenStore) -> None:
-    """Of all who campaign, one leads."""
+    """Of all candidates, one leads."""
     stores = [store, await open_store()]
     elections = [candidate(stores[number % 2], f"c{number}", wait=0) for number in range(8)]
 
@@ -106,7 +106,7 @@ async def test_one_of_many_candidates_leads(store: limpet.Store, open_store: Ope
 
 
 async def test_a_leader_does_not_campaign_again(store: limpet.Store) -> None:
-    """Of all who campaign, one leads."""
+    """Of all candidates, one leads."""
     election = await leading(store, "first")
 
     with pytest.raises(InvalidValue):
@@ -115,13 +115,13 @@ async def test_a_leader_does_not_campaign_again(store: limpet.Store) -> None:
 
 
 async def test_an_election_needs_a_time_to_live(store: limpet.Store) -> None:
-    """A leader that is not heard of is followed by another when its time is over."""
+    """A leader that stops renewing is replaced when its lease is over."""
     with pytest.raises(InvalidTTL):
         store.election("leader", ttl=0)
 
 
 async def test_campaigning_waits_for_the_lead(store: limpet.Store) -> None:
-    """Campaigning waits until nobody else leads, and a wait that is over raises LockHeld."""
+    """Campaigning waits until no one else leads, and a wait that times out raises LockHeld."""
     first = await leading(store, "first")
     with pytest.raises(LockHeld) as held:
         await candidate(store, "hasty", wait=0).campaign()
@@ -243,7 +243,7 @@ async def test_resigning_frees_the_lead(store: limpet.Store) -> None:
 
 
 async def test_only_a_leader_resigns(store: limpet.Store, elapse: Elapse) -> None:
-    """Resigning without leading is LockNotHeld, and after the time is over LockExpired."""
+    """Resigning without leading is LockNotHeld, and after the lease is over LockExpired."""
     with pytest.raises(LockNotHeld):
         await candidate(store, "never").resign()
     election = await leading(store, "first", ttl=TTL_S)
@@ -258,7 +258,7 @@ async def test_only_a_leader_resigns(store: limpet.Store, elapse: Elapse) -> Non
 async def test_a_silent_leader_is_followed_by_another(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """A leader that is not heard of is followed by another when its time is over."""
+    """A leader that stops renewing is replaced when its lease is over."""
     first = await leading(store, "first", ttl=TTL_S)
     token = first.token
     assert token is not None
@@ -272,7 +272,7 @@ async def test_a_silent_leader_is_followed_by_another(
 
 
 async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
-    """Losing the lead sets `lost` and makes `check` raise LockLost, and one may campaign again."""
+    """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again."""
     first = await leading(store, "first", ttl=TTL_S)
     second = await replaced(store, await open_store(), first, elapse)
 
@@ -289,7 +289,7 @@ async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStor
 async def test_whoever_hears_of_the_loss_by_a_refused_write_may_campaign_at_once(
     store: limpet.Store, open_store: OpenStore
 ) -> None:
-    """Losing the lead sets `lost` and makes `check` raise LockLost, and one may campaign again.
+    """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again.
 
     Its renewal sleeps on and knows nothing yet. So a candidate that was refused was told that it leads already.
     """
@@ -375,7 +375,7 @@ async def test_a_former_leader_writes_nothing(store: limpet.Store, open_store: O
 
 
 async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
-    """`leader` tells who leads, its token and remaining time, and None when nobody does."""
+    """`leader` gives the leader's name, token and remaining time, or None when no one leads."""
     onlooker = candidate(await open_store(), "onlooker")
     assert await onlooker.leader() is None
     election = await leading(store, "first")
@@ -390,7 +390,7 @@ async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore
 
 
 async def test_an_observer_hears_of_every_change(store: limpet.Store, open_store: OpenStore) -> None:
-    """Observing gives who leads now, and again whenever that has changed."""
+    """Observing gives the current leader, and again whenever the leader changes."""
     other = await open_store()
     async with observing(candidate(other, "onlooker")) as heard:
         first = await leading(store, "first")
@@ -407,7 +407,7 @@ async def test_an_observer_hears_of_every_change(store: limpet.Store, open_store
 
 
 async def test_an_observer_that_comes_late_hears_who_leads(store: limpet.Store, elapse: Elapse) -> None:
-    """Observing gives who leads now, and again whenever that has changed.
+    """Observing gives the current leader, and again whenever the leader changes.
 
     A lead that is renewed has not changed, and one that has run out has.
     """
@@ -426,7 +426,7 @@ async def test_an_observer_that_comes_late_hears_who_leads(store: limpet.Store, 
 
 
 async def test_closing_the_store_ends_the_observing(store: limpet.Store) -> None:
-    """Closing the store ends the observing normally."""
+    """Closing the store ends observing normally."""
     election = await leading(store, "first")
     observed = election.observe()
     first = await anext(observed)

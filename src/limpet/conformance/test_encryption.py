@@ -65,7 +65,7 @@ VALUES: dict[str, Any] = {
 
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES)
 async def test_what_is_put_comes_back(sealed: limpet.Store, value: Any) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     written = await sealed.put("key", value, meta={"by": "secret-writer"})
     read = await sealed.entry("key")
 
@@ -74,7 +74,7 @@ async def test_what_is_put_comes_back(sealed: limpet.Store, value: Any) -> None:
 
 
 async def test_the_engine_gets_nothing_but_bytes(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     for name, value in VALUES.items():
         await sealed.put(name, value, meta={"by": "secret-writer"})
     await sealed.record("record").set(more="secret-token")
@@ -88,7 +88,7 @@ async def test_the_engine_gets_nothing_but_bytes(sealed: limpet.Store, bare: lim
 
 
 async def test_the_same_value_never_looks_the_same(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     await sealed.put("a", "secret", meta={"by": "me"})
     first = await bare.entry("a")
     await sealed.put("a", "secret", meta={"by": "me"})
@@ -101,7 +101,7 @@ async def test_the_same_value_never_looks_the_same(sealed: limpet.Store, bare: l
 
 
 async def test_the_log_tells_what_was_written(sealed: limpet.Store) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     async with sealed.watch() as watch:
         await sealed.put("a", limpet.Fields(n=1), meta={"by": "me"})
         (put,) = await next_events(watch, 1)
@@ -117,7 +117,7 @@ async def test_the_log_tells_what_was_written(sealed: limpet.Store) -> None:
 
 
 async def test_many_who_count_at_once_lose_nothing(open_store: OpenStore) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     first, second = await open_store(encryption=ring("old")), await open_store(encryption=ring("old"))
 
     counted = await asyncio.gather(*((first, second)[number % 2].add("n") for number in range(40)))
@@ -126,7 +126,7 @@ async def test_many_who_count_at_once_lose_nothing(open_store: OpenStore) -> Non
 
 
 async def test_a_receipt_hides_what_it_answers_with(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """With keys, values and meta are encrypted before an engine sees them, and every answer is as without."""
+    """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     await sealed.put("taken", "secret-token")
     await sealed.take("taken", request_id="request-1")
     await sealed.add("counter", 1234567890123, request_id="request-2")
@@ -151,7 +151,7 @@ async def test_a_receipt_hides_what_it_answers_with(sealed: limpet.Store, bare: 
 
 
 async def test_traits_say_whether_a_store_is_encrypted(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """`traits.encrypted` tells whether a store is encrypted."""
+    """`traits.encrypted` is True when a store is encrypted."""
     assert sealed.traits.encrypted
     assert not bare.traits.encrypted
 
@@ -161,7 +161,7 @@ async def test_traits_say_whether_a_store_is_encrypted(sealed: limpet.Store, bar
 
 @pytest.mark.parametrize("value", ["secret", b"raw", limpet.Fields(a=1)], ids=["json", "bytes", "record"])
 async def test_a_value_cannot_be_moved(sealed: limpet.Store, bare: limpet.Store, value: Any) -> None:
-    """What was encrypted for one key, namespace or part is Corrupt in any other."""
+    """Data encrypted for one key, namespace or part is Corrupt in any other."""
     await sealed.put("a", value)
     await sealed.put("b", value)
     found = await bare.entry("a")
@@ -178,7 +178,7 @@ async def test_a_value_cannot_be_moved(sealed: limpet.Store, bare: limpet.Store,
 
 
 async def test_meta_cannot_be_moved(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """What was encrypted for one key, namespace or part is Corrupt in any other."""
+    """Data encrypted for one key, namespace or part is Corrupt in any other."""
     await sealed.put("a", "secret", meta={"may": "read"})
     await sealed.put("b", "secret", meta={"may": "write"})
     first, second = await bare.entry("a"), await bare.entry("b")
@@ -196,7 +196,7 @@ async def test_meta_cannot_be_moved(sealed: limpet.Store, bare: limpet.Store) ->
 
 @pytest.mark.parametrize("part", ["first byte", "nonce", "middle", "last byte", "cut", "half", "header alone", "more"])
 async def test_what_was_altered_is_told(sealed: limpet.Store, bare: limpet.Store, part: str) -> None:
-    """What was altered or cut off is Corrupt."""
+    """Altered or truncated data is Corrupt."""
     await sealed.put("a", "secret" * 10)
     found = await bare.get("a")
 
@@ -219,7 +219,7 @@ async def test_what_was_altered_is_told(sealed: limpet.Store, bare: limpet.Store
 
 
 async def test_a_missing_key_is_named(open_store: OpenStore) -> None:
-    """What is encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id."""
+    """Data encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id."""
     await (await open_store(encryption=ring("old"))).put("a", "secret")
     store = await open_store(encryption=ring("new"))
 
@@ -231,7 +231,7 @@ async def test_a_missing_key_is_named(open_store: OpenStore) -> None:
 
 
 async def test_what_cannot_be_read_is_not_lost(open_store: OpenStore) -> None:
-    """What is encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id.
+    """Data encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id.
 
     Whoever lacks it may delete an entry, and let it expire, but not take it.
     """
@@ -248,7 +248,7 @@ async def test_what_cannot_be_read_is_not_lost(open_store: OpenStore) -> None:
 
 
 async def test_a_key_of_the_same_name_opens_nothing(open_store: OpenStore) -> None:
-    """What was altered or cut off is Corrupt."""
+    """Altered or truncated data is Corrupt."""
     await (await open_store(encryption=ring("old"))).put("a", "secret")
     store = await open_store(encryption=limpet.Keyring({"old": NEW}))
 
@@ -257,7 +257,7 @@ async def test_a_key_of_the_same_name_opens_nothing(open_store: OpenStore) -> No
 
 
 async def test_what_is_not_encrypted_is_refused(sealed: limpet.Store, bare: limpet.Store) -> None:
-    """What is not encrypted is Corrupt in an encrypted store, unless its keyring takes plain values."""
+    """Data that is not encrypted is Corrupt in an encrypted store, unless its keyring takes plain values."""
     await bare.put("a", "forged")
     await bare.put("b", limpet.Fields(a=1))
     await sealed.put("c", 1)
@@ -271,7 +271,7 @@ async def test_what_is_not_encrypted_is_refused(sealed: limpet.Store, bare: limp
 
 
 async def test_plain_values_are_read_while_a_store_is_encrypted(bare: limpet.Store, open_store: OpenStore) -> None:
-    """What is not encrypted is Corrupt in an encrypted store, unless its keyring takes plain values."""
+    """Data that is not encrypted is Corrupt in an encrypted store, unless its keyring takes plain values."""
     await bare.put("a", {"n": 1}, meta={"by": "me"}, ttl=60)
     await bare.put("b", limpet.Fields(n=1))
     await bare.add("c", 5)
@@ -397,7 +397,7 @@ async def test_what_has_expired_is_not_brought_back(open_store: OpenStore, elaps
 
 
 async def test_the_use_of_each_key_is_told(open_store: OpenStore) -> None:
-    """`seals` tells how many entries and changes each key has encrypted, the current one first."""
+    """`seals` counts the entries and changes that each key has encrypted, the current key first."""
     before = await open_store(encryption=ring("old"))
     for number in range(3):
         await before.put(f"{number}", number)
@@ -415,7 +415,7 @@ async def test_the_use_of_each_key_is_told(open_store: OpenStore) -> None:
 
 @pytest.mark.parametrize("write", ["add", "put", "swap", "take"])
 async def test_a_request_is_known_after_the_key_was_changed(open_store: OpenStore, write: str) -> None:
-    """A repeated request is answered with its first result after the current key was changed, too."""
+    """A repeated request returns its first result also after the current key was changed."""
     keyring = ring("old")
     store = await open_store(encryption=keyring)
     await store.put("taken", "secret")
@@ -439,7 +439,7 @@ async def test_a_request_is_known_after_the_key_was_changed(open_store: OpenStor
 
 
 async def test_an_index_is_refused(sealed: limpet.Store) -> None:
-    """An encrypted store refuses an index, and says why; scans with `where` give the same answers without one."""
+    """An encrypted store refuses an index and gives the reason; scans with `where` work the same without one."""
     await sealed.put("a", {"n": 1})
     await sealed.put("b", limpet.Fields(n=2))
 
@@ -458,7 +458,7 @@ async def test_a_store_without_keys_has_none_to_change(bare: limpet.Store) -> No
 
 @pytest.mark.face("async")
 async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A URL says where the keys are, by `encryption=env:NAME` or `file:PATH`, and one that holds a key is refused."""
+    """A URL names where the keys are, by `encryption=env:NAME` or `file:PATH`, and one that holds a key is refused."""
     if "encryption=" in url:
         pytest.skip("this URL says it already")
     key = base64.b64encode(OLD).decode()
@@ -477,7 +477,7 @@ async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypat
 
 @pytest.mark.face("async")
 async def test_keys_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no keys given, those in `LIMPET_ENCRYPTION_KEYS` are used, unless the URL says `encryption=off`."""
+    """With no keys given, those in `LIMPET_ENCRYPTION_KEYS` are used, unless the URL has `encryption=off`."""
     if "encryption=" in url:
         pytest.skip("this URL says where the keys are")
     monkeypatch.setenv("LIMPET_ENCRYPTION_KEYS", f"old:{base64.b64encode(OLD).decode()}")

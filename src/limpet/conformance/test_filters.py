@@ -151,7 +151,7 @@ async def matches(store: limpet.Store, where: limpet.Filter, prefix: str = "") -
 
 
 async def test_where_looks_at_records_and_at_objects(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     await store.record("a record").put({"state": "open", "n": 1})
     await store.record("b record").put({"state": "shut", "n": 1})
     await store.put("c object", {"state": "open", "n": 2})
@@ -162,7 +162,7 @@ async def test_where_looks_at_records_and_at_objects(store: limpet.Store) -> Non
 
 
 async def test_where_does_not_look_into_depth(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     await store.put("nested", {"a": {"b": 1}})
     await store.record("field").put({"a": {"b": 1}})
     await store.put("flat", {"a.b": 1})
@@ -173,7 +173,7 @@ async def test_where_does_not_look_into_depth(store: limpet.Store) -> None:
 
 
 async def test_where_takes_any_name(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     names = ["$text", "$bytes", "$json", "$", "a.b", '"', "'", "\\", "%", "_", "*", "[0]", "a b", "\n", "é", "e\u0301"]
     names += ["🦪", "NULL", "Name", "name", "field') OR ('1'='1"]
     await put_all(store, {f"r/{name}": limpet.Fields({name: "x", "other": b"y"}) for name in names})
@@ -185,7 +185,7 @@ async def test_where_takes_any_name(store: limpet.Store) -> None:
 
 
 async def test_where_sees_the_fields_as_they_are_now(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     job = store.record("job")
     await job.put({"state": "pending"})
     assert await matches(store, limpet.field("state") == "pending") == ["job"]
@@ -199,7 +199,7 @@ async def test_where_sees_the_fields_as_they_are_now(store: limpet.Store) -> Non
 
 
 async def test_where_gives_whole_entries(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     entry = await store.record("record").put({"a": 1, "b": b"\xff"}, ttl=600, meta={"by": "me"})
     await store.put("other", {"a": 2})
 
@@ -207,7 +207,7 @@ async def test_where_gives_whole_entries(store: limpet.Store) -> None:
 
 
 async def test_where_is_a_filter_and_nothing_else(store: limpet.Store) -> None:
-    """`where` looks at record fields and at top-level members of JSON objects."""
+    """`where` tests record fields and top-level members of JSON objects."""
     await store.put("a", {"state": "open"})
     for where in ({"state": "open"}, "state", True, limpet.equals(1)):
         wrong: Any = where
@@ -632,7 +632,7 @@ async def test_a_filter_is_of_bounded_size(store: limpet.Store) -> None:
 
 
 async def test_a_value_that_is_no_object_matches_nothing_but_complements(store: limpet.Store) -> None:
-    """A value that is no object has no fields."""
+    """A value that is not an object has no fields."""
     values = {key: value for key, value in NO_FIELD.items() if key.startswith("no object")}
     await put_all(store, values)
 
@@ -643,7 +643,7 @@ async def test_a_value_that_is_no_object_matches_nothing_but_complements(store: 
 
 
 async def test_bytes_and_text_that_look_like_an_object_are_none(store: limpet.Store) -> None:
-    """A value that is no object has no fields."""
+    """A value that is not an object has no fields."""
     await store.put("bytes", b'{"field":1}')
     await store.put("text", '{"field":1}')
     await store.put("object", {"field": 1})
@@ -653,7 +653,7 @@ async def test_bytes_and_text_that_look_like_an_object_are_none(store: limpet.St
 
 
 async def test_neither_items_nor_letters_are_fields(store: limpet.Store) -> None:
-    """A value that is no object has no fields."""
+    """A value that is not an object has no fields."""
     await store.put("list", ["field", "0"])
     await store.put("text", "field")
     await store.put("pairs", [["field", 1]])

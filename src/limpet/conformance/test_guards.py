@@ -186,7 +186,7 @@ async def test_of_many_who_hold_the_same_entry_one_writes(store: limpet.Store) -
 
 
 async def test_what_entry_returned_guards_the_first_write(store: limpet.Store) -> None:
-    """`expect=None` means what `entry` returned: no such key."""
+    """`expect=None` holds when there is no such key, as when `entry` returned None."""
     seen = await store.entry("key")
     assert seen is None
 
@@ -199,7 +199,7 @@ async def test_what_entry_returned_guards_the_first_write(store: limpet.Store) -
 
 
 async def test_none_holds_again_after_the_key_ended(store: limpet.Store) -> None:
-    """`expect=None` means what `entry` returned: no such key."""
+    """`expect=None` holds when there is no such key, as when `entry` returned None."""
     await store.put("key", 1)
     await store.delete("key")
 
@@ -207,7 +207,7 @@ async def test_none_holds_again_after_the_key_ended(store: limpet.Store) -> None
 
 
 async def test_none_does_not_mean_a_null_value(store: limpet.Store) -> None:
-    """`expect=None` means what `entry` returned: no such key."""
+    """`expect=None` holds when there is no such key, as when `entry` returned None."""
     before = await store.put("key", None)
 
     with pytest.raises(Conflict):
@@ -338,7 +338,7 @@ async def test_of_many_who_expect_absence_one_writes(store: limpet.Store) -> Non
 
 
 async def test_present_holds_whatever_the_key_holds(store: limpet.Store) -> None:
-    """`limpet.PRESENT` holds when there is one, whatever it holds.
+    """`limpet.PRESENT` holds when the key exists, whatever its value.
 
     Null, zero and the empty values are there as much as any other.
     """
@@ -351,7 +351,7 @@ async def test_present_holds_whatever_the_key_holds(store: limpet.Store) -> None
 
 
 async def test_present_fails_when_there_is_none(store: limpet.Store) -> None:
-    """`limpet.PRESENT` holds when there is one, whatever it holds."""
+    """`limpet.PRESENT` holds when the key exists, whatever its value."""
     await store.put("deleted", 1)
     await store.delete("deleted")
 
@@ -493,7 +493,7 @@ async def test_a_field_may_have_any_name(store: limpet.Store) -> None:
 
 @every_verb
 async def test_a_guard_that_fails_changes_nothing(store: limpet.Store, verb: Verb) -> None:
-    """A guard fails: nothing changes, no revision is used, and Conflict is raised."""
+    """When a guard fails, nothing changes, no revision is used, and Conflict is raised."""
     before = await store.put("key", 1, ttl=600, meta={"by": "me"})
     revision = (await store.status()).revision
     async with store.watch() as watch:
@@ -507,7 +507,7 @@ async def test_a_guard_that_fails_changes_nothing(store: limpet.Store, verb: Ver
 
 
 async def test_a_guard_that_fails_on_a_missing_key_makes_nothing(store: limpet.Store) -> None:
-    """A guard fails: nothing changes, no revision is used, and Conflict is raised."""
+    """When a guard fails, nothing changes, no revision is used, and Conflict is raised."""
     await store.put("other", 1)
     revision = (await store.status()).revision
 
@@ -521,7 +521,7 @@ async def test_a_guard_that_fails_on_a_missing_key_makes_nothing(store: limpet.S
 
 
 async def test_a_refused_writer_can_go_on(store: limpet.Store) -> None:
-    """A guard fails: nothing changes, no revision is used, and Conflict is raised.
+    """When a guard fails, nothing changes, no revision is used, and Conflict is raised.
 
     The next write of the key counts on as if nobody had tried.
     """

@@ -63,7 +63,7 @@ async def test_reads_see_what_was_acknowledged(history: History) -> None:
 
 @each_history
 async def test_racing_batches_have_an_order(history: History) -> None:
-    """Batches that race leave the state of one order of them.
+    """Concurrent batches leave a state that some order of them would leave.
 
     Most calls write two keys here, and many expect something of one of them or of a third.
     """

@@ -65,7 +65,7 @@ async def answers(store: limpet.Store, filters: list[Filter]) -> list[list[str]]
 
 @pytest.mark.parametrize("comparison", ["eq", "lt", "ge"])
 async def test_an_index_changes_no_answer(store: limpet.Store, comparison: str) -> None:
-    """An index changes no answer of a scan, only how long it takes."""
+    """An index changes no result of a scan, only how long it takes."""
     operands = [*EVERY.values()] if comparison == "eq" else ORDERED
     filters = [getattr(FIELD, f"__{comparison}__")(operand) for operand in operands]
     await put_every(store, "before/")
@@ -78,7 +78,7 @@ async def test_an_index_changes_no_answer(store: limpet.Store, comparison: str) 
 
 
 async def test_an_index_changes_no_answer_about_many_values(store: limpet.Store) -> None:
-    """An index changes no answer of a scan, only how long it takes."""
+    """An index changes no result of a scan, only how long it takes."""
     values = list(EVERY.values())
     filters = [FIELD.in_(values[start::9]) for start in range(9)]
     filters += [
@@ -98,7 +98,7 @@ async def test_an_index_changes_no_answer_about_many_values(store: limpet.Store)
 
 @pytest.mark.parametrize("comparison", ["eq", "ne", "le", "gt"])
 async def test_an_index_changes_no_answer_about_raw_fields(store: limpet.Store, comparison: Any) -> None:
-    """An index changes no answer of a scan, only how long it takes."""
+    """An index changes no result of a scan, only how long it takes."""
     operands = [value for value in EVERY.values() if isinstance(value, bytes)] + [b"true", b"2", b"1.0", b'"a"']
     filters = [Filter((Test("field", comparison, (b"\0" + operand,), raw=True),)) for operand in operands]
     await put_every(store, "")
@@ -111,7 +111,7 @@ async def test_an_index_changes_no_answer_about_raw_fields(store: limpet.Store, 
 
 
 async def test_an_index_holds_what_is_written_later(store: limpet.Store) -> None:
-    """It holds what was written before it was made and what is written after, by whomever."""
+    """An index covers entries written before and after it was made, by any process."""
     await put_every(store, "a/")
     await store.index("field")
     await put_every(store, "b/")
@@ -123,7 +123,7 @@ async def test_an_index_holds_what_is_written_later(store: limpet.Store) -> None
 
 
 async def test_a_scan_by_index_keeps_to_its_prefix_its_limit_and_its_order(store: limpet.Store) -> None:
-    """An index changes no answer of a scan, only how long it takes."""
+    """An index changes no result of a scan, only how long it takes."""
     await store.index("n")
     for number in range(30):
         await store.put(f"{'ab'[number % 2]}/{29 - number:02}", {"n": number})
@@ -136,7 +136,7 @@ async def test_a_scan_by_index_keeps_to_its_prefix_its_limit_and_its_order(store
 
 
 async def test_an_index_follows_every_kind_of_write(store: limpet.Store) -> None:
-    """It holds what was written before it was made and what is written after, by whomever."""
+    """An index covers entries written before and after it was made, by any process."""
     await store.index("n")
     drawn = random.Random(11)
     for _ in range(300):
@@ -174,7 +174,7 @@ async def test_an_index_follows_every_kind_of_write(store: limpet.Store) -> None
 
 
 async def test_indexes_are_told(store: limpet.Store) -> None:
-    """Making one that there is, or dropping one that there is not, changes nothing."""
+    """Making an index that exists, or dropping one that does not, changes nothing."""
     names = ["updated_at", "état d'âme", "a.b", "$text", "a'b"]
     assert await store.indexes() == []
     kept = [await store.index(name) for name in names]
@@ -195,7 +195,7 @@ async def test_indexes_are_told(store: limpet.Store) -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "", 7, None], ids=repr)
 async def test_a_name_that_cannot_be_indexed_is_refused(store: limpet.Store, name: Any) -> None:
-    """Making one that there is, or dropping one that there is not, changes nothing."""
+    """Making an index that exists, or dropping one that does not, changes nothing."""
     with pytest.raises((InvalidKey, InvalidValue)):
         await store.index(name)
     with pytest.raises((InvalidKey, InvalidValue)):

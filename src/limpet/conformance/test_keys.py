@@ -302,7 +302,7 @@ async def test_a_kind_of_str_is_a_key(store: limpet.Store) -> None:
     ids=["empty", "zero", "surrogate", "long", "long-wide", "int", "bytes", "none"],
 )
 async def test_invalid_key_says_what_is_wrong(store: limpet.Store, key: Any, said: str) -> None:
-    """InvalidKey says what is wrong with the key."""
+    """The message of InvalidKey names what is wrong with the key."""
     with pytest.raises(InvalidKey, match=said) as raised:
         await store.get(key)
 
@@ -311,7 +311,7 @@ async def test_invalid_key_says_what_is_wrong(store: limpet.Store, key: Any, sai
 
 
 async def test_the_message_of_invalid_key_can_be_printed(store: limpet.Store) -> None:
-    """InvalidKey says what is wrong with the key.
+    """The message of InvalidKey names what is wrong with the key.
 
     A key that UTF-8 cannot carry must not break the log it is reported in, nor flood it.
     """
@@ -635,7 +635,7 @@ async def test_the_empty_prefix_of_an_empty_namespace_matches_nothing(store: lim
 
 
 async def test_a_page_says_that_more_follows(store: limpet.Store) -> None:
-    """A page of keys says how many it holds, whether more follow, and where to go on."""
+    """A page of keys has its count, whether more follow, and the key to continue after."""
     await fill(store, ["a", "b", "c", "d", "e"])
 
     page = await store.keys(limit=2)
@@ -648,7 +648,7 @@ async def test_a_page_says_that_more_follows(store: limpet.Store) -> None:
 
 
 async def test_a_full_last_page_says_that_nothing_follows(store: limpet.Store) -> None:
-    """A page of keys says how many it holds, whether more follow, and where to go on."""
+    """A page of keys has its count, whether more follow, and the key to continue after."""
     await fill(store, ["k/a", "k/b", "k/c", "l/a"])
 
     page = await store.keys("k/", limit=3)
@@ -657,7 +657,7 @@ async def test_a_full_last_page_says_that_nothing_follows(store: limpet.Store) -
 
 
 async def test_an_empty_page_says_that_nothing_follows(store: limpet.Store) -> None:
-    """A page of keys says how many it holds, whether more follow, and where to go on."""
+    """A page of keys has its count, whether more follow, and the key to continue after."""
     await store.put("other", 1)
 
     page = await store.keys("k/")
@@ -666,7 +666,7 @@ async def test_an_empty_page_says_that_nothing_follows(store: limpet.Store) -> N
 
 
 async def test_what_has_expired_takes_no_place_on_a_page(store: limpet.Store, elapse: Elapse) -> None:
-    """A page of keys says how many it holds, whether more follow, and where to go on."""
+    """A page of keys has its count, whether more follow, and the key to continue after."""
     for number in range(9):
         await store.put(f"k/{number}", number, ttl=0.1 if number % 3 else None)
     await elapse(0.2)
@@ -774,7 +774,7 @@ async def test_pages_go_on_after_keys_at_the_edges(store: limpet.Store) -> None:
 
 
 async def test_a_page_holds_a_thousand_keys_unless_asked_otherwise(store: limpet.Store) -> None:
-    """A page holds 1 to 10,000 keys, 1,000 unless asked otherwise."""
+    """A page holds 1 to 10,000 keys, 1,000 by default."""
     keys = [f"k/{number:04}" for number in range(1001)]
     await fill(store, keys)
 
@@ -785,7 +785,7 @@ async def test_a_page_holds_a_thousand_keys_unless_asked_otherwise(store: limpet
 
 
 async def test_a_page_holds_as_many_keys_as_asked_for(store: limpet.Store) -> None:
-    """A page holds 1 to 10,000 keys, 1,000 unless asked otherwise."""
+    """A page holds 1 to 10,000 keys, 1,000 by default."""
     keys = [f"k/{number:05}" for number in range(10_001)]
     await fill(store, keys)
 
@@ -797,6 +797,6 @@ async def test_a_page_holds_as_many_keys_as_asked_for(store: limpet.Store) -> No
 
 @pytest.mark.parametrize("limit", [0, -1, 10_001, 2**63, True, 5.0, "5", None])
 async def test_a_page_of_another_size_is_refused(store: limpet.Store, limit: Any) -> None:
-    """A page holds 1 to 10,000 keys, 1,000 unless asked otherwise."""
+    """A page holds 1 to 10,000 keys, 1,000 by default."""
     with pytest.raises(InvalidValue, match="10,000"):
         await store.keys(limit=limit)

@@ -292,7 +292,7 @@ async def test_waiters_get_the_lock_one_after_the_other(store: limpet.Store) -> 
 
 
 async def test_a_waiter_takes_over_when_the_time_is_over(store: limpet.Store, elapse: Elapse) -> None:
-    """With `wait`, acquiring takes over when the holder's time is over."""
+    """With `wait`, acquiring takes over when the holder's lease is over."""
     first = await held(store, "job", ttl=1)
     second = store.lock("job", ttl=LONG_S, wait=LONG_S)
     waiting = asyncio.ensure_future(second.acquire())
@@ -306,7 +306,7 @@ async def test_a_waiter_takes_over_when_the_time_is_over(store: limpet.Store, el
 
 
 async def test_an_expired_lock_needs_no_waiting(store: limpet.Store, elapse: Elapse) -> None:
-    """With `wait`, acquiring takes over when the holder's time is over."""
+    """With `wait`, acquiring takes over when the holder's lease is over."""
     first = await held(store, "job", ttl=0.2)
     await elapse(0.3)
 
@@ -316,7 +316,7 @@ async def test_an_expired_lock_needs_no_waiting(store: limpet.Store, elapse: Ela
 
 
 async def test_a_waiter_does_not_take_over_from_one_who_refreshes(store: limpet.Store, elapse: Elapse) -> None:
-    """With `wait`, acquiring takes over when the holder's time is over."""
+    """With `wait`, acquiring takes over when the holder's lease is over."""
     first = await held(store, "job", ttl=2)
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
     for _ in range(4):
@@ -331,7 +331,7 @@ async def test_a_waiter_does_not_take_over_from_one_who_refreshes(store: limpet.
 
 
 async def test_a_wait_ends(store: limpet.Store, elapse: Elapse) -> None:
-    """A wait that is over raises LockHeld."""
+    """A wait that times out raises LockHeld."""
     first = await held(store, "job", holder="first")
     before = await store.status()
     waiting = asyncio.ensure_future(store.lock("job", ttl=1, wait=0.5).acquire())
@@ -345,7 +345,7 @@ async def test_a_wait_ends(store: limpet.Store, elapse: Elapse) -> None:
 
 
 async def test_no_wait_is_no_wait(store: limpet.Store) -> None:
-    """A wait that is over raises LockHeld."""
+    """A wait that times out raises LockHeld."""
     await held(store, "job")
 
     with pytest.raises(LockHeld):
@@ -354,7 +354,7 @@ async def test_no_wait_is_no_wait(store: limpet.Store) -> None:
 
 @pytest.mark.face("async")
 async def test_a_cancelled_waiter_does_not_get_the_lock(store: limpet.Store) -> None:
-    """A wait that is over raises LockHeld."""
+    """A wait that times out raises LockHeld."""
     first = await held(store, "job")
     waiting = asyncio.create_task(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
     await asyncio.sleep(0.05)
@@ -431,7 +431,7 @@ async def test_waiters_of_several_stores_are_all_served(store: limpet.Store, ope
 
 
 async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> None:
-    """With `wait=0` nobody stands in line: a lock that is free is taken, and one that is held is LockHeld."""
+    """With `wait=0` no caller queues: a free lock is taken, and a held one is LockHeld."""
     first = await held(store, "job", holder="first")
     waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
     await in_line(store, 3, "lock", store.name, "job")
@@ -447,7 +447,7 @@ async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> No
 
 
 async def test_a_waiter_that_gives_up_leaves_the_line(store: limpet.Store, elapse: Elapse) -> None:
-    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     first = await held(store, "job", holder="first")
     place = ("lock", store.name, "job")
     ahead = asyncio.ensure_future(taken_and_released(store, "job"))
@@ -469,7 +469,7 @@ async def test_a_waiter_that_gives_up_leaves_the_line(store: limpet.Store, elaps
 
 
 async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
-    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     await held(store, "job", ttl=2)
     hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
     await in_line(store, 1, "lock", store.name, "job")
@@ -485,7 +485,7 @@ async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.
 @pytest.mark.face("async")
 @pytest.mark.parametrize("place", [0, 1, 2])
 async def test_a_cancelled_waiter_leaves_the_line(store: limpet.Store, place: int) -> None:
-    """A waiter that gives up or is cancelled leaves the line, and holds up nobody."""
+    """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     first = await held(store, "job")
     waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
     await in_line(store, 3, "lock", store.name, "job")
@@ -621,7 +621,7 @@ async def test_leaving_the_context_frees_the_lock(store: limpet.Store) -> None:
 
 
 async def test_the_token_can_be_read_after_the_release(store: limpet.Store) -> None:
-    """The token of the last holding stays readable after the release, while `fence` and `check` refuse."""
+    """The last token stays readable after the release, while `fence` and `check` raise."""
     tokens: list[int] = []
     lock = store.lock("job", ttl=LONG_S)
     assert lock.token is None
@@ -752,7 +752,7 @@ async def test_a_lock_by_hand_does_not_renew_itself(store: limpet.Store, elapse:
 
 
 async def test_what_expired_cannot_be_refreshed(store: limpet.Store, elapse: Elapse) -> None:
-    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
     lock = await held(store, "job", ttl=0.2)
     token = lock.token
     await elapse(0.3)
@@ -767,7 +767,7 @@ async def test_what_expired_cannot_be_refreshed(store: limpet.Store, elapse: Ela
 
 
 async def test_what_expired_cannot_be_released(store: limpet.Store, elapse: Elapse) -> None:
-    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
     lock = await held(store, "job", ttl=0.2)
     await elapse(0.3)
 
@@ -779,7 +779,7 @@ async def test_what_expired_cannot_be_released(store: limpet.Store, elapse: Elap
 
 
 async def test_what_was_swept_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
-    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
     locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
     await elapse(0.3)
     await store.sweep()
@@ -791,7 +791,7 @@ async def test_what_was_swept_is_expired_as_well(store: limpet.Store, elapse: El
 
 
 async def test_what_was_taken_over_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
-    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
     locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
     await elapse(0.3)
     await held(store, "a")
@@ -806,7 +806,7 @@ async def test_what_was_taken_over_is_expired_as_well(store: limpet.Store, elaps
 
 
 async def test_an_expired_handle_can_acquire_again(store: limpet.Store, elapse: Elapse) -> None:
-    """Refreshing or releasing after the time is over is LockExpired, even if nobody took it."""
+    """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
     lock = await held(store, "job", ttl=0.2)
     token = token_of(lock)
     await elapse(0.3)
@@ -821,7 +821,7 @@ async def test_an_expired_handle_can_acquire_again(store: limpet.Store, elapse: 
 
 
 async def test_what_was_never_acquired_is_not_held(store: limpet.Store) -> None:
-    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    """Refreshing or releasing a lock that was never acquired, or was released, is LockNotHeld."""
     lock = store.lock("job", ttl=LONG_S)
 
     with pytest.raises(LockNotHeld) as caught:
@@ -834,7 +834,7 @@ async def test_what_was_never_acquired_is_not_held(store: limpet.Store) -> None:
 
 
 async def test_what_was_given_back_is_not_held(store: limpet.Store) -> None:
-    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    """Refreshing or releasing a lock that was never acquired, or was released, is LockNotHeld."""
     lock = await held(store, "job")
     await lock.release()
     other = await held(store, "job")
@@ -848,7 +848,7 @@ async def test_what_was_given_back_is_not_held(store: limpet.Store) -> None:
 
 
 async def test_a_lock_given_back_inside_its_body_is_fine(store: limpet.Store) -> None:
-    """Refreshing or releasing what was never acquired, or was given back, is LockNotHeld."""
+    """Refreshing or releasing a lock that was never acquired, or was released, is LockNotHeld."""
     async with store.lock("job", ttl=LONG_S) as lock:
         await lock.release()
         other = await held(store, "job")
@@ -903,7 +903,7 @@ async def test_a_lock_whose_line_is_cut_is_lost_before_its_time_is_over(
 
 
 async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
-    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over.
+    """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over.
 
     One renewal whose outcome stayed unknown ended the renewing for ever, and nobody was told.
     """
@@ -919,7 +919,7 @@ async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store
 
 
 async def test_a_renewal_that_is_refused_for_a_moment_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
-    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over."""
+    """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over."""
     async with store.lock("job", ttl=4) as lock:
         line = fail(store, before=5)
         await until(elapse, lambda: line.before == 0)
@@ -931,7 +931,7 @@ async def test_a_renewal_that_is_refused_for_a_moment_is_tried_again(store: limp
 
 
 async def test_a_renewal_that_stays_unknown_loses_the_lock(store: limpet.Store, face: str, elapse: Elapse) -> None:
-    """A renewal that fails for a moment, or whose answer is lost, is tried again until the lease may be over."""
+    """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over."""
     lock = patient_lock(store, face, "job")
 
     async def work() -> None:
@@ -972,7 +972,7 @@ async def test_a_renewal_that_fails_in_an_unforeseen_way_loses_the_lock(
 
 @pytest.mark.face("async")
 async def test_an_unforeseen_failure_cancels_the_body(store: limpet.Store, elapse: Elapse) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to."""
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`."""
 
     async def work() -> None:
         async with store.lock("job", ttl=TTL_S):
@@ -988,7 +988,7 @@ async def test_an_unforeseen_failure_cancels_the_body(store: limpet.Store, elaps
 
 @pytest.mark.face("async")
 async def test_a_renewal_that_is_not_answered_loses_the_lock_in_time(store: limpet.Store, elapse: Elapse) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to.
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
     The engine neither answers nor fails, and the lease ends meanwhile.
     """
@@ -1042,7 +1042,7 @@ async def test_a_long_pause_loses_the_lock(store: limpet.Store, open_store: Open
 
 @pytest.mark.face("async")
 async def test_losing_a_lock_cancels_its_body(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to."""
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`."""
     other = await open_store()
     lock, entered, seen = store.lock("job", ttl=TTL_S), asyncio.Event(), []
 
@@ -1067,7 +1067,7 @@ async def test_losing_a_lock_cancels_its_body(store: limpet.Store, open_store: O
 
 @pytest.mark.face("async")
 async def test_told_not_to_cancel_the_body_goes_on(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to."""
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`."""
     other = await open_store()
     lock, done = store.lock("job", ttl=TTL_S, cancel=False), asyncio.Event()
 
@@ -1088,7 +1088,7 @@ async def test_told_not_to_cancel_the_body_goes_on(store: limpet.Store, open_sto
 async def test_a_lost_lock_leaves_its_task_uncancelled(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to.
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
     Whoever catches LockLost goes on in the same task, as if it had never been cancelled.
     """
@@ -1111,7 +1111,7 @@ async def test_a_lost_lock_leaves_its_task_uncancelled(
 async def test_a_body_that_outlasts_its_cancellation_still_hears_of_it(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to.
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
     The body swallows the cancellation. It ends with LockLost all the same, in a task that is not
     taken for cancelled.
@@ -1136,7 +1136,7 @@ async def test_a_body_that_outlasts_its_cancellation_still_hears_of_it(
 
 @pytest.mark.face("async")
 async def test_a_cancellation_from_outside_stays_one(store: limpet.Store) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to.
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
     The lock is fine: a caller who cancels gets a cancellation, and the lock is free.
     """
@@ -1159,7 +1159,7 @@ async def test_a_cancellation_from_outside_stays_one(store: limpet.Store) -> Non
 
 @pytest.mark.face("async")
 async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to."""
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`."""
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05), store.lock("job", ttl=LONG_S):
             await asyncio.Event().wait()
@@ -1170,7 +1170,7 @@ async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None
 @pytest.mark.face("async")
 @pytest.mark.parametrize("cancels", [1, 2])
 async def test_a_lock_granted_to_somebody_cancelled_is_given_back(store: limpet.Store, cancels: int) -> None:
-    """Whoever is cancelled while asking for a lock holds nothing afterwards.
+    """A caller that is cancelled while acquiring a lock holds nothing afterwards.
 
     The engine has granted it and the answer is on its way: nobody would hold the lock until its time is over.
     """
@@ -1196,7 +1196,7 @@ async def test_a_lock_granted_to_somebody_cancelled_is_given_back(store: limpet.
 async def test_a_cancellation_from_outside_is_not_hidden_by_a_loss(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """Losing a lock cancels the body of `async with`, unless told not to.
+    """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
     The lock is lost and the caller cancels as well: the caller's word counts.
     """
@@ -1317,7 +1317,7 @@ async def test_an_error_of_the_body_comes_through_whatever_the_release_raises(
 async def test_a_lock_that_cannot_be_given_back_ends_by_itself(
     store: limpet.Store, elapse: Elapse, error: Exception
 ) -> None:
-    """A lock that cannot be given back at the end of its body ends when its time is over."""
+    """A lock that cannot be released at the end of its body ends when its lease is over."""
 
     async def work() -> str:
         async with lock:
@@ -1339,7 +1339,7 @@ async def test_a_lock_that_cannot_be_given_back_ends_by_itself(
 
 
 async def test_a_lock_and_a_key_of_one_name_do_not_meet(store: limpet.Store) -> None:
-    """Locks and keys of the same name never meet."""
+    """A lock and a key of the same name are independent."""
     entry = await store.put("job", "a key")
     lock = await held(store, "job")
 
@@ -1353,7 +1353,7 @@ async def test_a_lock_and_a_key_of_one_name_do_not_meet(store: limpet.Store) -> 
 
 
 async def test_a_key_does_not_stand_in_for_a_lock(store: limpet.Store) -> None:
-    """Locks and keys of the same name never meet."""
+    """A lock and a key of the same name are independent."""
     entry = await store.put("job", {"holder": "me"})
 
     with pytest.raises(LockLost):
@@ -1365,7 +1365,7 @@ async def test_a_key_does_not_stand_in_for_a_lock(store: limpet.Store) -> None:
 
 
 async def test_locks_are_listed_with_their_holders(store: limpet.Store) -> None:
-    """`locks` lists who holds what."""
+    """`locks` lists the held locks with their holders."""
     b = await held(store, "b", ttl=20, holder="worker-b")
     a = await held(store, "a", ttl=40, holder="worker-a")
     gone = await held(store, "c")
@@ -1382,7 +1382,7 @@ async def test_locks_are_listed_with_their_holders(store: limpet.Store) -> None:
 
 
 async def test_expired_locks_are_not_listed(store: limpet.Store, elapse: Elapse) -> None:
-    """`locks` lists who holds what."""
+    """`locks` lists the held locks with their holders."""
     await held(store, "short", ttl=0.2)
     await held(store, "long")
     await elapse(0.3)
@@ -1391,7 +1391,7 @@ async def test_expired_locks_are_not_listed(store: limpet.Store, elapse: Elapse)
 
 
 async def test_locks_are_listed_by_prefix(store: limpet.Store) -> None:
-    """`locks` lists who holds what."""
+    """`locks` lists the held locks with their holders."""
     for name in ["a", "a/1", "a/2", "a0", "b"]:
         await held(store, name)
     await held(store.namespace(f"{store.name}-b"), "a/3")
@@ -1402,7 +1402,7 @@ async def test_locks_are_listed_by_prefix(store: limpet.Store) -> None:
 
 
 async def test_many_locks_are_listed_whole(store: limpet.Store) -> None:
-    """`locks` lists who holds what."""
+    """`locks` lists the held locks with their holders."""
     names = [f"job-{number:04}" for number in range(600)]
     await asyncio.gather(*(held(store, name) for name in names))
 
@@ -1410,7 +1410,7 @@ async def test_many_locks_are_listed_whole(store: limpet.Store) -> None:
 
 
 async def test_a_holder_is_named_even_if_nobody_named_it(store: limpet.Store) -> None:
-    """`locks` lists who holds what."""
+    """`locks` lists the held locks with their holders."""
     await held(store, "job")
 
     (found,) = await store.locks()
@@ -1576,7 +1576,7 @@ async def test_a_write_under_a_lock_given_back_is_refused(store: limpet.Store) -
 
 
 async def test_a_write_under_an_expired_lock_is_refused(store: limpet.Store, elapse: Elapse) -> None:
-    """A fenced write after the lock expired is LockLost, even if nobody took it."""
+    """A fenced write after the lock expired is LockLost, even if no one took the lock since."""
     lock = await held(store, "job", ttl=0.3)
     await elapse(0.4)
 
@@ -1590,7 +1590,7 @@ async def test_a_write_under_an_expired_lock_is_refused(store: limpet.Store, ela
 
 
 async def test_a_fence_holds_to_the_last_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """A fenced write after the lock expired is LockLost, even if nobody took it."""
+    """A fenced write after the lock expired is LockLost, even if no one took the lock since."""
     lock = await held(store, "job", ttl=2)
     (entry,) = await store.locks()
     await elapse(entry.remaining - 0.5)
@@ -1647,7 +1647,7 @@ async def test_a_fence_of_another_namespace_is_refused(store: limpet.Store) -> N
 
 
 async def test_a_fence_is_a_name_and_a_token(store: limpet.Store, open_store: OpenStore) -> None:
-    """A fence can be named by name and token."""
+    """A fence can be given by name and token."""
     lock = await held(store, "job")
     other = await open_store()
 
@@ -1658,7 +1658,7 @@ async def test_a_fence_is_a_name_and_a_token(store: limpet.Store, open_store: Op
 
 
 async def test_a_fence_with_another_token_is_refused(store: limpet.Store) -> None:
-    """A fence can be named by name and token."""
+    """A fence can be given by name and token."""
     token = token_of(await held(store, "job"))
 
     for wrong in (token - 1, token + 1, 0):

@@ -79,7 +79,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def test_an_engine_decides_as_the_plan_does(beside: type[Beside]) -> None:
-    """The commit tells the last revision and, for each write, the entry after it.
+    """The commit has the last revision and, for each write, the entry after it.
 
     Random batches of all writes under all guards go to the engine and to `plan`. Commits,
     refusals, entries and the log must agree, over repeated requests, lost answers, expiries,
@@ -526,8 +526,8 @@ class Beside(RuleBasedStateMachine):
             found += feed.changes
             if not feed.changes:
                 break
-            assert after < feed.changes[-1].revision <= feed.head
-            after = feed.head
+            assert after < feed.changes[-1].revision <= feed.next_after
+            after = feed.next_after
         revisions = [change.revision for change in found]
         assert revisions == sorted(set(revisions))
         return found

@@ -605,7 +605,7 @@ async def test_nothing_of_a_store_shows_the_password(open_at: OpenStore) -> None
 
 
 async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     traits = store.traits
 
     assert traits.engine
@@ -616,7 +616,7 @@ async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
 
 
 async def test_traits_cannot_be_changed(store: limpet.Store) -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     loose: Any = store.traits
 
     with pytest.raises(AttributeError):
@@ -626,7 +626,7 @@ async def test_traits_cannot_be_changed(store: limpet.Store) -> None:
 
 
 async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
-    """`traits` says what the engine is: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, its log."""
     for number in range(3):
         await store.put("k", number)
 
@@ -639,7 +639,7 @@ async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
 
 
 async def test_two_stores_see_each_others_writes(store: limpet.Store, open_store: OpenStore) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     other = await open_store()
 
     for number in range(20):
@@ -649,7 +649,7 @@ async def test_two_stores_see_each_others_writes(store: limpet.Store, open_store
 
 
 async def test_two_stores_see_each_others_deletes(store: limpet.Store, open_store: OpenStore) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     other = await open_store()
     await store.put("k", 1)
     assert await other.get("k") == 1
@@ -662,7 +662,7 @@ async def test_two_stores_see_each_others_deletes(store: limpet.Store, open_stor
 
 
 async def test_two_stores_guard_against_each_other(store: limpet.Store, open_store: OpenStore) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     other = await open_store()
     stale = await store.put("k", 1)
     current = await other.put("k", 2)
@@ -675,7 +675,7 @@ async def test_two_stores_guard_against_each_other(store: limpet.Store, open_sto
 
 
 async def test_two_stores_share_one_order_of_revisions(store: limpet.Store, open_store: OpenStore) -> None:
-    """Two stores opened on the same place see each other's writes."""
+    """Two stores opened on the same storage see each other's writes."""
     other = await open_store()
 
     revisions = [(await writer.put(f"k/{writer is other}", 1)).revision for writer in (store, other) * 5]
@@ -830,7 +830,7 @@ async def test_a_store_and_its_namespaces_close_together(store: limpet.Store) ->
 
 
 async def test_closing_one_store_leaves_the_others_of_its_place(store: limpet.Store, open_store: OpenStore) -> None:
-    """Two stores opened on the same place see each other's writes.
+    """Two stores opened on the same storage see each other's writes.
 
     Closing is of one store: whoever else has opened the place goes on.
     """
@@ -909,7 +909,7 @@ async def test_the_dict_of_a_closed_store_raises_closed(url: str) -> None:
 
 
 async def test_what_was_acknowledged_is_there_after_reopening(store: limpet.Store, open_store: OpenStore) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     written = await store.put("k", {"deep": [1, 2.0, None, "\u00e9"]}, ttl=3600, meta={"by": "trivia"})
     await store.put("k/bytes", b"\x00\xff")
     await store.record("k/record").put({"a": 1, "b": b"raw"})
@@ -926,7 +926,7 @@ async def test_what_was_acknowledged_is_there_after_reopening(store: limpet.Stor
 
 
 async def test_what_was_deleted_stays_deleted_after_reopening(store: limpet.Store, open_store: OpenStore) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     await store.put("gone", 1)
     await store.put("taken", 2)
     assert await store.delete("gone") is True
@@ -939,7 +939,7 @@ async def test_what_was_deleted_stays_deleted_after_reopening(store: limpet.Stor
 
 
 async def test_revisions_go_on_after_reopening(store: limpet.Store, open_store: OpenStore) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     await store.put("k", 1)
     await store.put("gone", 1)
     await store.delete("gone")
@@ -958,7 +958,7 @@ async def test_revisions_go_on_after_reopening(store: limpet.Store, open_store: 
 async def test_the_last_writes_before_a_close_are_there_after_reopening(
     store: limpet.Store, open_store: OpenStore
 ) -> None:
-    """What was acknowledged is there when a durable place is opened again.
+    """An acknowledged write is there when durable storage is opened again.
 
     Closing comes at once after many answers, while an engine may still be busy with what it put off.
     """
@@ -986,7 +986,7 @@ os._exit(7)
 
 @pytest.mark.face("sync")
 async def test_what_was_acknowledged_survives_a_process_that_never_closed(store: limpet.Store, url: str) -> None:
-    """What was acknowledged is there when a durable place is opened again."""
+    """An acknowledged write is there when durable storage is opened again."""
     await store.put("old", 1)
 
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", KILLED, url, store.name)

@@ -110,7 +110,7 @@ class Asked:
         while after < head:
             feed = await self.changes(after, **options)
             found += feed.changes
-            after = feed.head
+            after = feed.next_after
         return found
 
     async def image(self) -> list[Any]:
@@ -238,7 +238,7 @@ async def test_families_do_not_meet(asked: Asked) -> None:
 
 
 async def test_a_brief_batch_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
-    """A brief batch does the same, and is told the same, but that entries of records may lack their value."""
+    """A brief batch does and returns the same, except that entries of records may lack their value."""
     await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
     patch = Patch("record", {"x": codec.encode_field(2, "x")}, if_exists=True)
     remembered: dict[str, Any] = {"request_id": "mine", "digest": b"digest", "receipt_ms": 600_000}
@@ -257,7 +257,7 @@ async def test_a_brief_batch_is_told_all_but_the_fields_of_records(asked: Asked)
 
 
 async def test_a_brief_batch_that_is_refused_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
-    """A brief batch does the same, and is told the same, but that entries of records may lack their value."""
+    """A brief batch does and returns the same, except that entries of records may lack their value."""
     await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
     (record, plain) = await asked.read("record", "plain")
     guards = (Guard("record", FieldEquals("x", codec.encode_field(2, "x"))),)
@@ -313,7 +313,7 @@ async def test_the_same_key_in_two_families_is_two_entries(asked: Asked) -> None
 
 
 async def test_what_is_kept_beside_the_data_is_not_shown_with_it(open_store: OpenStore, elapse: Elapse) -> None:
-    """The audit trail and what can be recovered appear in no scan, watch or history."""
+    """The audit trail and recoverable copies appear in no scan, watch or history."""
     store = await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False)
     asked = Asked(store)
     async with store.watch(initial=True) as watch:
@@ -380,7 +380,7 @@ async def test_keys_that_come_and_go_keep_the_order(asked: Asked) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 10, 50, 500])
 async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
-    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     entries = [entry for entry in (await asked.done(*(put(f"k{number:02}") for number in range(50)))).entries]
 
     found: list[Entry] = []
@@ -395,7 +395,7 @@ async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
 
 
 async def test_an_empty_span_has_no_cursor(asked: Asked) -> None:
-    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     assert await asked.scan() == limpet.model.ScanPage([], None)
     await asked.done(put("a"), put("z"))
 
@@ -404,7 +404,7 @@ async def test_an_empty_span_has_no_cursor(asked: Asked) -> None:
 
 
 async def test_a_filtered_slice_says_where_to_go_on(asked: Asked) -> None:
-    """A slice that ends early says where to go on; a slice without a cursor was the last.
+    """A page that ends early has a cursor to continue after; a page without a cursor was the last.
 
     With a filter a slice may be empty and still not be the last.
     """
@@ -424,7 +424,7 @@ async def test_a_filtered_slice_says_where_to_go_on(asked: Asked) -> None:
 
 
 async def test_expired_entries_do_not_end_a_scan(asked: Asked, elapse: Elapse) -> None:
-    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     await asked.done(*(put(f"k{number:02}", ttl_ms=300 if number < 40 else None) for number in range(50)))
     await elapse(0.4)
 
@@ -439,7 +439,7 @@ async def test_expired_entries_do_not_end_a_scan(asked: Asked, elapse: Elapse) -
 
 
 async def test_large_values_come_in_slices_too(asked: Asked) -> None:
-    """A slice that ends early says where to go on; a slice without a cursor was the last."""
+    """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     for number in range(12):
         await asked.done(put(f"k{number:02}", bytes([number]) * 900_000))
 
@@ -455,7 +455,7 @@ async def test_large_values_come_in_slices_too(asked: Asked) -> None:
 
 @pytest.mark.parametrize("value", [None, 17, "text", b"raw", limpet.Fields(a=1, b=b"2"), {"large": "x" * 10_000}])
 async def test_a_scan_without_values(asked: Asked, value: Any) -> None:
-    """Without values, entries come with their numbers and times alone."""
+    """Without values, entries come with everything else."""
     await asked.done(put("a", 0, ttl_ms=60_000))
     entry = only(await asked.done(put("a", value, ttl_ms=60_000, meta_json=b'{"by":"me"}')))
 
@@ -468,7 +468,7 @@ async def test_a_scan_without_values(asked: Asked, value: Any) -> None:
 
 
 async def test_a_filtered_scan_without_values(asked: Asked) -> None:
-    """Without values, entries come with their numbers and times alone."""
+    """Without values, entries come with everything else."""
     await asked.done(put("a", {"n": 1}), put("b", {"n": 2}), put("c", {"n": 1}))
 
     found = (await asked.scan(where=limpet.field("n") == 1, values=False)).entries
@@ -636,7 +636,7 @@ async def test_concurrent_commits_share_no_revision(open_store: OpenStore) -> No
 
 
 async def test_revisions_only_grow(asked: Asked) -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     seen = [0]
     for number in range(40):
         commit = await asked.done(Delete("a") if number % 3 == 2 else put("a"))
@@ -646,7 +646,7 @@ async def test_revisions_only_grow(asked: Asked) -> None:
 
 
 async def test_a_gap_between_revisions_is_no_gap_in_the_log(asked: Asked) -> None:
-    """Revisions may skip; nobody may count on density.
+    """Revisions may skip numbers; do not count on consecutive ones.
 
     Whatever revisions were left out, asking after any of them goes on with the next that exists.
     """
@@ -659,7 +659,7 @@ async def test_a_gap_between_revisions_is_no_gap_in_the_log(asked: Asked) -> Non
 
 
 async def test_what_changes_nothing_uses_no_revision(asked: Asked) -> None:
-    """Revisions may skip; nobody may count on density."""
+    """Revisions may skip numbers; do not count on consecutive ones."""
     revision = (await asked.done(put("a"))).revision
 
     for writes in ((Delete("b"),), (Touch("b", 5),), (Expire("a", revision),), (Expire("b", 1),)):
@@ -706,7 +706,7 @@ async def test_what_a_refusal_found_can_be_expected(asked: Asked) -> None:
 
 
 async def test_a_repeated_request_is_answered_from_its_receipt(asked: Asked) -> None:
-    """A request seen before answers with its first result and changes nothing."""
+    """A request that was applied before returns its first result and changes nothing."""
     await asked.done(put("old", "value"), put("touched", "value"))
     writes = (put("a", [1]), Add("n", 5), Delete("old", take=True), Touch("touched", 60_000), Delete("missing"))
     options: dict[str, Any] = {"request_id": "request-1", "digest": b"digest", "receipt_ms": 60_000}
@@ -728,7 +728,7 @@ async def test_a_repeated_request_is_answered_from_its_receipt(asked: Asked) -> 
 
 
 async def test_another_digest_is_refused(asked: Asked) -> None:
-    """A request seen before answers with its first result and changes nothing."""
+    """A request that was applied before returns its first result and changes nothing."""
     await asked.done(put("a", 1), request_id="request-1", digest=b"one", receipt_ms=60_000)
     before = await asked.image()
 
@@ -754,7 +754,7 @@ RETRIED: dict[str, tuple[Write, ...]] = {
 
 @pytest.mark.parametrize("case", RETRIED)
 async def test_a_retry_finds_its_first_attempt_in_the_log(asked: Asked, elapse: Elapse, case: str) -> None:
-    """A request seen before answers with its first result and changes nothing.
+    """A request that was applied before returns its first result and changes nothing.
 
     No receipt was asked for. What the first attempt left in the log tells.
     """
@@ -777,7 +777,7 @@ async def test_a_retry_finds_its_first_attempt_in_the_log(asked: Asked, elapse: 
 
 
 async def test_a_retry_that_was_not_applied_is_applied(asked: Asked) -> None:
-    """A request seen before answers with its first result and changes nothing."""
+    """A request that was applied before returns its first result and changes nothing."""
     await asked.done(put("n", 1))
     since = (await asked.status()).revision
     await asked.done(Add("n", 1), request_id="somebody else's")
@@ -790,7 +790,7 @@ async def test_a_retry_that_was_not_applied_is_applied(asked: Asked) -> None:
 
 @pytest.mark.parametrize("case", ["add", "batch"])
 async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: Elapse, case: str) -> None:
-    """A request seen before answers with its first result and changes nothing.
+    """A request that was applied before returns its first result and changes nothing.
 
     A caller slept for an hour before it asked again. By then an engine may have forgotten, and has to say so.
     """
@@ -815,7 +815,7 @@ async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: 
 
 
 async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: Asked) -> None:
-    """A request seen before answers with its first result and changes nothing."""
+    """A request that was applied before returns its first result and changes nothing."""
     since = (await asked.status()).revision
     options: dict[str, Any] = {"request_id": "request-1", "guards": (Guard("a", ABSENT),)}
     first = await asked.done(put("a"), **options)
@@ -830,7 +830,7 @@ async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: As
 async def test_a_first_attempt_that_comes_after_its_retry_does_nothing(
     open_store: OpenStore, elapse: Elapse, case: str
 ) -> None:
-    """A request that arrives after its own retry was answered does nothing.
+    """A superseded request, which arrives after its own retry was answered, does nothing.
 
     A server stood still with the first attempt in its hands, and another one has done what was asked again.
     """
@@ -849,7 +849,7 @@ async def test_a_first_attempt_that_comes_after_its_retry_does_nothing(
 
 
 async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothing(open_store: OpenStore) -> None:
-    """A request that arrives after its own retry was answered does nothing."""
+    """A superseded request, which arrives after its own retry was answered, does nothing."""
     first, second = [Asked(await open_store(sweep=False)) for _ in range(2)]
     await first.done(put("a"))
     since = (await first.status()).revision
@@ -865,7 +865,7 @@ async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothi
 
 
 async def test_a_retry_without_a_name_harms_nobody(asked: Asked) -> None:
-    """A request seen before answers with its first result and changes nothing.
+    """A request that was applied before returns its first result and changes nothing.
 
     Nobody can have seen what has no name. Such a batch makes no sense, but a client may send it.
     """
@@ -880,7 +880,7 @@ async def test_a_retry_without_a_name_harms_nobody(asked: Asked) -> None:
 
 @pytest.mark.parametrize("case", ["put", "add"])
 async def test_a_first_attempt_that_comes_after_its_retry_fails_nobody_else(asked: Asked, case: str) -> None:
-    """A request that arrives after its own retry was answered does nothing.
+    """A superseded request, which arrives after its own retry was answered, does nothing.
 
     Whoever commits at the same moment is not concerned, though an engine may let them travel together.
     """
@@ -922,7 +922,7 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     async def look(asked: Asked) -> None:
         while not over:
             feed = await asked.changes(0, limit=10_000)
-            looks.append((feed.head, [change.revision for change in feed.changes]))
+            looks.append((feed.next_after, [change.revision for change in feed.changes]))
             await asyncio.sleep(0.001)
 
     looking = [asyncio.create_task(look(asked)) for asked in handles]
@@ -994,11 +994,11 @@ async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
     nothing = await asked.changes(0, span=pattern_span("missing"))
 
     assert [(change.family, change.key) for change in found] == [("data", "a/1")]
-    assert (nothing.changes, nothing.head) == ([], status.revision)
+    assert (nothing.changes, nothing.next_after) == ([], status.revision)
 
 
 async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
-    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
     for number in range(5):
         lock = Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock")
         await asked.done(put(f"a{number}"), put(f"b{number}"), lock)
@@ -1015,7 +1015,7 @@ async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
 
 
 async def test_a_feed_that_waited_names_what_it_follows(asked: Asked) -> None:
-    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
     await asked.done(put("a"))
     (change,) = (await asked.changes(0)).changes
     waiting = asyncio.create_task(asked.changes(change.revision, span=pattern_span("c"), wait_s=60.0))
@@ -1027,7 +1027,7 @@ async def test_a_feed_that_waited_names_what_it_follows(asked: Asked) -> None:
 
 
 async def test_a_feed_of_a_trimmed_log_names_what_it_follows(asked: Asked) -> None:
-    """A feed names the change that it follows: that of the revision asked for, or the last one before it."""
+    """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
     await asked.done(put("a"), put("b"), put("c"))
     changes = (await asked.changes(0)).changes
 
@@ -1066,7 +1066,7 @@ async def test_a_namespace_that_was_never_written_is_at_zero(asked: Asked) -> No
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
     feed = await asked.changes(0)
 
-    assert (feed.changes, feed.head) == ([], 0)
+    assert (feed.changes, feed.next_after) == ([], 0)
     with pytest.raises(Compacted):
         await asked.changes(1)
 
@@ -1132,7 +1132,7 @@ async def test_a_wait_for_nothing_ends_in_time(asked: Asked) -> None:
 
     feed = await asyncio.wait_for(asked.changes(revision, wait_s=0.2), PATIENCE_S)
 
-    assert (feed.changes, feed.head) == ([], revision)
+    assert (feed.changes, feed.next_after) == ([], revision)
     assert loop.time() - begun >= 0.15
 
 
@@ -1165,7 +1165,7 @@ async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: 
     while len(seen) < 100:
         feed = await asyncio.wait_for(asked.changes(head, wait_s=60.0), 5)
         seen += [change.entry.value for change in feed.changes]
-        head = feed.head
+        head = feed.next_after
     await writing
 
     assert seen == list(range(100))
@@ -1268,7 +1268,7 @@ async def test_not_more_is_due_than_asked_for(asked: Asked, elapse: Elapse) -> N
 
 
 async def test_asking_what_is_due_changes_nothing(asked: Asked, elapse: Elapse, open_store: OpenStore) -> None:
-    """Asking changes nothing; two who ask get the same answer."""
+    """Listing them changes nothing; two callers get the same list."""
     other = Asked(await open_store(namespace=asked.name, sweep=False))
     await asked.done(*(put(f"k{number:02}", ttl_ms=300) for number in range(10)))
     await elapse(0.4)
@@ -1288,7 +1288,7 @@ async def test_asking_what_is_due_changes_nothing(asked: Asked, elapse: Elapse, 
 
 
 async def test_the_oldest_changes_go_first(asked: Asked) -> None:
-    """The oldest changes go first, and what is younger than the minimum stays."""
+    """The oldest changes go first, and changes younger than the minimum stay."""
     for number in range(20):
         await asked.done(put(f"k{number:02}"))
 
@@ -1300,7 +1300,7 @@ async def test_the_oldest_changes_go_first(asked: Asked) -> None:
 
 
 async def test_what_is_young_stays(asked: Asked, elapse: Elapse) -> None:
-    """The oldest changes go first, and what is younger than the minimum stays."""
+    """The oldest changes go first, and changes younger than the minimum stay."""
     await asked.done(put("old-1"), put("old-2"))
     await elapse(0.6)
     await asked.done(put("young-1"), put("young-2"))
@@ -1314,7 +1314,7 @@ async def test_what_is_young_stays(asked: Asked, elapse: Elapse) -> None:
 
 
 async def test_each_bound_of_a_window_counts(asked: Asked, elapse: Elapse) -> None:
-    """The oldest changes go first, and what is younger than the minimum stays."""
+    """The oldest changes go first, and changes younger than the minimum stay."""
     for number in range(10):
         await asked.done(put(f"k{number}", bytes(98)))
     each_bytes = (await asked.status()).log_bytes // 10
@@ -1329,7 +1329,7 @@ async def test_each_bound_of_a_window_counts(asked: Asked, elapse: Elapse) -> No
 
 
 async def test_trimming_lets_go_of_receipts_past_their_time(asked: Asked, elapse: Elapse) -> None:
-    """The oldest changes go first, and what is younger than the minimum stays."""
+    """The oldest changes go first, and changes younger than the minimum stay."""
     await asked.done(put("a"), request_id="short", digest=b"d", receipt_ms=300)
     await asked.done(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)
     await elapse(0.4)
@@ -1342,7 +1342,7 @@ async def test_trimming_lets_go_of_receipts_past_their_time(asked: Asked, elapse
 
 
 async def test_a_large_log_is_trimmed_to_its_bound(asked: Asked) -> None:
-    """The oldest changes go first, and what is younger than the minimum stays."""
+    """The oldest changes go first, and changes younger than the minimum stay."""
     for start in range(0, 6000, 100):
         await asked.done(*(put(f"k{number:04}") for number in range(start, start + 100)))
 
@@ -1355,7 +1355,7 @@ async def test_a_large_log_is_trimmed_to_its_bound(asked: Asked) -> None:
 
 
 async def test_trimming_moves_the_floor(asked: Asked) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     revisions = [(await asked.done(put(f"k{number:02}"))).revision for number in range(20)]
     assert (await asked.status()).floor == 0
 
@@ -1370,7 +1370,7 @@ async def test_trimming_moves_the_floor(asked: Asked) -> None:
 
 
 async def test_trimming_everything_leaves_the_revision(asked: Asked) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     commit = await asked.done(put("a"), put("b"))
 
     assert await asked.trim(Window(changes=0, age_ms_min=0)) == 2
@@ -1384,7 +1384,7 @@ async def test_trimming_everything_leaves_the_revision(asked: Asked) -> None:
 
 
 async def test_trimming_nothing_moves_nothing(asked: Asked) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     assert await asked.trim(KEEP_FIVE) == 0
     await asked.done(put("a"), put("b"))
     before = await asked.image()
@@ -1397,7 +1397,7 @@ async def test_trimming_nothing_moves_nothing(asked: Asked) -> None:
 
 @pytest.mark.face("async")
 async def test_who_waits_is_told_of_trimming_or_gets_what_is_left(asked: Asked) -> None:
-    """Trimming moves the floor, so that a watcher behind it is told."""
+    """Trimming moves the floor, so that a watcher behind it gets Compacted."""
     waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
     await asyncio.sleep(0.02)
     for number in range(20):
@@ -1439,7 +1439,7 @@ async def test_the_revision_of_one_namespace_is_not_another_ones(asked: Asked, o
 async def test_the_time_is_what_decides_about_expiry(
     asked: Asked, open_store: OpenStore, elapse: Elapse, set_back: SetBack
 ) -> None:
-    """Its time is what decides about expiry, and never goes back."""
+    """`now_ms` is the time that decides about expiry, and it never goes back."""
     other = Asked(await open_store(namespace=asked.name, sweep=False))
     entry = only(await asked.done(put("a", ttl_ms=1000)))
     await asked.done(put("b", ttl_ms=60_000))
@@ -1461,7 +1461,7 @@ async def test_the_time_is_what_decides_about_expiry(
 
 
 async def test_it_tells_for_how_long_time_stands_still(asked: Asked, elapse: Elapse, set_back: SetBack) -> None:
-    """It tells by how much the engine's clock is behind that time, which stands still for so long."""
+    """`behind_ms` is how far the engine's clock is behind that time, which stands still meanwhile."""
     before = await asked.status()
     assert before.behind_ms < 1000
     await asked.done(put("a"))
@@ -1647,7 +1647,7 @@ async def test_a_commit_that_closing_met_is_done_or_not_done(asked: Asked, open_
 
 @pytest.mark.face("async")
 async def test_who_waits_is_told_of_closing(asked: Asked, open_store: OpenStore) -> None:
-    """Whoever waits for changes is woken and told."""
+    """Callers that wait for changes are woken and get Closed."""
     other = Asked(await open_store(namespace=asked.name, sweep=False))
     commit = await asked.done(put("a"))
     waiting = [asyncio.create_task(asked.changes(commit.revision, wait_s=60.0)) for _ in range(3)]
@@ -1661,12 +1661,12 @@ async def test_who_waits_is_told_of_closing(asked: Asked, open_store: OpenStore)
     assert [type(end) for end in ends] == [Closed] * 4
     later = await other.done(put("b"))
     feed = await asyncio.wait_for(elsewhere, 5)
-    assert feed.head in (commit.revision, later.revision)
+    assert feed.next_after in (commit.revision, later.revision)
 
 
 @pytest.mark.face("sync")
 async def test_closing_a_blocking_store_wakes_its_watches(open_store: OpenStore) -> None:
-    """Whoever waits for changes is woken and told."""
+    """Callers that wait for changes are woken and get Closed."""
     store = await open_store()
     async with store.watch() as watch:
         waiting = asyncio.ensure_future(anext(watch, None))

@@ -39,7 +39,7 @@ async def scanned(store: limpet.Store, *args: Any, **options: Any) -> list[str]:
 
 
 async def test_get_gives_the_value(store: limpet.Store) -> None:
-    """`get` gives the value, or the default when there is none."""
+    """`get` gives the value, or the default when the key is absent."""
     await store.put("k", {"a": [1]})
 
     assert await store.get("k") == {"a": [1]}
@@ -47,7 +47,7 @@ async def test_get_gives_the_value(store: limpet.Store) -> None:
 
 
 async def test_get_gives_the_default(store: limpet.Store) -> None:
-    """`get` gives the value, or the default when there is none.
+    """`get` gives the value, or the default when the key is absent.
 
     The default is the caller's own object, whatever it is, and it is not stored.
     """
@@ -60,7 +60,7 @@ async def test_get_gives_the_default(store: limpet.Store) -> None:
 
 
 async def test_get_gives_the_default_for_what_has_ended(store: limpet.Store, elapse: Elapse) -> None:
-    """`get` gives the value, or the default when there is none."""
+    """`get` gives the value, or the default when the key is absent."""
     await store.put("deleted", 1)
     await store.put("taken", 1)
     await store.put("expired", 1, ttl=0.1)
@@ -73,7 +73,7 @@ async def test_get_gives_the_default_for_what_has_ended(store: limpet.Store, ela
 
 
 async def test_get_gives_what_is_false_and_not_the_default(store: limpet.Store) -> None:
-    """`get` gives the value, or the default when there is none."""
+    """`get` gives the value, or the default when the key is absent."""
     values: list[object] = [False, 0, 0.0, "", [], {}, b""]
     for value in values:
         await store.put("k", value)
@@ -81,7 +81,7 @@ async def test_get_gives_what_is_false_and_not_the_default(store: limpet.Store) 
 
 
 async def test_null_is_a_value_to_get(store: limpet.Store) -> None:
-    """null is a value: `get` tells it from absence by the default, and `entry` always."""
+    """null is a value: `entry` always distinguishes it from absence, and `get` does by its default."""
     await store.put("null", None)
 
     assert await store.get("null", "none") is None
@@ -89,7 +89,7 @@ async def test_null_is_a_value_to_get(store: limpet.Store) -> None:
 
 
 async def test_null_is_a_value_to_entry(store: limpet.Store) -> None:
-    """null is a value: `get` tells it from absence by the default, and `entry` always."""
+    """null is a value: `entry` always distinguishes it from absence, and `get` does by its default."""
     await store.put("null", None)
 
     entry = await store.entry("null")
@@ -100,7 +100,7 @@ async def test_null_is_a_value_to_entry(store: limpet.Store) -> None:
 
 
 async def test_null_is_a_value_to_scans_and_guards(store: limpet.Store) -> None:
-    """null is a value: `get` tells it from absence by the default, and `entry` always."""
+    """null is a value: `entry` always distinguishes it from absence, and `get` does by its default."""
     await store.put("null", None)
 
     assert (await store.keys()).keys == ["null"]
@@ -343,7 +343,7 @@ async def test_two_scans_at_once_do_not_disturb_each_other(store: limpet.Store) 
 
 
 async def test_a_scan_of_many_pages_gives_everything_once(store: limpet.Store) -> None:
-    """A scan of many pages misses and repeats nothing that stood still."""
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
     keys = [f"k/{number:04}" for number in range(1500)]
     await fill(store, keys)
 
@@ -353,7 +353,7 @@ async def test_a_scan_of_many_pages_gives_everything_once(store: limpet.Store) -
 
 @pytest.mark.parametrize("count", [499, 500, 501, 999, 1000, 1001])
 async def test_a_scan_minds_the_seams_between_pages(store: limpet.Store, count: int) -> None:
-    """A scan of many pages misses and repeats nothing that stood still."""
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
     keys = [f"k/{number:04}" for number in range(count)]
     await fill(store, ["j", *keys, "l"])
 
@@ -361,7 +361,7 @@ async def test_a_scan_minds_the_seams_between_pages(store: limpet.Store, count: 
 
 
 async def test_a_scan_of_large_values_gives_everything_once(store: limpet.Store) -> None:
-    """A scan of many pages misses and repeats nothing that stood still.
+    """A scan of many pages misses and repeats no entry that did not change meanwhile.
 
     An engine may end a page by its bytes before it is full.
     """
@@ -377,7 +377,7 @@ async def test_a_scan_of_large_values_gives_everything_once(store: limpet.Store)
 
 
 async def test_a_scan_goes_on_while_others_write(store: limpet.Store, open_store: OpenStore) -> None:
-    """A scan of many pages misses and repeats nothing that stood still."""
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
     other = await open_store()
     standing = [f"k/{number:04}/standing" for number in range(1300)]
     await fill(store, standing)
@@ -399,7 +399,7 @@ async def test_a_scan_goes_on_while_others_write(store: limpet.Store, open_store
 
 
 async def test_a_scan_goes_on_when_the_ground_under_it_is_deleted(store: limpet.Store, open_store: OpenStore) -> None:
-    """A scan of many pages misses and repeats nothing that stood still."""
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
     other = await open_store()
     keys = [f"k/{number:04}" for number in range(1200)]
     await fill(store, keys)
@@ -420,7 +420,7 @@ async def test_a_scan_goes_on_when_the_ground_under_it_is_deleted(store: limpet.
 
 
 async def test_what_is_written_again_is_not_repeated(store: limpet.Store, open_store: OpenStore) -> None:
-    """A scan of many pages misses and repeats nothing that stood still."""
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
     other = await open_store()
     keys = [f"k/{number:04}" for number in range(1100)]
     await fill(store, keys)

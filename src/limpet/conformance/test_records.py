@@ -160,7 +160,7 @@ async def test_put_takes_a_guard(store: limpet.Store) -> None:
 
 
 async def test_fields_are_json_and_bytes_side_by_side(store: limpet.Store) -> None:
-    """A record's fields are JSON values or bytes, mixed as one likes."""
+    """A record's fields are JSON values or bytes, in any mix."""
     fields = {"text": "1", "bytes": b"1", "number": 1, "none": None, "list": ["1", 1], "empty": b""}
     record = store.record("record")
 
@@ -174,7 +174,7 @@ async def test_fields_are_json_and_bytes_side_by_side(store: limpet.Store) -> No
 
 @every_odd_set
 async def test_every_field_comes_back_exactly(store: limpet.Store, fields: dict[str, Any]) -> None:
-    """A record's fields are JSON values or bytes, mixed as one likes.
+    """A record's fields are JSON values or bytes, in any mix.
 
     Bytes that look like JSON stay bytes, and JSON that looks like an engine's mark for bytes stays JSON.
     """
@@ -190,7 +190,7 @@ async def test_every_field_comes_back_exactly(store: limpet.Store, fields: dict[
 
 @every_odd_set
 async def test_every_field_comes_back_alone_in_scans_and_commits(store: limpet.Store, fields: dict[str, Any]) -> None:
-    """A record's fields are JSON values or bytes, mixed as one likes."""
+    """A record's fields are JSON values or bytes, in any mix."""
     record = store.record("record")
 
     told = await record.put(fields)
@@ -201,7 +201,7 @@ async def test_every_field_comes_back_alone_in_scans_and_commits(store: limpet.S
 
 
 async def test_a_watcher_sees_every_field_exactly(store: limpet.Store) -> None:
-    """A record's fields are JSON values or bytes, mixed as one likes."""
+    """A record's fields are JSON values or bytes, in any mix."""
     fields = {f"{kind} {name}": value for kind, name, value in _all_odd_fields()}
     async with store.watch() as watch:
         await store.record("record").put(fields)
@@ -219,7 +219,7 @@ def _all_odd_fields() -> list[tuple[str, str, Any]]:
 
 
 async def test_a_field_may_have_any_name_that_a_key_may_have(store: limpet.Store) -> None:
-    """A record's fields are JSON values or bytes, mixed as one likes."""
+    """A record's fields are JSON values or bytes, in any mix."""
     record = store.record("record")
     fields = {name: (number if number % 2 else str(number).encode()) for number, name in enumerate(ODD_NAMES)}
 
@@ -292,7 +292,7 @@ async def test_set_leaves_meta_and_the_creation_alone(store: limpet.Store) -> No
 
 
 async def test_set_makes_the_record(store: limpet.Store) -> None:
-    """`set` makes the record when there is none."""
+    """`set` creates a record that does not exist."""
     entry = await store.record("record").set(a=1, b=b"2")
 
     assert (entry.version, entry.kind, entry.value) == (1, "record", {"a": 1, "b": b"2"})
@@ -300,7 +300,7 @@ async def test_set_makes_the_record(store: limpet.Store) -> None:
 
 
 async def test_set_makes_the_record_anew_after_its_end(store: limpet.Store, elapse: Elapse) -> None:
-    """`set` makes the record when there is none.
+    """`set` creates a record that does not exist.
 
     Nothing of an earlier life comes back: no field, no version, no meta, no time to live.
     """
@@ -316,7 +316,7 @@ async def test_set_makes_the_record_anew_after_its_end(store: limpet.Store, elap
 
 
 async def test_if_exists_makes_nothing(store: limpet.Store) -> None:
-    """With `if_exists`, `set` on a missing record is NotFound and makes nothing."""
+    """With `if_exists`, `set` on a missing record is NotFound and creates nothing."""
     await store.put("other", 1)
     revision = (await store.status()).revision
 
@@ -329,7 +329,7 @@ async def test_if_exists_makes_nothing(store: limpet.Store) -> None:
 
 
 async def test_if_exists_writes_a_record_that_exists(store: limpet.Store) -> None:
-    """With `if_exists`, `set` on a missing record is NotFound and makes nothing."""
+    """With `if_exists`, `set` on a missing record is NotFound and creates nothing."""
     await store.record("record").put({})
 
     await store.record("record").set({"a": 1}, if_exists=True)
@@ -338,7 +338,7 @@ async def test_if_exists_writes_a_record_that_exists(store: limpet.Store) -> Non
 
 
 async def test_if_exists_does_not_find_what_ended(store: limpet.Store, elapse: Elapse) -> None:
-    """With `if_exists`, `set` on a missing record is NotFound and makes nothing."""
+    """With `if_exists`, `set` on a missing record is NotFound and creates nothing."""
     await store.record("deleted").put({"a": 1})
     await store.delete("deleted")
     await store.record("expired").put({"a": 1}, ttl=0.1)
@@ -755,7 +755,7 @@ async def test_a_swap_looks_at_its_own_field_only(store: limpet.Store) -> None:
 
 
 async def test_swap_tells_every_two_fields_apart(store: limpet.Store) -> None:
-    """`swap` expects by encoding: 1 is not 1.0, and text is not bytes."""
+    """`swap` compares encodings: 1 is not 1.0, and text is not bytes."""
     values: list[Any] = [None, False, True, 0, 1, 0.0, -0.0, 1.0, "", "1", "null", [], [1], [1.0], {}, {"a": 1}]
     values += [{"$text": "1"}, {"$bytes": "MQ=="}, b"", b"1", b"null", b'{"$text":"1"}']
     record = store.record("record")
@@ -771,7 +771,7 @@ async def test_swap_tells_every_two_fields_apart(store: limpet.Store) -> None:
 
 
 async def test_swap_does_not_mind_the_order_of_members(store: limpet.Store) -> None:
-    """`swap` expects by encoding: 1 is not 1.0, and text is not bytes."""
+    """`swap` compares encodings: 1 is not 1.0, and text is not bytes."""
     record = store.record("record")
     await record.put({"field": {"b": 1, "a": [{"d": 1, "c": 2}]}})
 
@@ -822,7 +822,7 @@ async def test_swap_from_absent_to_absent_leaves_the_field_absent(store: limpet.
 
 @pytest.mark.parametrize("expected", ["value", None, limpet.ABSENT], ids=repr)
 async def test_swap_makes_no_record(store: limpet.Store, expected: object) -> None:
-    """`swap` on a missing record is False and makes nothing.
+    """`swap` on a missing record is False and creates nothing.
 
     Not even where no such field is expected: without the record there is nothing to swap in.
     """
@@ -838,7 +838,7 @@ async def test_swap_makes_no_record(store: limpet.Store, expected: object) -> No
 
 
 async def test_swap_does_not_wake_an_expired_record(store: limpet.Store, elapse: Elapse) -> None:
-    """`swap` on a missing record is False and makes nothing."""
+    """`swap` on a missing record is False and creates nothing."""
     await store.record("record").put({"state": "pending"}, ttl=0.1)
     await elapse(0.15)
 
@@ -848,7 +848,7 @@ async def test_swap_does_not_wake_an_expired_record(store: limpet.Store, elapse:
 
 
 async def test_a_swap_of_a_missing_record_refuses_a_batch(store: limpet.Store) -> None:
-    """`swap` on a missing record is False and makes nothing.
+    """`swap` on a missing record is False and creates nothing.
 
     A batch has no answer for one of its writes: there it is a conflict, and nothing of the batch happens.
     """
@@ -859,7 +859,7 @@ async def test_a_swap_of_a_missing_record_refuses_a_batch(store: limpet.Store) -
 
 
 async def test_of_all_who_swap_one_wins(store: limpet.Store, open_store: OpenStore) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     stores = [store, await open_store()]
     await store.record("job").put({"state": "pending"})
 
@@ -873,7 +873,7 @@ async def test_of_all_who_swap_one_wins(store: limpet.Store, open_store: OpenSto
 
 
 async def test_a_field_that_is_passed_on_misses_nobody(store: limpet.Store) -> None:
-    """Of all who swap the same field at once, one wins.
+    """Of all callers that swap the same field at once, one wins.
 
     Each waits for its own turn, so every number is written exactly once, one after the other.
     """
@@ -895,7 +895,7 @@ async def test_a_field_that_is_passed_on_misses_nobody(store: limpet.Store) -> N
 
 
 async def test_of_all_who_swap_in_an_absent_field_one_wins(store: limpet.Store) -> None:
-    """Of all who swap the same field at once, one wins."""
+    """Of all callers that swap the same field at once, one wins."""
     record = store.record("job")
     await record.put({})
 

@@ -80,7 +80,7 @@ async def while_time_passes(elapse: Elapse, work: Awaitable[Any]) -> Any:
 
 @pytest.mark.parametrize("write", WRITES)
 async def test_every_write_can_be_repeated(store: limpet.Store, write: str) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     await prepare(store)
     first = await WRITES[write](store, {"request_id": "request-1"})
     after, revision = await state(store), (await store.status()).revision
@@ -95,7 +95,7 @@ async def test_every_write_can_be_repeated(store: limpet.Store, write: str) -> N
 
 
 async def test_a_repetition_makes_no_event(store: limpet.Store) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     async with store.watch() as watch:
         for _ in range(3):
             await store.put("a", 1, request_id="request-1")
@@ -105,7 +105,7 @@ async def test_a_repetition_makes_no_event(store: limpet.Store) -> None:
 
 
 async def test_of_all_who_repeat_at_once_one_applies(store: limpet.Store, open_store: OpenStore) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     other = await open_store()
 
     answers = await asyncio.gather(
@@ -117,7 +117,7 @@ async def test_of_all_who_repeat_at_once_one_applies(store: limpet.Store, open_s
 
 
 async def test_another_store_may_repeat(open_store: OpenStore) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     first, second = await open_store(), await open_store()
     entry = await first.put("a", [1], request_id="request-1")
 
@@ -125,14 +125,14 @@ async def test_another_store_may_repeat(open_store: OpenStore) -> None:
 
 
 async def test_another_request_id_is_another_write(store: limpet.Store) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     assert await store.add("n", request_id="request-1") == 1
     assert await store.add("n", request_id="request-2") == 2
     assert await store.add("n") == 3
 
 
 async def test_request_ids_of_two_namespaces_do_not_meet(store: limpet.Store) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing."""
+    """A write with a request id can be repeated: it returns the first result and applies nothing."""
     other = store.namespace(f"{store.name}-b")
 
     assert await store.add("n", 1, request_id="request-1") == 1
@@ -140,7 +140,7 @@ async def test_request_ids_of_two_namespaces_do_not_meet(store: limpet.Store) ->
 
 
 async def test_a_fenced_write_can_be_repeated_after_its_lock(store: limpet.Store) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing.
+    """A write with a request id can be repeated: it returns the first result and applies nothing.
 
     It was done under a lock that is gone by now. A new holder repeats it under its own token.
     """
@@ -157,7 +157,7 @@ async def test_a_fenced_write_can_be_repeated_after_its_lock(store: limpet.Store
 
 
 async def test_a_guarded_write_can_be_repeated(store: limpet.Store) -> None:
-    """A write with a request id can be repeated: it answers with the first result and applies nothing.
+    """A write with a request id can be repeated: it returns the first result and applies nothing.
 
     The guard holds no longer, because the write itself has changed the key.
     """
@@ -276,7 +276,7 @@ async def test_a_repeated_swap_wins_again(store: limpet.Store) -> None:
 
 
 async def test_a_repeated_batch_is_answered_as_a_whole(store: limpet.Store) -> None:
-    """A repeated batch is answered as a whole."""
+    """A repeated batch returns its whole first result."""
     await prepare(store)
 
     async def ask() -> limpet.Commit:
@@ -303,7 +303,7 @@ async def test_a_repeated_batch_is_answered_as_a_whole(store: limpet.Store) -> N
 
 
 async def test_a_repeated_check_is_answered_as_the_first(store: limpet.Store) -> None:
-    """A repeated batch is answered as a whole."""
+    """A repeated batch returns its whole first result."""
     await store.put("a", 1)
     await store.batch(request_id="request-1").expect("a", limpet.PRESENT).commit()
     await store.delete("a")
@@ -413,7 +413,7 @@ async def test_no_refusal_leaves_a_receipt(store: limpet.Store) -> None:
 
 
 async def test_the_outcome_of_a_write_is_its_commit(store: limpet.Store) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     await store.put("old", "value")
     commit = await store.batch(request_id="request-1").put("a", 1).add("n", 5).take("old").commit()
     await store.put("a", 2)
@@ -433,7 +433,7 @@ async def test_the_outcome_of_a_write_is_its_commit(store: limpet.Store) -> None
 
 
 async def test_what_was_never_asked_has_no_outcome(store: limpet.Store) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     await store.put("request-1", "a key of that name")
     await store.namespace(f"{store.name}-b").put("a", 1, request_id="request-1")
 
@@ -441,7 +441,7 @@ async def test_what_was_never_asked_has_no_outcome(store: limpet.Store) -> None:
 
 
 async def test_what_changed_nothing_has_an_outcome(store: limpet.Store) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     await store.delete("missing", request_id="request-1")
 
     outcome = await store.outcome("request-1")
@@ -451,7 +451,7 @@ async def test_what_changed_nothing_has_an_outcome(store: limpet.Store) -> None:
 
 
 async def test_asking_for_an_outcome_changes_nothing(store: limpet.Store) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     entry = await store.put("a", 1, request_id="request-1")
     assert await store.outcome("request-1") == await store.outcome("request-1")
     assert await store.outcome("request-2") is None
@@ -461,7 +461,7 @@ async def test_asking_for_an_outcome_changes_nothing(store: limpet.Store) -> Non
 
 
 async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: Elapse) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     line = fail(store, after=5)
     with pytest.raises(Ambiguous) as caught:
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
@@ -477,7 +477,7 @@ async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: El
 
 
 async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet.Store, elapse: Elapse) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied.
+    """`outcome` gives the result of a request id, or None when it was not applied.
 
     The caller gave no id. The error names the one that the store made, and under it the write can be
     asked for and repeated.
@@ -495,7 +495,7 @@ async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet
 
 
 async def test_an_unsent_write_has_no_outcome(store: limpet.Store, elapse: Elapse) -> None:
-    """`outcome` tells what became of a request id, and None when it was not applied."""
+    """`outcome` gives the result of a request id, or None when it was not applied."""
     line = fail(store, before=5)
     with pytest.raises(Unavailable):
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
@@ -593,7 +593,7 @@ async def test_a_receipt_survives_a_restart(open_store: OpenStore) -> None:
 @pytest.mark.parametrize("lost", [1, 4])
 @pytest.mark.parametrize("write", ALL_WRITES)
 async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, write: str, lost: int) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     The same write on a store without failures tells what is right.
     """
@@ -614,7 +614,7 @@ async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, wri
 
 @pytest.mark.parametrize("write", WRITES)
 async def test_a_lost_answer_under_an_id_is_settled(store: limpet.Store, elapse: Elapse, write: str) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once."""
+    """A write whose reply was lost is retried by the store itself and applied once."""
     calm = store.namespace(f"{store.name}-calm")
     for each in (store, calm):
         await prepare(each)
@@ -632,7 +632,7 @@ async def test_a_lost_answer_under_an_id_is_settled(store: limpet.Store, elapse:
 async def test_others_who_write_meanwhile_are_not_overwritten(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     It was applied, the answer was lost, and somebody else wrote before the store could ask again.
     """
@@ -651,7 +651,7 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
 
 
 async def test_a_lost_take_does_not_take_twice(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once."""
+    """A write whose reply was lost is retried by the store itself and applied once."""
     other = await open_store()
     await store.put("a", "first")
     fail(store, after=1)
@@ -665,7 +665,7 @@ async def test_a_lost_take_does_not_take_twice(store: limpet.Store, open_store: 
 
 
 async def test_concurrent_lost_adds_all_count_once(store: limpet.Store, elapse: Elapse) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once."""
+    """A write whose reply was lost is retried by the store itself and applied once."""
     fail(store, after=20)
 
     numbers = await while_time_passes(elapse, asyncio.gather(*(store.add("n") for _ in range(20))))
@@ -675,7 +675,7 @@ async def test_concurrent_lost_adds_all_count_once(store: limpet.Store, elapse: 
 
 
 async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     Acquiring must not find its own first attempt in the way.
     """
@@ -696,7 +696,7 @@ async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse
 
 
 async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     Five times it asks and five times the answer is lost. Then it says that it does not know.
     """
@@ -711,7 +711,7 @@ async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elaps
 
 
 async def test_a_failure_after_a_lost_answer_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
-    """A write whose answer was lost is settled by the store itself, applied once.
+    """A write whose reply was lost is retried by the store itself and applied once.
 
     The first answer was lost and then nothing could be sent. That is not "not applied".
     """
@@ -733,7 +733,7 @@ async def test_a_failure_after_a_lost_answer_is_ambiguous(store: limpet.Store, e
 
 @pytest.mark.parametrize("write", ALL_WRITES)
 async def test_a_failure_that_passes_is_not_seen(store: limpet.Store, elapse: Elapse, write: str) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     act = ALL_WRITES[write]
     calm = store.namespace(f"{store.name}-calm")
     for each in (store, calm):
@@ -750,7 +750,7 @@ async def test_a_failure_that_passes_is_not_seen(store: limpet.Store, elapse: El
 
 @pytest.mark.parametrize("write", WRITES)
 async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: Elapse, write: str) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     await prepare(store)
     before, revision = await state(store), (await store.status()).revision
     line = fail(store, before=5)
@@ -765,7 +765,7 @@ async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: 
 
 
 async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Store, elapse: Elapse) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     lock = store.lock("job", ttl=60)
     line = fail(store, before=4)
     await while_time_passes(elapse, lock.acquire())
@@ -780,7 +780,7 @@ async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Stor
 
 
 async def test_failures_of_both_kinds_are_settled(store: limpet.Store, elapse: Elapse) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     line = fail(store, before=2, after=2)
 
     assert await while_time_passes(elapse, store.add("n", 3)) == 3
@@ -850,7 +850,7 @@ READS: list[tuple[str, Callable[[limpet.Store], Awaitable[Any]], str]] = [
 async def test_a_read_that_fails_for_a_moment_is_tried_again(
     store: limpet.Store, elapse: Elapse, read: Callable[[limpet.Store], Awaitable[Any]], failing: str
 ) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     await store.put("n", 1, request_id="request-1")
     await store.lock("job", ttl=600).acquire()
     flaky = fail_reads(store, failing, 4)
@@ -862,7 +862,7 @@ async def test_a_read_that_fails_for_a_moment_is_tried_again(
 
 
 async def test_a_read_that_keeps_failing_is_unavailable(store: limpet.Store, elapse: Elapse) -> None:
-    """What fails for a moment is tried again by the store, at most 5 times."""
+    """A call that fails for a moment is tried again by the store, at most 5 times."""
     await store.put("n", 1)
     flaky = fail_reads(store, "read", 1000)
 

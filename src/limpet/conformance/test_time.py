@@ -270,7 +270,7 @@ async def test_a_touch_rounds_up_as_well(store: limpet.Store, elapse: Elapse) ->
 
 
 async def test_an_entry_ends_at_its_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     exact = stands_still(store)
     entry = await store.put("key", 1, ttl=2)
 
@@ -282,7 +282,7 @@ async def test_an_entry_ends_at_its_moment(store: limpet.Store, elapse: Elapse) 
 
 
 async def test_each_entry_has_its_own_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     for number in range(1, 6):
         await store.put(f"{number}", 1, ttl=number * 0.6)
     await store.put("never", 1)
@@ -297,7 +297,7 @@ async def test_each_entry_has_its_own_moment(store: limpet.Store, elapse: Elapse
 
 
 async def test_a_counter_starts_anew_after_its_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on.
+    """An entry is there until its expiry time and absent from that time on.
 
     A counter with a time to live is a window: nothing of the old one is in the new one, its ttl included.
     """
@@ -312,7 +312,7 @@ async def test_a_counter_starts_anew_after_its_moment(store: limpet.Store, elaps
 
 
 async def test_an_expired_value_of_another_kind_is_in_nobodys_way(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     for key in ("add", "set"):
         await store.put(key, "text", ttl=0.2)
     await elapse(0.25)
@@ -322,7 +322,7 @@ async def test_an_expired_value_of_another_kind_is_in_nobodys_way(store: limpet.
 
 
 async def test_there_is_nothing_to_end_after_the_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     await store.put("delete", 1, ttl=0.2)
     await store.put("take", 1, ttl=0.2)
     await elapse(0.25)
@@ -337,7 +337,7 @@ async def test_there_is_nothing_to_end_after_the_moment(store: limpet.Store, ela
 
 
 async def test_update_finds_nothing_after_the_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     await store.put("key", "old", ttl=0.2)
     await elapse(0.25)
     found: list[Any] = []
@@ -354,7 +354,7 @@ async def test_update_finds_nothing_after_the_moment(store: limpet.Store, elapse
 
 
 async def test_field_writes_find_no_record_after_the_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     for key in ("set", "swap", "strict", "read"):
         await store.record(key).put({"old": 1}, ttl=0.2)
     await elapse(0.25)
@@ -370,7 +370,7 @@ async def test_field_writes_find_no_record_after_the_moment(store: limpet.Store,
 
 
 async def test_a_new_life_has_its_own_beginning(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry is there until its moment and absent from its moment on."""
+    """An entry is there until its expiry time and absent from that time on."""
     first = await store.put("key", 1, ttl=0.2)
     await elapse(0.25)
 
@@ -396,14 +396,14 @@ async def expired(request: pytest.FixtureRequest, store: limpet.Store, elapse: E
 
 
 async def test_get_and_entry_find_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     for key in expired:
         assert await store.get(key, "default") == "default"
         assert await store.entry(key) is None
 
 
 async def test_keys_lists_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     page = await store.keys()
 
     assert (page.keys, page.count, page.truncated) == (["key a", "key c", "key e"], 3, False)
@@ -411,7 +411,7 @@ async def test_keys_lists_no_expired_key(store: limpet.Store, expired: list[str]
 
 
 async def test_expired_keys_take_no_place_on_a_page(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not.
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not.
 
     Neither among the keys of a page, nor in the word that more follow.
     """
@@ -426,14 +426,14 @@ async def test_expired_keys_take_no_place_on_a_page(store: limpet.Store, expired
 
 
 async def test_scan_finds_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     assert [entry.key async for entry in store.scan()] == ["key a", "key c", "key e"]
     assert [entry.key async for entry in store.scan(limit=2)] == ["key a", "key c"]
     assert [entry.key async for entry in store.scan(after=expired[0])] == ["key c", "key e"]
 
 
 async def test_a_filtered_scan_finds_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     n = limpet.field("n")
 
     for where in (n == 1, n != 2, n.exists(), n >= 0, n.in_([1]), n.not_in([])):
@@ -444,7 +444,7 @@ async def test_a_filtered_scan_finds_no_expired_key(store: limpet.Store, expired
 async def test_another_store_finds_no_expired_key(
     store: limpet.Store, open_store: OpenStore, expired: list[str]
 ) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     other = await open_store(sweep=False)
 
     assert await all_keys(other) == await all_keys(store) == ["key a", "key c", "key e"]
@@ -452,7 +452,7 @@ async def test_another_store_finds_no_expired_key(
 
 
 async def test_thousands_of_expired_keys_hide_nothing(store: limpet.Store, elapse: Elapse) -> None:
-    """Expired is absent at once: for get, entry, keys and scan, swept or not."""
+    """An expired entry is absent at once: for get, entry, keys and scan, swept or not."""
     await put_many(store, 1200, ttl=2)
     await store.put("0600 and alive", 1)
     await elapse(2.1)
@@ -462,7 +462,7 @@ async def test_thousands_of_expired_keys_hide_nothing(store: limpet.Store, elaps
 
 
 async def test_no_guard_but_absence_holds_for_an_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent for every guard and for create."""
+    """An expired entry is absent for every guard and for create."""
     latest = (await store.status()).revision
     guards: list[Any] = [
         limpet.PRESENT,
@@ -483,7 +483,7 @@ async def test_no_guard_but_absence_holds_for_an_expired_key(store: limpet.Store
 
 
 async def test_create_finds_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent for every guard and for create."""
+    """An expired entry is absent for every guard and for create."""
     for key in expired:
         entry = await store.create(key, "new")
 
@@ -493,7 +493,7 @@ async def test_create_finds_no_expired_key(store: limpet.Store, expired: list[st
 
 
 async def test_of_all_who_create_an_expired_key_one_succeeds(store: limpet.Store, expired: list[str]) -> None:
-    """Expired is absent for every guard and for create."""
+    """An expired entry is absent for every guard and for create."""
     answers = await asyncio.gather(*(store.create(expired[0], n) for n in range(12)), return_exceptions=True)
 
     made = [answer for answer in answers if isinstance(answer, limpet.Entry)]
@@ -502,7 +502,7 @@ async def test_of_all_who_create_an_expired_key_one_succeeds(store: limpet.Store
 
 
 async def test_a_key_can_be_created_from_its_moment_on(store: limpet.Store, elapse: Elapse) -> None:
-    """Expired is absent for every guard and for create."""
+    """An expired entry is absent for every guard and for create."""
     exact = stands_still(store)
     await store.create("key", "first", ttl=2)
 
@@ -853,7 +853,7 @@ async def test_a_refused_write_does_not_lengthen_a_life(store: limpet.Store, ela
 
 
 async def test_the_sweeper_makes_one_expire_change(store: limpet.Store, elapse: Elapse) -> None:
-    """The sweeper makes an expiry official with one expire change."""
+    """The sweeper records an expiry with one expire change."""
     async with store.watch() as watch:
         entry = await store.put("key", "secret", ttl=0.2, meta={"by": "me"})
         put = await next_event(watch)
@@ -870,7 +870,7 @@ async def test_the_sweeper_makes_one_expire_change(store: limpet.Store, elapse: 
 
 
 async def test_the_sweeper_comes_not_a_millisecond_early(store: limpet.Store, elapse: Elapse) -> None:
-    """The sweeper makes an expiry official with one expire change."""
+    """The sweeper records an expiry with one expire change."""
     exact = stands_still(store)
     entry = await store.put("key", 1, ttl=2)
 
@@ -883,7 +883,7 @@ async def test_the_sweeper_comes_not_a_millisecond_early(store: limpet.Store, el
 
 
 async def test_the_sweeper_ends_more_than_a_batch_holds(store: limpet.Store, elapse: Elapse) -> None:
-    """The sweeper makes an expiry official with one expire change."""
+    """The sweeper records an expiry with one expire change."""
     keys = await put_many(store, 300, ttl=2)
     await store.put("alive", 1, ttl=600)
     async with store.watch() as watch:
@@ -896,7 +896,7 @@ async def test_the_sweeper_ends_more_than_a_batch_holds(store: limpet.Store, ela
 
 
 async def test_the_sweeper_leaves_what_has_time(store: limpet.Store, elapse: Elapse) -> None:
-    """The sweeper makes an expiry official with one expire change."""
+    """The sweeper records an expiry with one expire change."""
     forever, later = await store.put("forever", 1), await store.put("later", 1, ttl=600)
     await store.put("now", 1, ttl=0.2)
     await elapse(0.25)
@@ -907,7 +907,7 @@ async def test_the_sweeper_leaves_what_has_time(store: limpet.Store, elapse: Ela
 
 
 async def test_the_revision_of_an_expiry_is_its_own(store: limpet.Store, elapse: Elapse) -> None:
-    """The sweeper makes an expiry official with one expire change."""
+    """The sweeper records an expiry with one expire change."""
     async with store.watch() as watch:
         await store.put("a", 1, ttl=0.2)
         await store.put("b", 1, ttl=0.2)
@@ -938,7 +938,7 @@ REBIRTHS: dict[str, tuple[Rebirth, str]] = {
 async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event(
     store: limpet.Store, elapse: Elapse, write: Rebirth, op: str
 ) -> None:
-    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper comes.
+    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     The write that begins the new life first tells the end of the old one, as its own change. A log of the
     last change of each key has no room for it, and tells the new life alone.
@@ -964,7 +964,7 @@ async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event
 
 
 async def test_an_expiry_that_was_written_over_is_told_by_the_write(store: limpet.Store, elapse: Elapse) -> None:
-    """Where the log keeps the last change of each key, an expiry that was written over is told by the write alone.
+    """Where the log keeps the last change of each key, an expiry followed by a write appears only as the write.
 
     A watcher knows the new life by its version and by its first revision. What nobody wrote over is told as ever.
     """
@@ -983,7 +983,7 @@ async def test_an_expiry_that_was_written_over_is_told_by_the_write(store: limpe
 
 
 async def test_a_key_that_is_swept_and_written_again_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
-    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper comes.
+    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     What the sweeper has told already, the write does not tell again.
     """
@@ -1001,7 +1001,7 @@ async def test_a_key_that_is_swept_and_written_again_has_one_expire_event(store:
 
 
 async def test_every_life_of_a_key_has_its_own_expire_event(store: limpet.Store, elapse: Elapse) -> None:
-    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper comes.
+    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     Four lives end four times, two of them by the sweeper and two by the next write.
     """
@@ -1020,7 +1020,7 @@ async def test_every_life_of_a_key_has_its_own_expire_event(store: limpet.Store,
 
 
 async def test_a_key_that_nobody_could_end_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
-    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper comes.
+    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     Deleting, taking or touching what has expired does nothing, and says nothing.
     """
@@ -1040,7 +1040,7 @@ async def test_a_key_that_nobody_could_end_has_one_expire_event(store: limpet.St
 async def test_writers_who_race_for_an_expired_key_tell_one_expiry(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
-    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper comes.
+    """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     Of all who write and sweep at once, one tells the end of the old life, and it is told first.
     """
@@ -1071,7 +1071,7 @@ REPRIEVES: dict[str, Callable[[limpet.Store], Awaitable[object]]] = {
 async def test_an_old_moment_sweeps_nothing(
     store: limpet.Store, elapse: Elapse, write: Callable[[limpet.Store], Awaitable[object]]
 ) -> None:
-    """An entry that was written again is not swept by its old moment."""
+    """An entry that was written again is not swept at its old expiry time."""
     await store.put("key", 1, ttl=2)
     await write(store)
     entry = await store.entry("key")
@@ -1082,7 +1082,7 @@ async def test_an_old_moment_sweeps_nothing(
 
 
 async def test_a_new_life_is_not_swept_by_the_moment_of_the_old_one(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry that was written again is not swept by its old moment."""
+    """An entry that was written again is not swept at its old expiry time."""
     await store.put("expired", 1, ttl=0.2)
     await store.put("deleted", 1, ttl=0.2)
     await store.delete("deleted")
@@ -1095,7 +1095,7 @@ async def test_a_new_life_is_not_swept_by_the_moment_of_the_old_one(store: limpe
 
 
 async def test_an_entry_is_swept_by_its_latest_moment(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry that was written again is not swept by its old moment."""
+    """An entry that was written again is not swept at its old expiry time."""
     await store.put("key", 1, ttl=600)
     await store.put("key", 2, ttl=0.5)
     await store.touch("key", 0.2)
@@ -1107,7 +1107,7 @@ async def test_an_entry_is_swept_by_its_latest_moment(store: limpet.Store, elaps
 
 @pytest.mark.face("async")
 async def test_a_sweeper_that_comes_late_ends_nothing(store: limpet.Store, elapse: Elapse) -> None:
-    """An entry that was written again is not swept by its old moment.
+    """An entry that was written again is not swept at its old expiry time.
 
     A sweeper looks, is held up, and commits what it saw. Meanwhile the keys have begun another life.
     """
@@ -1310,7 +1310,7 @@ async def test_later_revisions_are_not_earlier_in_time(open_store: OpenStore) ->
 async def test_what_has_expired_stays_so_for_every_store(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
 ) -> None:
-    """Reads and guards go by one time: the engine's clock, or the latest recorded in the namespace if that is later."""
+    """Reads and guards use one time: the engine's clock, or the latest recorded in the namespace if that is later."""
     other = await open_store(sweep=False)
     await store.put("expired", 1, ttl=1)
     await store.record("record").put({"a": 1}, ttl=1)
@@ -1335,7 +1335,7 @@ async def test_what_has_expired_stays_so_for_every_store(
 async def test_guards_agree_with_reads_after_the_clock_was_set_back(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
 ) -> None:
-    """Reads and guards go by one time: the engine's clock, or the latest recorded in the namespace if that is later."""
+    """Reads and guards use one time: the engine's clock, or the latest recorded in the namespace if that is later."""
     other = await open_store(sweep=False)
     for key in ("created", "touched", "guarded", "added"):
         await store.put(key, 5, ttl=1)
@@ -1362,7 +1362,7 @@ async def test_guards_agree_with_reads_after_the_clock_was_set_back(
 async def test_what_a_store_has_seen_expire_does_not_come_back_for_it(
     store: limpet.Store, elapse: Elapse, set_back: SetBack, look: str
 ) -> None:
-    """What a store has seen expire stays expired for it, recorded or not."""
+    """An entry that a store has seen as expired stays expired for it, recorded or not."""
     await store.put("expired", 1, ttl=1)
     lock = store.lock("lock", ttl=1)
     await lock.acquire()

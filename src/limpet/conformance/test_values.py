@@ -243,14 +243,14 @@ async def test_the_names_of_fields_are_kept(store: limpet.Store) -> None:
 
 
 async def test_bytes_come_back(store: limpet.Store) -> None:
-    """bytes come back as the same bytes, the empty ones included."""
+    """bytes come back as the same bytes, empty bytes included."""
     for value in (b"", b"\0", b"\0\0", bytes(range(256)), b"text", b"42", b"null", b'{"a":1}', b"\xff\xfe", b"\x80"):
         await store.put("k", value)
         assert exact(await store.get("k")) == exact(value)
 
 
 async def test_bytes_come_back_as_fields(store: limpet.Store) -> None:
-    """bytes come back as the same bytes, the empty ones included."""
+    """bytes come back as the same bytes, empty bytes included."""
     values = (b"", b"\0", bytes(range(256)), b"text", b"42", b'{"$text":"x"}', b"\xff\xfe", "\u00e9".encode(), b"\r\n")
     fields = limpet.Fields({f"f{number}": value for number, value in enumerate(values)}, text="text", number=42)
 
@@ -260,7 +260,7 @@ async def test_bytes_come_back_as_fields(store: limpet.Store) -> None:
 
 
 async def test_bytes_come_back_by_every_road(store: limpet.Store) -> None:
-    """bytes come back as the same bytes, the empty ones included."""
+    """bytes come back as the same bytes, empty bytes included."""
     for value in (b"", b"\0\xff"):
         await store.put("k", value)
         roads = [
@@ -272,14 +272,14 @@ async def test_bytes_come_back_by_every_road(store: limpet.Store) -> None:
 
 
 async def test_other_kinds_of_bytes_come_back_as_bytes(store: limpet.Store) -> None:
-    """bytes come back as the same bytes, the empty ones included."""
+    """bytes come back as the same bytes, empty bytes included."""
     for value in (bytearray(b"\0raw"), memoryview(b"\0raw"), memoryview(b"r_a_w_")[::2]):
         await store.put("k", value)
         assert exact(await store.get("k")) == exact(bytes(value))
 
 
 async def test_text_and_bytes_are_two_values(store: limpet.Store) -> None:
-    """bytes come back as the same bytes, the empty ones included."""
+    """bytes come back as the same bytes, empty bytes included."""
     await store.put("text", "raw")
     await store.put("bytes", b"raw")
 
@@ -305,7 +305,7 @@ async def test_a_tuple_in_a_field_comes_back_as_a_list(store: limpet.Store) -> N
 
 
 async def test_an_entry_says_what_kind_it_holds(store: limpet.Store) -> None:
-    """An entry says whether it holds JSON, bytes or a record."""
+    """The kind of an entry is `json`, `bytes` or `record`."""
     kinds: list[tuple[object, str]] = [
         (None, "json"),
         ({"a": 1}, "json"),
@@ -323,7 +323,7 @@ async def test_an_entry_says_what_kind_it_holds(store: limpet.Store) -> None:
 
 
 async def test_an_object_and_a_record_of_the_same_members_are_two_kinds(store: limpet.Store) -> None:
-    """An entry says whether it holds JSON, bytes or a record."""
+    """The kind of an entry is `json`, `bytes` or `record`."""
     await store.put("object", {"a": 1})
     await store.put("record", limpet.Fields(a=1))
 
@@ -620,7 +620,7 @@ async def test_a_refused_value_makes_no_key(store: limpet.Store) -> None:
 
 
 async def test_changing_what_was_put_changes_nothing(store: limpet.Store) -> None:
-    """What is returned is never the caller's live object."""
+    """A value that is returned is never the caller's own object."""
     value: dict[str, Any] = {"list": [1, 2], "object": {"a": 1}}
     meta = {"tags": ["a"]}
     written = await store.put("k", value, meta=meta)
@@ -636,7 +636,7 @@ async def test_changing_what_was_put_changes_nothing(store: limpet.Store) -> Non
 
 
 async def test_what_is_returned_is_another_object(store: limpet.Store) -> None:
-    """What is returned is never the caller's live object."""
+    """A value that is returned is never the caller's own object."""
     value: dict[str, Any] = {"list": [1]}
 
     written = await store.put("k", value)
@@ -650,7 +650,7 @@ async def test_what_is_returned_is_another_object(store: limpet.Store) -> None:
 
 
 async def test_a_buffer_may_be_used_again(store: limpet.Store) -> None:
-    """What is returned is never the caller's live object."""
+    """A value that is returned is never the caller's own object."""
     buffer = bytearray(b"first")
     await store.put("k", buffer)
     await store.put("field", limpet.Fields(f=buffer))
@@ -662,7 +662,7 @@ async def test_a_buffer_may_be_used_again(store: limpet.Store) -> None:
 
 
 async def test_a_draft_holds_the_value_as_it_was_when_drafted(store: limpet.Store) -> None:
-    """What is returned is never the caller's live object."""
+    """A value that is returned is never the caller's own object."""
     value = [1]
     fields: dict[str, Any] = {"f": [1]}
     draft = store.batch().put("k", value).set("r", fields)
@@ -677,7 +677,7 @@ async def test_a_draft_holds_the_value_as_it_was_when_drafted(store: limpet.Stor
 
 
 async def test_what_the_function_of_update_returned_is_not_kept_alive(store: limpet.Store) -> None:
-    """What is returned is never the caller's live object."""
+    """A value that is returned is never the caller's own object."""
     live: list[Any] = [1]
 
     written = await store.update("k", lambda found: live)
@@ -1009,7 +1009,7 @@ async def test_a_meta_that_is_no_json_object_is_refused(store: limpet.Store, met
 
 
 async def test_a_put_without_meta_leaves_none(store: limpet.Store) -> None:
-    """A put without meta leaves none."""
+    """A put without meta leaves the entry without meta."""
     assert (await store.put("k", 1)).meta == {}
     assert (await store.put("k", 1, meta={"by": "me"})).meta == {"by": "me"}
 
@@ -1021,7 +1021,7 @@ async def test_a_put_without_meta_leaves_none(store: limpet.Store) -> None:
 
 
 async def test_an_empty_meta_is_none(store: limpet.Store) -> None:
-    """A put without meta leaves none."""
+    """A put without meta leaves the entry without meta."""
     plain = await store.put("plain", 1)
     empty = await store.put("empty", 1, meta={})
 
@@ -1029,7 +1029,7 @@ async def test_an_empty_meta_is_none(store: limpet.Store) -> None:
 
 
 async def test_a_put_may_keep_the_meta(store: limpet.Store) -> None:
-    """A put without meta leaves none.
+    """A put without meta leaves the entry without meta.
 
     Whoever wants it kept says so.
     """

@@ -160,7 +160,7 @@ async def test_eight_writers_of_a_few_keys_are_seen_in_one_order(store: limpet.S
 
 
 async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
-    """The last change of a key is never skipped, and under a touch neither is the write whose value it left.
+    """The last change of a key is never skipped; if it is a touch, neither is the write before it.
 
     Nobody watches while hundreds of keys are written and then touched, twice. Whoever comes back from before it
     all is told each value, as it was written, and each last touch.
@@ -230,7 +230,7 @@ async def test_a_watcher_that_is_cancelled_goes_on_without_a_gap(store: limpet.S
 
 
 async def test_a_star_watches_every_key(store: limpet.Store) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     keys = ["\x01", "*", "a", "a/b", "é", "\U0010ffff\U0010ffff"]
     async with store.watch("*") as watch:
         for key in keys:
@@ -240,7 +240,7 @@ async def test_a_star_watches_every_key(store: limpet.Store) -> None:
 
 
 async def test_a_trailing_star_watches_what_starts_so(store: limpet.Store) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     async with store.watch("config/*") as watch:
         for key in ["config", "config.", "config/", "config/a", "config0", "Config/a", "x/config/a", "config/z/y"]:
             await store.put(key, 1)
@@ -250,7 +250,7 @@ async def test_a_trailing_star_watches_what_starts_so(store: limpet.Store) -> No
 
 
 async def test_anything_else_watches_one_key(store: limpet.Store) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     async with store.watch("a") as watch:
         for key in ["aa", "a/b", "A", "b", "a"]:
             await store.put(key, 1)
@@ -264,7 +264,7 @@ async def test_anything_else_watches_one_key(store: limpet.Store) -> None:
 
 
 async def test_a_star_inside_a_pattern_is_a_letter(store: limpet.Store) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     async with store.watch("a*b") as exact, store.watch("a**") as starts:
         for key in ["axb", "ab", "a*", "a*b", "a*bc"]:
             await store.put(key, 1)
@@ -277,7 +277,7 @@ async def test_a_star_inside_a_pattern_is_a_letter(store: limpet.Store) -> None:
 
 @pytest.mark.parametrize("pattern", ["?", "[ab]", "a?", "%", "_", ".", "a.*b"])
 async def test_no_other_character_of_a_pattern_has_meaning(store: limpet.Store, pattern: str) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     async with store.watch(pattern) as watch:
         for key in ["a", "b", "ab", "axb", "a/b", pattern]:
             await store.put(key, 1)
@@ -287,7 +287,7 @@ async def test_no_other_character_of_a_pattern_has_meaning(store: limpet.Store, 
 
 
 async def test_a_prefix_of_the_last_code_point_can_be_watched(store: limpet.Store) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     last = "\U0010ffff"
     async with store.watch(f"{last}*") as watch:
         for key in ["z", "\U0010fffe", last, last + "a", last + last]:
@@ -298,7 +298,7 @@ async def test_a_prefix_of_the_last_code_point_can_be_watched(store: limpet.Stor
 
 @pytest.mark.parametrize("pattern", ["", "a\0b", "\0*", "a" * 1025])
 async def test_a_pattern_that_can_match_no_key_is_refused(store: limpet.Store, pattern: str) -> None:
-    """`*` watches all keys, a trailing `*` all that start so, and anything else one exact key."""
+    """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
     with pytest.raises(InvalidKey):
         await next_event(store.watch(pattern))
 
@@ -307,7 +307,7 @@ async def test_a_pattern_that_can_match_no_key_is_refused(store: limpet.Store, p
 
 
 async def test_a_watch_begins_when_it_is_entered(store: limpet.Store) -> None:
-    """A watch begins when it is entered or first asked, and delivers what comes after."""
+    """A watch begins when it is entered or first read, and delivers the changes after that."""
     await store.put("before", 1)
     watch = store.watch()
     await store.put("made but not entered", 1)
@@ -319,7 +319,7 @@ async def test_a_watch_begins_when_it_is_entered(store: limpet.Store) -> None:
 
 
 async def test_a_watch_begins_when_it_is_first_asked(store: limpet.Store) -> None:
-    """A watch begins when it is entered or first asked, and delivers what comes after."""
+    """A watch begins when it is entered or first read, and delivers the changes after that."""
     watch = store.watch()
     await store.put("before", 1)
     await assert_quiet(watch)
@@ -331,7 +331,7 @@ async def test_a_watch_begins_when_it_is_first_asked(store: limpet.Store) -> Non
 
 
 async def test_a_change_between_entering_and_asking_is_delivered(store: limpet.Store) -> None:
-    """A watch begins when it is entered or first asked, and delivers what comes after."""
+    """A watch begins when it is entered or first read, and delivers the changes after that."""
     async with store.watch() as watch:
         made = await fill(store, 30)
         await asyncio.sleep(0.05)
@@ -343,7 +343,7 @@ async def test_a_change_between_entering_and_asking_is_delivered(store: limpet.S
 
 
 async def test_initial_gives_what_there_is_and_then_the_changes(store: limpet.Store) -> None:
-    """With `initial`, a watch gives what there is, then one Synced, then the changes."""
+    """With `initial`, a watch gives the existing entries, then one Synced, then the changes."""
     b = await store.put("b", [1], meta={"by": "me"})
     a = await store.put("a", b"raw")
     async with store.watch(initial=True) as watch:
@@ -363,7 +363,7 @@ async def test_initial_gives_what_there_is_and_then_the_changes(store: limpet.St
 
 
 async def test_initial_gives_only_what_the_pattern_names(store: limpet.Store) -> None:
-    """With `initial`, a watch gives what there is, then one Synced, then the changes."""
+    """With `initial`, a watch gives the existing entries, then one Synced, then the changes."""
     for key in ["a", "a/1", "a/2", "b"]:
         await store.put(key, key)
     async with store.watch("a/*", initial=True) as watch:
@@ -376,7 +376,7 @@ async def test_initial_gives_only_what_the_pattern_names(store: limpet.Store) ->
 
 
 async def test_initial_leaves_out_what_has_expired(store: limpet.Store, elapse: Elapse) -> None:
-    """With `initial`, a watch gives what there is, then one Synced, then the changes."""
+    """With `initial`, a watch gives the existing entries, then one Synced, then the changes."""
     await store.put("gone", 1, ttl=0.2)
     await store.put("here", 1, ttl=60)
     await elapse(0.3)
@@ -389,7 +389,7 @@ async def test_initial_leaves_out_what_has_expired(store: limpet.Store, elapse: 
 
 
 async def test_initial_on_nothing_is_synced_at_once(store: limpet.Store) -> None:
-    """With `initial` on nothing, Synced comes at once."""
+    """With `initial` and no matching entry, Synced comes at once."""
     await store.put("other", 1)
     for pattern in ["nothing/*", "nothing"]:
         async with store.watch(pattern, initial=True) as watch:
@@ -398,7 +398,7 @@ async def test_initial_on_nothing_is_synced_at_once(store: limpet.Store) -> None
 
 
 async def test_initial_in_an_empty_namespace_is_synced_at_once(store: limpet.Store) -> None:
-    """With `initial` on nothing, Synced comes at once."""
+    """With `initial` and no matching entry, Synced comes at once."""
     async with store.watch(initial=True) as watch:
         assert isinstance(await next_event(watch), limpet.Synced)
         await store.put("a", 1)
@@ -547,7 +547,7 @@ async def test_a_touch_carries_no_value(store: limpet.Store) -> None:
 
 
 async def test_a_delete_carries_what_ended(store: limpet.Store) -> None:
-    """delete and expire carry version and meta of what ended, and no value."""
+    """delete and expire carry version and meta of the entry that ended, and no value."""
     await store.put("a", "secret")
     await store.put("a", "secret", meta={"by": "me"})
     async with store.watch() as watch:
@@ -562,7 +562,7 @@ async def test_a_delete_carries_what_ended(store: limpet.Store) -> None:
 
 
 async def test_a_take_shows_its_value_to_the_taker_alone(store: limpet.Store) -> None:
-    """delete and expire carry version and meta of what ended, and no value."""
+    """delete and expire carry version and meta of the entry that ended, and no value."""
     await store.put("a", "secret", meta={"by": "me"})
     async with store.watch() as watch:
         assert await store.take("a") == "secret"
@@ -577,7 +577,7 @@ async def test_a_take_shows_its_value_to_the_taker_alone(store: limpet.Store) ->
 
 
 async def test_an_expiry_carries_what_ended(store: limpet.Store, elapse: Elapse) -> None:
-    """delete and expire carry version and meta of what ended, and no value."""
+    """delete and expire carry version and meta of the entry that ended, and no value."""
     await store.put("a", "secret", meta={"by": "me"}, ttl=0.2)
     await store.put("a", "secret", meta={"by": "you"}, ttl=0.2)
     async with store.watch() as watch:
@@ -661,7 +661,7 @@ async def test_an_event_names_the_request_that_caused_it(store: limpet.Store) ->
 
 
 async def test_an_event_says_when_it_happened(store: limpet.Store, elapse: Elapse) -> None:
-    """An event says when it was committed, by the clock that decides about expiry."""
+    """An event has the time of its commit, by the clock that decides about expiry."""
     async with store.watch() as watch:
         first = await store.put("a", 1)
         put = await next_event(watch)
@@ -680,7 +680,7 @@ async def test_an_event_says_when_it_happened(store: limpet.Store, elapse: Elaps
 
 
 async def test_an_initial_entry_says_when_it_was_written(store: limpet.Store) -> None:
-    """An event says when it was committed, by the clock that decides about expiry."""
+    """An event has the time of its commit, by the clock that decides about expiry."""
     entry = await store.put("a", 1)
 
     async with store.watch(initial=True) as watch:
@@ -836,7 +836,7 @@ async def test_the_revision_of_a_commit_is_behind_its_batch(store: limpet.Store)
 
 
 async def test_a_position_outlives_the_store_that_gave_it(open_store: OpenStore) -> None:
-    """A watch resumes over closing and opening the place again."""
+    """A watch resumes after the store was closed and opened again."""
     before = await open_store()
     async with before.watch() as watch:
         await before.put("seen", 1)
@@ -853,7 +853,7 @@ async def test_a_position_outlives_the_store_that_gave_it(open_store: OpenStore)
 
 
 async def test_a_revision_outlives_the_store_that_gave_it(open_store: OpenStore) -> None:
-    """A watch resumes over closing and opening the place again."""
+    """A watch resumes after the store was closed and opened again."""
     before = await open_store()
     seen = await before.put("seen", 1)
     made = await fill(before, 50)
@@ -880,7 +880,7 @@ async def trimmed(open_store: OpenStore) -> tuple[limpet.Store, list[limpet.Even
 
 
 async def test_a_trimmed_position_is_told(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
-    """A position that was trimmed is Compacted, never silence."""
+    """A position that was trimmed is Compacted, never a silent gap."""
     store, events = trimmed
     for event in events[:14]:
         with pytest.raises(Compacted):
@@ -888,7 +888,7 @@ async def test_a_trimmed_position_is_told(trimmed: tuple[limpet.Store, list[limp
 
 
 async def test_a_trimmed_revision_is_told(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
-    """A position that was trimmed is Compacted, never silence."""
+    """A position that was trimmed is Compacted, never a silent gap."""
     store, events = trimmed
     for revision in (0, events[0].revision, events[13].revision):
         with pytest.raises(Compacted) as caught:
@@ -898,7 +898,7 @@ async def test_a_trimmed_revision_is_told(trimmed: tuple[limpet.Store, list[limp
 
 
 async def test_what_was_not_trimmed_can_be_resumed(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
-    """A position that was trimmed is Compacted, never silence."""
+    """A position that was trimmed is Compacted, never a silent gap."""
     store, events = trimmed
     for done in range(16, 20):
         async with store.watch(after=events[done - 1].position) as resumed:
@@ -906,7 +906,7 @@ async def test_what_was_not_trimmed_can_be_resumed(trimmed: tuple[limpet.Store, 
 
 
 async def test_a_new_watch_does_not_mind_trimming(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
-    """A position that was trimmed is Compacted, never silence."""
+    """A position that was trimmed is Compacted, never a silent gap."""
     store, _ = trimmed
     async with store.watch("new") as plain, store.watch(initial=True) as whole:
         await store.put("new", 1)
@@ -916,7 +916,7 @@ async def test_a_new_watch_does_not_mind_trimming(trimmed: tuple[limpet.Store, l
 
 
 async def test_a_watcher_that_trimming_overtakes_is_told(open_store: OpenStore) -> None:
-    """A position that was trimmed is Compacted, never silence.
+    """A position that was trimmed is Compacted, never a silent gap.
 
     A watcher fell behind by more than the log keeps. It may still get everything, and if it does
     not it must hear so: what it never gets is an event with a gap before it.
@@ -1202,7 +1202,7 @@ async def test_the_beginning_belongs_to_every_history(store: limpet.Store) -> No
 
 
 async def test_a_slow_watcher_gets_everything(store: limpet.Store) -> None:
-    """A slow watcher misses nothing and holds up nobody.
+    """A slow watcher misses nothing and delays no other.
 
     It is thousands of changes behind, further than anybody keeps in memory for it.
     """
@@ -1218,7 +1218,7 @@ async def test_a_slow_watcher_gets_everything(store: limpet.Store) -> None:
 
 
 async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.Store) -> None:
-    """A slow watcher misses nothing and holds up nobody."""
+    """A slow watcher misses nothing and delays no other."""
     made: list[tuple[str, int]] = []
     events: list[limpet.Event] = []
     async with store.watch() as slow, store.watch("end") as quick:
@@ -1233,7 +1233,7 @@ async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.
 
 
 async def test_a_watcher_that_never_reads_holds_up_nobody(store: limpet.Store) -> None:
-    """A slow watcher misses nothing and holds up nobody."""
+    """A slow watcher misses nothing and delays no other."""
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(5):
             await stack.enter_async_context(store.watch())
@@ -1245,7 +1245,7 @@ async def test_a_watcher_that_never_reads_holds_up_nobody(store: limpet.Store) -
 
 
 async def test_a_dropping_watcher_says_how_many_it_dropped(store: limpet.Store) -> None:
-    """With `overflow="drop"` a slow watcher skips, and says how many it dropped."""
+    """With `overflow="drop"` a slow watcher skips changes, and counts how many it dropped."""
     async with store.watch(overflow="drop") as lazy, store.watch() as keen:
         await fill(store, 1000)
         await store.put("end", 1)
@@ -1260,7 +1260,7 @@ async def test_a_dropping_watcher_says_how_many_it_dropped(store: limpet.Store) 
 
 
 async def test_a_dropping_watcher_far_behind_counts_right(store: limpet.Store) -> None:
-    """With `overflow="drop"` a slow watcher skips, and says how many it dropped."""
+    """With `overflow="drop"` a slow watcher skips changes, and counts how many it dropped."""
     async with store.watch(overflow="drop") as lazy, store.watch("end") as keen:
         made = await fill(store, 3600)
         end = await store.put("end", 1)
@@ -1276,7 +1276,7 @@ async def test_a_dropping_watcher_far_behind_counts_right(store: limpet.Store) -
 
 
 async def test_a_dropping_watcher_that_keeps_up_drops_nothing(store: limpet.Store) -> None:
-    """With `overflow="drop"` a slow watcher skips, and says how many it dropped."""
+    """With `overflow="drop"` a slow watcher skips changes, and counts how many it dropped."""
     async with store.watch(overflow="drop") as watch:
         for number in range(100):
             entry = await store.put("a", number)
@@ -1286,7 +1286,7 @@ async def test_a_dropping_watcher_that_keeps_up_drops_nothing(store: limpet.Stor
 
 
 async def test_a_watcher_drops_only_when_told_to(store: limpet.Store) -> None:
-    """With `overflow="drop"` a slow watcher skips, and says how many it dropped."""
+    """With `overflow="drop"` a slow watcher skips changes, and counts how many it dropped."""
     async with store.watch() as watch:
         await fill(store, 300)
         await next_events(watch, 300)
@@ -1538,7 +1538,7 @@ async def test_history_and_watch_tell_the_same(store: limpet.Store) -> None:
 
 
 async def test_history_shows_deletions(store: limpet.Store) -> None:
-    """History shows deletions and what came after."""
+    """History includes deletions and the changes after them."""
     await store.put("a", 1)
     await store.put("a", 2)
     await store.delete("a")
@@ -1560,7 +1560,7 @@ async def test_history_shows_deletions(store: limpet.Store) -> None:
 
 
 async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store) -> None:
-    """History shows deletions and what came after."""
+    """History includes deletions and the changes after them."""
     await store.put("a", 1)
     await store.delete("a")
 
@@ -1570,7 +1570,7 @@ async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store)
 
 
 async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> None:
-    """History shows deletions and what came after.
+    """History includes deletions and the changes after them.
 
     One incarnation was swept, the next was written over before any sweeper came.
     """

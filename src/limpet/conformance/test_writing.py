@@ -565,7 +565,7 @@ async def test_create_keeps_its_ttl_and_meta(store: limpet.Store, elapse: Elapse
 
 
 async def test_delete_tells_whether_there_was_something(store: limpet.Store) -> None:
-    """`delete` tells whether there was something to delete."""
+    """`delete` returns whether the key existed."""
     await store.put("k", 1)
 
     assert await store.delete("k") is True
@@ -574,7 +574,7 @@ async def test_delete_tells_whether_there_was_something(store: limpet.Store) -> 
 
 
 async def test_delete_ends_every_kind_of_value(store: limpet.Store) -> None:
-    """`delete` tells whether there was something to delete."""
+    """`delete` returns whether the key existed."""
     values: list[object] = [None, False, 0, "", [], b"", limpet.Fields(), limpet.Fields(a=1), {"a": 1}]
     for value in values:
         await store.put("k", value)
@@ -583,7 +583,7 @@ async def test_delete_ends_every_kind_of_value(store: limpet.Store) -> None:
 
 
 async def test_of_all_who_delete_at_once_one_is_told_true(open_store: OpenStore) -> None:
-    """`delete` tells whether there was something to delete."""
+    """`delete` returns whether the key existed."""
     stores = [await open_store() for _ in range(4)]
     await stores[0].put("k", 1)
 
@@ -692,7 +692,7 @@ async def test_take_gives_the_default_for_what_has_ended(store: limpet.Store, el
 
 
 async def test_of_all_who_take_at_once_one_gets_the_value(open_store: OpenStore) -> None:
-    """Of all who take a key at once, one gets the value."""
+    """Of all callers that take a key at once, one gets the value."""
     stores = [await open_store() for _ in range(4)]
     await stores[0].put("job", {"id": 7})
 
@@ -704,7 +704,7 @@ async def test_of_all_who_take_at_once_one_gets_the_value(open_store: OpenStore)
 
 
 async def test_a_queue_that_many_take_from_gives_each_item_once(open_store: OpenStore) -> None:
-    """Of all who take a key at once, one gets the value."""
+    """Of all callers that take a key at once, one gets the value."""
     stores = [await open_store() for _ in range(3)]
     for number in range(20):
         await stores[0].put(f"job/{number:02}", number)
@@ -723,7 +723,7 @@ async def test_a_queue_that_many_take_from_gives_each_item_once(open_store: Open
 
 
 async def test_a_taker_and_writers_agree_on_what_was_taken(open_store: OpenStore) -> None:
-    """Of all who take a key at once, one gets the value.
+    """Of all callers that take a key at once, one gets the value.
 
     Adds and takes go on together: what was taken and what is left is all that was added.
     """
@@ -1084,7 +1084,7 @@ class Never:
 
 @pytest.mark.face("sync")
 async def test_the_blocking_face_refuses_an_async_function(store: limpet.Store) -> None:
-    """The blocking face takes plain functions only: an async one is a TypeError before anything is read."""
+    """The sync API takes plain functions only: an async one is a TypeError before anything is read."""
     before = await store.put("k", 1)
     session = session_of(store)
     counting: Any = CountingReads(session.engine)
@@ -1101,7 +1101,7 @@ async def test_the_blocking_face_refuses_an_async_function(store: limpet.Store) 
 
 @pytest.mark.face("sync")
 async def test_the_blocking_face_takes_any_plain_callable(store: limpet.Store) -> None:
-    """The blocking face takes plain functions only: an async one is a TypeError before anything is read."""
+    """The sync API takes plain functions only: an async one is a TypeError before anything is read."""
 
     class Adder:
         def __call__(self, found: int) -> int:
@@ -1116,7 +1116,7 @@ async def test_the_blocking_face_takes_any_plain_callable(store: limpet.Store) -
 
 @pytest.mark.face("sync")
 async def test_a_function_that_hides_a_coroutine_is_refused(store: limpet.Store) -> None:
-    """A function of the blocking face that turns out to return an awaitable is a TypeError and changes nothing."""
+    """In the sync API, a function that returns an awaitable is a TypeError and changes nothing."""
     before = await store.put("k", 1)
 
     async def hidden() -> int:

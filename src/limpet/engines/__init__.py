@@ -1,1 +1,1 @@
-"""The engines, one file each. Nothing above `limpet.engine` imports from here."""
+"""The engines, and what several of them share. `limpet.urls` finds an engine by the scheme of its URL."""

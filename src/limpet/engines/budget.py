@@ -12,20 +12,25 @@ from limpet.clock import has_loop
 __all__ = ["PAUSE_S", "SCAN_CALLS", "Budget"]
 
 SCAN_CALLS: Final = 25
-"""What a scan counts in a budget: as many calls as reading its entries one by one might take."""
+"""A scan counts as this many calls: as many as reading its entries one by one might take."""
 
 PAUSE_S: Final = 0.0005
-"""How long calls that never suspend pause for another thread of their engine."""
+"""The pause that calls which never suspend make for another thread of their engine."""
 
 
 class Budget:
     """A fair share of the event loop, and of the interpreter, for calls that never suspend.
 
-    Reads that complete in place would starve every other task of a loop that does nothing
-    but read. When a turn of the loop has lasted long enough, each further call waits for the
-    next. And where another thread is at work for the engine, it would get the interpreter
-    for a moment every five milliseconds only, so then calls pause for a while, with a loop
-    or without.
+    Reads that complete in place would starve every other task of their loop. So when a turn of
+    the loop has lasted long enough, each further call waits for the next turn. And another
+    thread that works for the engine would get the interpreter only once in five milliseconds,
+    so while one does, calls pause, with a loop or without.
+
+    Args:
+        turn_s: How long a turn may last.
+        calls: The clock is read after every so many calls.
+        timer: The clock.
+        others: Whether another thread works for the engine.
     """
 
     def __init__(
@@ -50,17 +55,17 @@ class Budget:
         return self._left < 0 and self._is_over()
 
     def _is_over(self) -> bool:
-        """Whether this turn has lasted long enough. After every so many calls the clock is asked."""
+        """Whether this turn has lasted long enough. If not, the next calls are free."""
         if self._timer() - self._began > self._turn_s and (has_loop() or self._others()):
             return True
         self._left = self._calls
         return False
 
     async def renewed(self) -> None:
-        """Wait for the next turn of the loop, or until others have had their time."""
+        """Wait for the next turn of the loop, or pause for the other thread."""
         pause_s = PAUSE_S if self._others() else 0.0
         if not has_loop():
-            time.sleep(pause_s)  # noqa: ASYNC251 - there is no loop to hold up
+            time.sleep(pause_s)  # noqa: ASYNC251 - no loop runs
             self._renew()
             return
         loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ import httpx2
 import msgspec
 
 from limpet.clock import Clock
-from limpet.engines.server_engine import Found, GroupingEngine, Outcome, Ticket
+from limpet.engines.server_engine import CommitResult, GroupingEngine, ReadResult, Ticket
 from limpet.errors import (
     Ambiguous,
     Closed,
@@ -141,7 +141,7 @@ class HttpEngine(GroupingEngine):
     _commits_at_once = 2
 
     def __init__(
-        self, base: str, shown: str, *, token: str | None, security: ssl.SSLContext, answer_s: float = ANSWER_S
+        self, base: str, display_name: str, *, token: str | None, security: ssl.SSLContext, answer_s: float = ANSWER_S
     ) -> None:
         self.traits = Traits(engine="http", durability="none", log="every", clock="server", inline=False)
         self._base = base
@@ -151,10 +151,10 @@ class HttpEngine(GroupingEngine):
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._limits = wire.Limits(request_bytes=0, batches=1, keys=1, wait_s=0.0)
-        super().__init__(shown)
+        super().__init__(display_name)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
         self._line: _Line | None = None
         self._urls: dict[tuple[str, str], httpx2.URL] = {}
         self._polls: set[asyncio.Task[LogPage]] = set()
@@ -169,11 +169,11 @@ class HttpEngine(GroupingEngine):
                 httpx2.Request("GET", httpx2.URL(f"{self._base}/v1/engine"), headers=self._headers)
             )
         except _Lost as lost:
-            raise self._translated(lost) from lost.__cause__
+            raise self._translate(lost) from lost.__cause__
         try:
             served = wire.decode(content, wire.Served)
         except InvalidValue as error:
-            raise InvalidValue(f"{self._shown}: what answers there is no Limpet server") from error
+            raise InvalidValue(f"{self._display_name}: what answers there is no Limpet server") from error
         self.traits = msgspec.structs.replace(served.traits, engine="http", clock="server", inline=False)
         self._limits = served.limits
         self._keys_at_once = min(KEYS_GROUPED, served.limits.keys)
@@ -209,7 +209,7 @@ class HttpEngine(GroupingEngine):
             if feed.changes or loop.time() >= deadline:
                 return msgspec.structs.replace(feed, before=before, at=at)
             # Changes that this token may not see, or a wait that the server did not want to be longer.
-            after = feed.head
+            after = feed.next_after
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`. Who may not end entries has nothing to do: the server sweeps by itself."""
@@ -236,7 +236,7 @@ class HttpEngine(GroupingEngine):
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         status = await self._ask(namespace, "status", {}, Status)
-        self._changed(namespace, status.revision)
+        self._record_revision(namespace, status.revision)
         return status
 
     async def close(self) -> None:
@@ -244,22 +244,22 @@ class HttpEngine(GroupingEngine):
         if self._closed:
             return
         self._closed = True
-        self._bell.ring_all()
+        self._wakeup.notify_all()
         for poll in list(self._polls):
             poll.cancel()
-        await self._finish_work()
+        await self._finish_tasks()
         line, self._line = self._line, None
         if line is not None:
             await line.close()
 
     # Reading and following ------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         # Several callers may want the same key at the same moment.
         asked = list(dict.fromkeys(keys))
         found = await self._ask(namespace, "read", wire.Read(asked, family), wire.Entries)
         if len(found) != len(asked):
-            raise Unavailable(f"{self._shown}: the answer cannot be understood")
+            raise Unavailable(f"{self._display_name}: the answer cannot be understood")
         entries = dict(zip(asked, found, strict=True))
         return [entries[key] for key in keys]
 
@@ -282,8 +282,8 @@ class HttpEngine(GroupingEngine):
 
     # Committing -----------------------------------------------------------------
 
-    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = []
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
+        outcomes: list[CommitResult] = []
         # All are encoded before any is sent: one that cannot be fails while nothing has been applied.
         for part in list(self._parts([_named(ticket.batch) for ticket in group])):
             outcomes += await self._commit_part(namespace, part, since)
@@ -304,7 +304,7 @@ class HttpEngine(GroupingEngine):
             size_bytes += len(body) + 8
         yield part
 
-    async def _commit_part(self, namespace: str, part: list[tuple[Batch, bytes]], since: int) -> Sequence[Outcome]:
+    async def _commit_part(self, namespace: str, part: list[tuple[Batch, bytes]], since: int) -> Sequence[CommitResult]:
         batches = [batch for batch, _ in part]
         size_bytes = sum(len(body) for _, body in part)
         if size_bytes > self._limits.request_bytes - 64:
@@ -315,30 +315,30 @@ class HttpEngine(GroupingEngine):
         try:
             content = await self._send(request)
         except _Lost as lost:
-            return [self._unknown(_name(batch), since, lost.__cause__) for batch in batches]
+            return [self._ambiguous(_name(batch), since, lost.__cause__) for batch in batches]
         except LimpetError as error:
             return [error] * len(batches)
         except Exception as error:
             # Not what the driver should raise. It may have been sent.
-            return [self._unknown(_name(batch), since, error) for batch in batches]
+            return [self._ambiguous(_name(batch), since, error) for batch in batches]
         try:
             answers = wire.decode(content, wire.Outcomes)
             found = [wire.decode_outcome(answer, batch) for batch, answer in zip(batches, answers, strict=True)]
         except Exception as error:
             # An answer that nobody understands is as good as none.
-            return [self._unknown(_name(batch), since, error) for batch in batches]
+            return [self._ambiguous(_name(batch), since, error) for batch in batches]
         outcomes = [self._outcome(batch, one, since) for batch, one in zip(batches, found, strict=True)]
-        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        self._record_revision(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
-    def _outcome(self, batch: Batch, found: Commit | Refusal | wire.Failure, since: int) -> Outcome:
+    def _outcome(self, batch: Batch, found: Commit | Refusal | wire.Failure, since: int) -> CommitResult:
         if not isinstance(found, wire.Failure):
             return found
         error = wire.error_of(found)
         if isinstance(error, Ambiguous):
             return Ambiguous(str(error), request_id=_name(batch), since=min(since, error.since))
         # A server that failed in the midst of a commit does not know either.
-        return error or self._unknown(_name(batch), since, _Unexpected(found.message))
+        return error or self._ambiguous(_name(batch), since, _Unexpected(found.message))
 
     # Requests -------------------------------------------------------------------
 
@@ -357,11 +357,11 @@ class HttpEngine(GroupingEngine):
         try:
             content = await self._send(self._request(namespace, primitive, asked), patience_s=patience_s, polls=polls)
         except _Lost as lost:
-            raise self._translated(lost) from lost.__cause__
+            raise self._translate(lost) from lost.__cause__
         try:
             return wire.decode(content, shape)
         except InvalidValue as error:
-            raise Unavailable(f"{self._shown}: the answer cannot be understood") from error
+            raise Unavailable(f"{self._display_name}: the answer cannot be understood") from error
 
     def _request(self, namespace: str, primitive: str, asked: Any) -> httpx2.Request:
         url = self._urls.get((namespace, primitive))
@@ -390,7 +390,7 @@ class HttpEngine(GroupingEngine):
             finally:
                 await response.aclose()
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         except (httpx2.HTTPError, OSError) as error:
             raise _Lost from error
         if response.status_code == 200:
@@ -407,39 +407,39 @@ class HttpEngine(GroupingEngine):
 
     def _refused(self, response: httpx2.Response, content: bytes) -> Exception:
         """What a status other than 200 means."""
-        status, shown = response.status_code, self._shown
+        status, display_name = response.status_code, self._display_name
         failure = _failure(response.headers.get("Content-Type", ""), content)
         error = None if failure is None else wire.error_of(failure)
         if error is not None:
             return error
         match status:
             case 401 | 403:
-                return PermissionDenied(f"{shown}: the server does not know this token, or asks for one")
+                return PermissionDenied(f"{display_name}: the server does not know this token, or asks for one")
             case 404 | 405:
-                return InvalidValue(f"{shown}: what answers there serves no engine, look at the URL")
+                return InvalidValue(f"{display_name}: what answers there serves no engine, look at the URL")
             case 408:
-                return Unavailable(f"{shown}: the request did not arrive in time")
+                return Unavailable(f"{display_name}: the request did not arrive in time")
             case 413:
-                return InvalidValue(f"{shown}: the request is too large for what stands before the server")
+                return InvalidValue(f"{display_name}: the request is too large for what stands before the server")
             case 429:
-                return RateLimited(f"{shown} is asked too often", retry_after=_retry_after(response))
+                return RateLimited(f"{display_name} is asked too often", retry_after=_retry_after(response))
             case _ if status >= 500:
                 # It may be from something between us and the server, which may have it all the same.
                 lost = _Lost()
                 lost.__cause__ = _Unexpected(f"status {status}")
                 return lost
             case _:
-                return InvalidValue(f"{shown} answers with status {status}")
+                return InvalidValue(f"{display_name} answers with status {status}")
 
-    def _meaning(self, error: Exception) -> Exception:
-        shown = self._shown
+    def _translate_driver_error(self, error: Exception) -> Exception:
+        display_name = self._display_name
         cause = error.__cause__ if isinstance(error, _Lost) else error
         if isinstance(cause, _Unexpected):
-            return Unavailable(f"{shown} cannot serve now: {cause}")
+            return Unavailable(f"{display_name} cannot serve now: {cause}")
         if isinstance(cause, httpx2.HTTPError | OSError):
             if _is_untrusted(cause):
-                return InvalidValue(f"{shown}: its certificate is not trusted; ?ca=FILE names another to trust")
-            return Unavailable(f"{shown} cannot be reached now: {type(cause).__name__}")
+                return InvalidValue(f"{display_name}: its certificate is not trusted; ?ca=FILE names another to trust")
+            return Unavailable(f"{display_name} cannot be reached now: {type(cause).__name__}")
         return error
 
 

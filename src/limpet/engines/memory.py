@@ -1,8 +1,8 @@
 """The memory engine: the reference, for tests and for state that may go with the process.
 
 State is encoded bytes, never a caller's live object. A commit is planned and applied
-under one lock, so any number of threads and loops may share it. ``memory:`` is private
-to whoever opened it; ``memory:name`` is shared in the process and lives as long as it.
+under one lock, so any number of threads and loops may share it. Each open of ``memory:``
+makes a private store; ``memory:name`` is shared in the process and lives as long as it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from limpet.clock import Clock, has_loop
 from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sorted_keys import SortedKeys
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import Closed, Compacted
 from limpet.keys import Span
 from limpet.model import (
@@ -48,7 +48,10 @@ from limpet.model import (
 from limpet.transition import plan, recall
 from limpet.urls import Address
 
-_shared: dict[str, _Place] = {}
+_Expiry = tuple[int, Family, str, int]
+"""When an entry expires, its family and key, and its revision. Out of date once the entry has another revision."""
+
+_shared: dict[str, _Memory] = {}
 _shared_lock = threading.Lock()
 
 
@@ -57,54 +60,54 @@ async def open(address: Address, clock: Clock) -> MemoryEngine:
     address.allow("skip_revisions")
     skips = address.take("skip_revisions", "no", ("no", "yes")) == "yes"
     if not address.path:
-        return MemoryEngine(_Place(clock, skips))
+        return MemoryEngine(_Memory(clock, skips))
     with _shared_lock:
-        place = _shared.setdefault(address.path, _Place(clock, skips))
-    return MemoryEngine(place)
+        memory = _shared.setdefault(address.path, _Memory(clock, skips))
+    return MemoryEngine(memory)
 
 
-class _Place:
-    """The namespaces of one memory, and what their users share."""
+class _Memory:
+    """The namespaces of one memory, and the lock and the clock that its handles share."""
 
     def __init__(self, clock: Clock, skips: bool) -> None:
         self.clock = clock
         self.skips = skips
         self.store_id = uuid.uuid4().hex[:16]
         self.lock = threading.RLock()
-        self.bell = Bell()
-        self.spaces: dict[str, _Space] = {}
-        _places.add(self)
+        self.wakeup = Wakeup()
+        self.namespaces: dict[str, _Namespace] = {}
+        _memories.add(self)
 
-    def space(self, namespace: str) -> _Space:
-        found = self.spaces.get(namespace)
+    def state(self, namespace: str) -> _Namespace:
+        found = self.namespaces.get(namespace)
         if found is None:
             with self.lock:
-                found = self.spaces.setdefault(namespace, _Space())
+                found = self.namespaces.setdefault(namespace, _Namespace())
         return found
 
 
-class _Space:
-    """One namespace: the map and the log, and the two orders in which the map is asked for."""
+class _Namespace:
+    """One namespace: the map and the log, and the map's keys in order of name and of expiry."""
 
     def __init__(self) -> None:
         self.revision = 0
         self.floor = 0
         self.floor_print = BEGINNING
         self.map: dict[Family, dict[str, Entry]] = {family: {} for family in FAMILIES}
-        self.order: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
-        self.expiries: list[tuple[int, Family, str, int]] = []
+        self.sorted_keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
+        self.expiries: list[_Expiry] = []
         self.log: list[Change] = []
         self.size_bytes = 0
         self.log_bytes = 0
         self.is_halfway = False
-        # Requests that were asked for again, and until when that is remembered.
+        # The ids of superseded requests, and until when each is remembered.
         self.superseded: dict[str, int] = {}
         self._latest_ms = 0
 
     def now_ms(self, clock: Clock) -> int:
         """The time of the namespace: the clock's, or the latest time it has had if that is later."""
         now_ms = clock.now_ms()
-        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than reading the clock
             self._latest_ms = now_ms
         return self._latest_ms
 
@@ -129,28 +132,28 @@ class _Space:
         if family == "data":
             self.size_bytes += weight_bytes
         if before is None:
-            self.order[family].add(key)
+            self.sorted_keys[family].add(key)
         if entry.expires_ms is not None:
             heapq.heappush(self.expiries, (entry.expires_ms, family, key, entry.revision))
 
-    def keep(self, receipt: Entry) -> None:
+    def keep_receipt(self, receipt: Entry) -> None:
         self.map["receipt"][receipt.key] = receipt
 
-    def hold_to_order(self, batch: Batch, now_ms: int) -> None:
-        """Remember a retry that found nothing, and refuse a first attempt that comes after its own."""
-        name = batch.request_id or ""
+    def check_superseded(self, batch: Batch, now_ms: int) -> None:
+        """Remember which request a retry supersedes, and refuse a first attempt that arrives after its retry."""
+        request_id = batch.request_id or ""
         if batch.retry_since is not None:
-            self.superseded[name] = now_ms + SUPERSEDED_MS
-        elif name in self.superseded and may_be_superseded(batch):
+            self.superseded[request_id] = now_ms + SUPERSEDED_MS
+        elif request_id in self.superseded and may_be_superseded(batch):
             raise superseded_error()
 
 
 class MemoryEngine:
     """A handle on one memory."""
 
-    def __init__(self, place: _Place) -> None:
+    def __init__(self, memory: _Memory) -> None:
         self.traits = Traits(engine="memory", durability="none", log="every", clock="host", inline=True)
-        self._place = place
+        self._memory = memory
         self._budget = Budget()
         self._closed = False
 
@@ -158,18 +161,18 @@ class MemoryEngine:
         """See `Engine.read`."""
         if self._budget.spent():
             await self._budget.renewed()
-        space = self._space(namespace)
-        entries = space.map[family]
+        state = self._state(namespace)
+        entries = state.map[family]
         if len(keys) == 1:
             entry = entries.get(keys[0])
-            # First the entry, then the look: what half a batch left is not to be seen before the other half.
-            if not space.is_halfway:
+            # Read the entry first, then the flag: a reader must not see one half of a batch without the other.
+            if not state.is_halfway:
                 if entry is None or entry.expires_ms is None:
                     return [entry]
-                return [live(entry, space.now_ms(self._place.clock))]
-        with self._place.lock:
+                return [live(entry, state.now_ms(self._memory.clock))]
+        with self._memory.lock:
             found = [entries.get(key) for key in keys]
-        now_ms = space.now_ms(self._place.clock)
+        now_ms = state.now_ms(self._memory.clock)
         return [live(entry, now_ms) for entry in found]
 
     async def scan(
@@ -185,12 +188,12 @@ class MemoryEngine:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
-        space = self._space(namespace)
-        now_ms = space.now_ms(self._place.clock)
+        state = self._state(namespace)
+        now_ms = state.now_ms(self._memory.clock)
         found: list[Entry] = []
-        with self._place.lock:
-            entries = space.map[family]
-            for key in space.order[family].between(span, entries):
+        with self._memory.lock:
+            entries = state.map[family]
+            for key in state.sorted_keys[family].between(span, entries):
                 entry = live(entries[key], now_ms)
                 if entry is None or (
                     where is not None and entry.stored is not None and not where.matches(entry.stored)
@@ -205,172 +208,170 @@ class MemoryEngine:
         """See `Engine.commit`."""
         if self._budget.spent():
             await self._budget.renewed()
-        place = self._place
-        space = self._space(namespace)
-        with place.lock:
+        memory = self._memory
+        state = self._state(namespace)
+        with memory.lock:
             if batch.retry_since is not None:
-                earlier = recall(batch, space.log[_index(space.log, batch.retry_since) :], space.find)
+                earlier = recall(batch, state.log[_first_after(state.log, batch.retry_since) :], state.find)
                 if earlier is not None:
                     return earlier
-            now_ms = space.now_ms(place.clock)
+            now_ms = state.now_ms(memory.clock)
             if batch.request_id is not None:
-                space.hold_to_order(batch, now_ms)
-            outcome = plan(batch, space.find, now_ms=now_ms, revision=space.revision)
+                state.check_superseded(batch, now_ms)
+            outcome = plan(batch, state.find, now_ms=now_ms, revision=state.revision)
             if isinstance(outcome, Refusal):
                 return outcome
-            if place.skips and outcome.changes:
-                again = plan(batch, space.find, now_ms=now_ms, revision=space.revision + random.randrange(4))
+            if memory.skips and outcome.changes:
+                again = plan(batch, state.find, now_ms=now_ms, revision=state.revision + random.randrange(4))
                 assert not isinstance(again, Refusal)
                 outcome = again
             changes = outcome.changes
-            space.is_halfway = len(changes) > 1
+            state.is_halfway = len(changes) > 1
             for change in changes:
-                space.apply(change)
-            space.is_halfway = False
+                state.apply(change)
+            state.is_halfway = False
             if outcome.receipt is not None:
-                space.keep(outcome.receipt)
+                state.keep_receipt(outcome.receipt)
         if changes:
-            place.bell.ring(namespace)
+            memory.wakeup.notify(namespace)
         return outcome.commit
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> LogPage:
         """See `Engine.changes`."""
-        bell = self._place.bell
-        mark = bell.mark(namespace)
-        feed = self._feed(namespace, after, span, limit)
-        if feed.changes or wait_s <= 0 or not has_loop():
-            return feed
-        await bell.wait(namespace, mark, wait_s)
-        return self._feed(namespace, after, span, limit)
+        wakeup = self._memory.wakeup
+        token = wakeup.token(namespace)
+        page = self._log_page(namespace, after, span, limit)
+        if page.changes or wait_s <= 0 or not has_loop():
+            return page
+        await wakeup.wait(namespace, token, wait_s)
+        return self._log_page(namespace, after, span, limit)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
-        space = self._space(namespace)
-        now_ms = space.now_ms(self._place.clock)
-        with self._place.lock:
-            come: list[tuple[int, Family, str, int]] = []
-            while space.expiries and space.expiries[0][0] <= now_ms and len(come) < limit:
-                item = heapq.heappop(space.expiries)
-                entry = space.find(item[1], item[2])
-                # What was written again since has an item of its own.
+        state = self._state(namespace)
+        now_ms = state.now_ms(self._memory.clock)
+        with self._memory.lock:
+            due: list[_Expiry] = []
+            while state.expiries and state.expiries[0][0] <= now_ms and len(due) < limit:
+                item = heapq.heappop(state.expiries)
+                entry = state.find(item[1], item[2])
+                # An entry that was written again has another item.
                 if entry is not None and entry.revision == item[3]:
-                    come.append(item)
-            for item in come:
-                heapq.heappush(space.expiries, item)
-        return [Expire(key, revision, family) for _, family, key, revision in come]
+                    due.append(item)
+            for item in due:
+                heapq.heappush(state.expiries, item)
+        return [Expire(key, revision, family) for _, family, key, revision in due]
 
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
-        space = self._space(namespace)
-        now_ms = space.now_ms(self._place.clock)
-        with self._place.lock:
-            receipts = space.map["receipt"]
+        state = self._state(namespace)
+        now_ms = state.now_ms(self._memory.clock)
+        with self._memory.lock:
+            receipts = state.map["receipt"]
             for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
                 del receipts[key]
-            space.superseded = {name: until for name, until in space.superseded.items() if until > now_ms}
-            oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in space.log)
+            state.superseded = {id: until_ms for id, until_ms in state.superseded.items() if until_ms > now_ms}
+            oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in state.log)
             dropped, freed_bytes, floor = window.excess(
-                oldest, count=len(space.log), size_bytes=space.log_bytes, now_ms=now_ms
+                oldest, count=len(state.log), size_bytes=state.log_bytes, now_ms=now_ms
             )
             if dropped:
-                space.floor_print = fingerprint(self._named(space.log[dropped - 1]))
-                del space.log[:dropped]
-                space.floor, space.log_bytes = floor, space.log_bytes - freed_bytes
-            for family in space.order:
-                space.order[family].tidy(space.map[family])
-            # Items of entries that were written again would otherwise stay until their time.
-            if len(space.expiries) > 64 + 2 * sum(len(entries) for entries in space.map.values()):
-                space.expiries = [item for item in space.expiries if _is_current(space, item)]
-                heapq.heapify(space.expiries)
+                state.floor_print = fingerprint(self._with_cause(state.log[dropped - 1]))
+                del state.log[:dropped]
+                state.floor, state.log_bytes = floor, state.log_bytes - freed_bytes
+            for family in state.sorted_keys:
+                state.sorted_keys[family].tidy(state.map[family])
+            # Items of entries that were written again would otherwise stay until they are due.
+            if len(state.expiries) > 64 + 2 * sum(len(entries) for entries in state.map.values()):
+                state.expiries = [item for item in state.expiries if _is_current(state, item)]
+                heapq.heapify(state.expiries)
             return dropped
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
-        space = self._space(namespace)
-        with self._place.lock:
-            now_ms = space.now_ms(self._place.clock)
+        state = self._state(namespace)
+        with self._memory.lock:
+            now_ms = state.now_ms(self._memory.clock)
             return Status(
-                store_id=self._place.store_id,
+                store_id=self._memory.store_id,
                 epoch=1,
-                revision=space.revision,
-                floor=space.floor,
-                keys=len(space.map["data"]),
-                size_bytes=space.size_bytes,
-                log_changes=len(space.log),
-                log_bytes=space.log_bytes,
+                revision=state.revision,
+                floor=state.floor,
+                keys=len(state.map["data"]),
+                size_bytes=state.size_bytes,
+                log_changes=len(state.log),
+                log_bytes=state.log_bytes,
                 now_ms=now_ms,
-                behind_ms=max(0, now_ms - self._place.clock.now_ms()),
+                behind_ms=max(0, now_ms - self._memory.clock.now_ms()),
             )
 
     async def close(self) -> None:
         """See `Engine.close`."""
         self._closed = True
-        self._place.bell.ring_all()
+        self._memory.wakeup.notify_all()
 
-    def _space(self, namespace: str) -> _Space:
+    def _state(self, namespace: str) -> _Namespace:
         if self._closed:
             raise Closed
-        return self._place.spaces.get(namespace) or self._place.space(namespace)
+        return self._memory.namespaces.get(namespace) or self._memory.state(namespace)
 
-    def _feed(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
-        space = self._space(namespace)
-        with self._place.lock:
-            if after < space.floor:
-                raise Compacted(f"revision {after} was trimmed, the log starts after {space.floor}", oldest=space.floor)
-            if after > space.revision:
-                raise Compacted(f"revision {after} lies ahead of this store, which is at {space.revision}")
-            first = _index(space.log, after)
-            before = fingerprint(self._named(space.log[first - 1])) if first else space.floor_print
+    def _log_page(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
+        state = self._state(namespace)
+        with self._memory.lock:
+            if after < state.floor:
+                raise Compacted(f"revision {after} was trimmed, the log starts after {state.floor}", oldest=state.floor)
+            if after > state.revision:
+                raise Compacted(f"revision {after} lies ahead of this store, which is at {state.revision}")
+            first = _first_after(state.log, after)
+            before = fingerprint(self._with_cause(state.log[first - 1])) if first else state.floor_print
             if not limit:
                 return LogPage([], after, before)
-            log: Iterable[Change] = itertools.islice(space.log, first, None)
+            log: Iterable[Change] = itertools.islice(state.log, first, None)
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)
-            found = [self._named(change) for change in itertools.islice(log, limit)]
-            return LogPage(found, found[-1].revision if len(found) == limit else space.revision, before)
+            found = [self._with_cause(change) for change in itertools.islice(log, limit)]
+            return LogPage(found, found[-1].revision if len(found) == limit else state.revision, before)
 
-    def _named(self, change: Change) -> Change:
-        """The change with its cause. A commit that nobody named is named when somebody looks, by its revision."""
+    def _with_cause(self, change: Change) -> Change:
+        """The change with its cause. A commit without a request id gets one from its revision when it is read."""
         if change.cause is not None or change.op == "expire":
             return change
-        return msgspec.structs.replace(change, cause=f"{self._place.store_id}-{change.commit:x}")
+        return msgspec.structs.replace(change, cause=f"{self._memory.store_id}-{change.commit:x}")
 
 
-def _index(log: list[Change], after: int) -> int:
+def _first_after(log: list[Change], after: int) -> int:
     return bisect_right(log, after, key=lambda change: change.revision)
 
 
-def _is_current(space: _Space, item: tuple[int, Family, str, int]) -> bool:
-    entry = space.find(item[1], item[2])
+def _is_current(state: _Namespace, item: _Expiry) -> bool:
+    entry = state.find(item[1], item[2])
     return entry is not None and entry.revision == item[3]
 
 
-# A fork copies the memory. Holding the locks meanwhile keeps the copy whole, and the
-# child gets locks and bells that no thread of its parent holds.
+# A fork copies the memory. Holding the locks meanwhile keeps the copy consistent, and the
+# child gets locks that no thread of its parent holds.
 
-_places: weakref.WeakSet[_Place] = weakref.WeakSet()
-
-
-_held: list[_Place] = []
+_memories: weakref.WeakSet[_Memory] = weakref.WeakSet()
+_locked: list[_Memory] = []
 
 
 def _before_fork() -> None:
-    for place in list(_places):
-        place.lock.acquire()
-        _held.append(place)
+    for memory in list(_memories):
+        memory.lock.acquire()
+        _locked.append(memory)
 
 
 def _after_fork_in_parent() -> None:
-    while _held:
-        _held.pop().lock.release()
+    while _locked:
+        _locked.pop().lock.release()
 
 
 def _after_fork_in_child() -> None:
-    _held.clear()
-    for place in list(_places):
-        place.lock, place.bell = threading.RLock(), Bell()
+    _locked.clear()
+    for memory in list(_memories):
+        memory.lock, memory.wakeup = threading.RLock(), Wakeup()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

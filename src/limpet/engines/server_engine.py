@@ -1,12 +1,13 @@
-"""What engines behind a network share: connections that are kept, and calls that travel together.
+"""The common part of engines behind a network: grouped requests, and a pool of connections.
 
-All reads of one turn of the loop are one request to the server, and so are all commits of one
-namespace; while these travel, the next gather. Where two may travel at a time, many callers are
-split in halves, so that the server works for some while this process works for others. What a
-request looks like, and what an error of the driver means, is the engine's own.
+All reads of one namespace and family that are made in one turn of the event loop become one request to
+the server, and so do all commits of one namespace. While one group is in flight, the next gathers. If an
+engine allows two groups in flight, many callers are split in halves, so that the server works for one half
+while this process works for the other. The form of a request and the meaning of a driver's error are left
+to the engine.
 
-`GroupingEngine` has the calls that travel together, for an engine whose driver keeps connections by
-itself; `ServerEngine` adds the connections.
+`GroupingEngine` groups requests, for an engine whose driver pools connections by itself; `ServerEngine`
+adds the pool.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from limpet import codec
 from limpet.commit.group import commit_error, is_fault_of_one
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import Ambiguous, Closed, LimpetError
 from limpet.keys import Span
 from limpet.model import Batch, Commit, Entry, Family, Guard, LogPage, Put, Refusal, Write
@@ -31,14 +32,14 @@ __all__ = [
     "CONNECTIONS_MAX",
     "GROUP_MAX",
     "POLL_S",
-    "Found",
+    "CommitResult",
     "GroupingEngine",
-    "Outcome",
+    "ReadResult",
     "ServerEngine",
     "Ticket",
-    "group_of",
-    "marked",
+    "request_group",
     "weight_bytes",
+    "with_last_positions",
 ]
 
 GROUP_MAX: Final = 256
@@ -48,105 +49,104 @@ POLL_S: Final = 0.5
 
 SPLIT_MIN: Final = 32
 
-Outcome = Commit | Refusal | Exception
-Found = Entry | Exception | None
-Question = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
+CommitResult = Commit | Refusal | Exception
+ReadResult = Entry | Exception | None
+PendingRead = tuple[Sequence[str], "asyncio.Future[list[Entry | None]]"]
 T = TypeVar("T")
 
 
 class GroupingEngine(ABC):
-    """An engine whose reads and commits travel together."""
+    """An engine that sends reads and commits in groups."""
 
-    # How many groups of a namespace travel at a time, and how many keys one request may ask for.
+    # How many groups of a namespace may be in flight at once, and how many keys one request may read.
     _reads_at_once = 1
     _commits_at_once = 1
     _keys_at_once: int | None = None
 
-    def __init__(self, shown: str) -> None:
-        self._shown = shown
+    def __init__(self, display_name: str) -> None:
+        self._display_name = display_name
         self._closed = False
-        # The latest time of each namespace that this handle has seen, which a server may not have recorded.
+        # The latest time of each namespace that this handle has seen. The server may not have recorded it.
         self._seen_ms: dict[str, int] = {}
-        self._begin()
+        self._init_process_state()
         _engines.add(self)
 
-    def _begin(self) -> None:
-        """What a process must have of its own. Runs again in a child after a fork."""
-        self._bell = Bell()
+    def _init_process_state(self) -> None:
+        """Set the state that processes must not share. Runs again in a child after a fork."""
+        self._wakeup = Wakeup()
         self._commits: dict[str, Queue[Ticket]] = {}
-        self._reads: dict[tuple[str, Family], Queue[Question]] = {}
-        self._work: set[asyncio.Future[Any]] = set()
+        self._reads: dict[tuple[str, Family], Queue[PendingRead]] = {}
+        self._tasks: set[asyncio.Future[Any]] = set()
         self._latest: dict[str, int] = {}
 
-    # What an engine must know -------------------------------------------------
+    # What an engine implements --------------------------------------------------
 
     @abstractmethod
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
-        """Read entries by key, in one request. A key may come twice; an entry may be broken by itself."""
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
+        """Read entries by key, in one request. A key may come twice; a damaged entry is an error in its place."""
 
     @abstractmethod
-    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
-        """Commit batches in their order, and tell what became of each. None of them is as old as ``since``.
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
+        """Commit batches in their order, and return the result of each. All of them are later than ``since``.
 
-        Whatever is raised means that nothing was applied. An error that is not ours, or `NotApplied`, may be the fault
-        of one batch: then each is committed by itself.
-        If something may have been applied, the outcome is `Ambiguous`.
+        An error that is raised means that nothing was applied. If it is not a `LimpetError`, or is `NotApplied`, it may
+        be the fault of one batch, and each batch is then committed by itself. If something may have been applied, the
+        result is `Ambiguous`.
         """
 
     @abstractmethod
-    def _meaning(self, error: Exception) -> Exception:
-        """A driver's error as ours, for something that was not applied or that may be asked again."""
+    def _translate_driver_error(self, error: Exception) -> Exception:
+        """A driver's error as ours, for a request that was not applied or that may be sent again."""
 
     # Reading ------------------------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
         self._check_open()
-        place = (namespace, family)
-        queue = self._reads.get(place)
+        queue = self._reads.get((namespace, family))
         if queue is None:
-            queue = self._reads[place] = Queue()
-        answer: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
-        queue.waiting.append((keys, answer))
+            queue = self._reads[namespace, family] = Queue()
+        future: asyncio.Future[list[Entry | None]] = asyncio.get_running_loop().create_future()
+        queue.waiting.append((keys, future))
         if queue.workers < self._reads_at_once:
-            self._start(self._answer_reads(namespace, family, queue))
+            self._start_task(self._run_reads(namespace, family, queue))
             queue.workers += 1
-        return await answer
+        return await future
 
-    async def _answer_reads(self, namespace: str, family: Family, queue: Queue[Question]) -> None:
-        """Read what is asked for in one request, and again until nobody asks."""
+    async def _run_reads(self, namespace: str, family: Family, queue: Queue[PendingRead]) -> None:
+        """Read group after group until no caller waits."""
         while queue.waiting:
-            asked = queue.take(self._questions(queue.waiting), self._reads_at_once)
+            group = queue.take(self._read_group_size(queue.waiting), self._reads_at_once)
             try:
-                found = await self._read_all(namespace, family, [key for keys, _ in asked for key in keys])
+                found = await self._read_all(namespace, family, [key for keys, _ in group for key in keys])
             except Exception as error:
-                found = await self._read_each(namespace, family, asked, error)
-            queue.travelling -= 1
-            at = 0
-            for keys, answer in asked:
-                if not answer.done():
-                    _answer(answer, found[at : at + len(keys)])
-                at += len(keys)
+                found = await self._read_each(namespace, family, group, error)
+            queue.in_flight -= 1
+            start = 0
+            for keys, future in group:
+                if not future.done():
+                    _resolve_read(future, found[start : start + len(keys)])
+                start += len(keys)
         queue.workers -= 1
         if not queue.workers:
             del self._reads[namespace, family]
 
     async def _read_each(
-        self, namespace: str, family: Family, asked: list[Question], error: Exception
-    ) -> Sequence[Found]:
-        """What is read when a group could not be: what is wrong with one question fails no other."""
-        if len(asked) == 1 or not is_fault_of_one(error):
-            return [error] * sum(len(keys) for keys, _ in asked)
-        found: list[Found] = []
-        for keys, _ in asked:
+        self, namespace: str, family: Family, group: list[PendingRead], error: Exception
+    ) -> Sequence[ReadResult]:
+        """Read one by one after a group failed, so that the fault of one read fails no other."""
+        if len(group) == 1 or not is_fault_of_one(error):
+            return [error] * sum(len(keys) for keys, _ in group)
+        found: list[ReadResult] = []
+        for keys, _ in group:
             try:
                 found += await self._read_all(namespace, family, [*keys])
             except Exception as own:
                 found += [own] * len(keys)
         return found
 
-    def _questions(self, waiting: list[Question]) -> int:
-        """How many questions go together. The keys of one are never parted: they are read at one moment."""
+    def _read_group_size(self, waiting: list[PendingRead]) -> int:
+        """How many reads go together. The keys of one read are never split: they are read at one moment."""
         if self._keys_at_once is None:
             return len(waiting)
         total = 0
@@ -167,124 +167,124 @@ class GroupingEngine(ABC):
         ticket = Ticket(batch, asyncio.get_running_loop().create_future())
         queue.waiting.append(ticket)
         if queue.workers < self._commits_at_once:
-            self._start(self._commit_queued(namespace, queue))
+            self._start_task(self._run_commits(namespace, queue))
             queue.workers += 1
         try:
-            return await ticket.answer
+            return await ticket.future
         except asyncio.CancelledError:
-            # Not begun: it never will. Begun: it will be finished, whoever hears of it.
+            # A commit that was not sent never will be. One that was sent is finished without its caller.
             with contextlib.suppress(ValueError):
                 queue.waiting.remove(ticket)
             raise
 
-    async def _commit_queued(self, namespace: str, queue: Queue[Ticket]) -> None:
-        """Commit group after group until nobody is left."""
+    async def _run_commits(self, namespace: str, queue: Queue[Ticket]) -> None:
+        """Commit group after group until no caller waits."""
         while queue.waiting:
-            group = queue.take(_group_size(queue.waiting), self._commits_at_once)
-            # As known before they leave: other groups may come back while these are on their way.
+            group = queue.take(_commit_group_size(queue.waiting), self._commits_at_once)
+            # Read before the group is sent: other groups may return while it is in flight.
             since = self._latest.get(namespace, 0)
             try:
-                outcomes = await self._commit_group(namespace, group, since)
+                results = await self._commit_group(namespace, group, since)
             except Exception as error:
-                outcomes = await self._commit_each(namespace, group, since, error)
-            queue.travelling -= 1
-            for ticket, outcome in zip(group, outcomes, strict=True):
-                if not ticket.answer.done():
-                    if isinstance(outcome, Exception):
-                        ticket.answer.set_exception(outcome)
+                results = await self._commit_each(namespace, group, since, error)
+            queue.in_flight -= 1
+            for ticket, result in zip(group, results, strict=True):
+                if not ticket.future.done():
+                    if isinstance(result, Exception):
+                        ticket.future.set_exception(result)
                     else:
-                        ticket.answer.set_result(outcome)
+                        ticket.future.set_result(result)
         queue.workers -= 1
         if not queue.workers:
             del self._commits[namespace]
 
     async def _commit_each(
         self, namespace: str, group: list[Ticket], since: int, error: Exception
-    ) -> Sequence[Outcome]:
-        """What becomes of a group of which nothing was applied: what is wrong with one batch fails no other."""
+    ) -> Sequence[CommitResult]:
+        """Commit one by one after a group was not applied, so that the fault of one batch fails no other."""
         if not is_fault_of_one(error):
             return [error] * len(group)
         if len(group) == 1:
             return [commit_error(group[0].batch, error)]
-        outcomes: list[Outcome] = []
+        results: list[CommitResult] = []
         for ticket in group:
             try:
-                outcomes += await self._commit_group(namespace, [ticket], since)
+                results += await self._commit_group(namespace, [ticket], since)
             except Exception as own:
-                outcomes.append(commit_error(ticket.batch, own))
-        return outcomes
+                results.append(commit_error(ticket.batch, own))
+        return results
 
-    def _changed(self, namespace: str, revision: int) -> None:
+    def _record_revision(self, namespace: str, revision: int) -> None:
         if revision > self._latest.get(namespace, 0):
             self._latest[namespace] = revision
-            self._bell.ring(namespace)
+            self._wakeup.notify(namespace)
 
-    def _see_time(self, namespace: str, told_ms: int) -> int:
-        """The time that the server tells, or the latest that this handle has seen if that is later."""
-        if told_ms > self._seen_ms.get(namespace, 0):
-            self._seen_ms[namespace] = told_ms
+    def _observe_time(self, namespace: str, server_ms: int) -> int:
+        """The time of the server, or the latest time that this handle has seen if that is later."""
+        if server_ms > self._seen_ms.get(namespace, 0):
+            self._seen_ms[namespace] = server_ms
         return self._seen_ms[namespace]
 
-    def _unknown(self, request_id: str, since: int, problem: object) -> Ambiguous:
-        text = f"cannot tell whether {self._shown} took the commit: {type(problem).__name__}"
+    def _ambiguous(self, request_id: str, since: int, cause: object) -> Ambiguous:
+        text = f"cannot tell whether {self._display_name} took the commit: {type(cause).__name__}"
         return Ambiguous(text, request_id=request_id, since=since)
 
-    # Work ---------------------------------------------------------------------
+    # Tasks --------------------------------------------------------------------
 
-    def _start(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _finish_work(self) -> None:
-        """Wait for the groups that are on their way."""
-        while self._work:
-            await asyncio.gather(*self._work, return_exceptions=True)
+    async def _finish_tasks(self) -> None:
+        """Wait for the groups that are in flight."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _check_open(self) -> None:
         if self._closed:
             raise Closed
 
-    def _translated(self, error: Exception) -> Exception:
+    def _translate(self, error: Exception) -> Exception:
         if isinstance(error, LimpetError):
             return error
-        return Closed() if self._closed else self._meaning(error)
+        return Closed() if self._closed else self._translate_driver_error(error)
 
 
 class ServerEngine(GroupingEngine):
     """An engine whose state is on a server."""
 
-    def __init__(self, connect: Callable[[], Awaitable[Any]], shown: str) -> None:
-        self._connect_anew = connect
-        super().__init__(shown)
+    def __init__(self, connect: Callable[[], Awaitable[Any]], display_name: str) -> None:
+        self._open_connection = connect
+        super().__init__(display_name)
 
-    def _begin(self) -> None:
-        super()._begin()
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
         self._idle: list[Any] = []
-        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._free_slots = asyncio.Semaphore(CONNECTIONS_MAX)
         self._listeners: dict[str, asyncio.Task[None]] = {}
 
-    # What an engine must know of its connections --------------------------------
+    # What an engine implements for its connections ------------------------------
 
     @abstractmethod
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
+    async def _read_log(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         """Read the log, without waiting."""
 
     @abstractmethod
-    async def _leave(self, connection: Any) -> None:
-        """Close a connection that is in order."""
+    async def _disconnect(self, connection: Any) -> None:
+        """Close a working connection, in the way that its protocol has for it."""
 
     @abstractmethod
-    def _cut(self, connection: Any) -> None:
-        """Let go of a connection at once, whatever is on the line."""
+    def _abort(self, connection: Any) -> None:
+        """Close a connection at once, even with a request in flight."""
 
     @abstractmethod
-    def _is_cut(self, connection: Any) -> bool:
+    def _is_closed(self, connection: Any) -> bool:
         """Whether a connection is closed."""
 
     @abstractmethod
-    def _is_lost(self, error: BaseException) -> bool:
-        """Whether the line broke, so that nobody can say what the server made of the last request."""
+    def _is_connection_lost(self, error: BaseException) -> bool:
+        """Whether the connection broke, so that the effect of the last request is unknown."""
 
     # Following ----------------------------------------------------------------
 
@@ -298,28 +298,28 @@ class ServerEngine(GroupingEngine):
             self._check_open()
             if wait_s > 0:
                 self._listen_to(namespace)
-            mark = self._bell.mark(namespace)
-            feed = await self._feed(namespace, after, limit, span)
-            left = deadline - loop.time()
-            if feed.changes or left <= 0:
-                return feed
-            await self._bell.wait(namespace, mark, min(left, POLL_S))
+            token = self._wakeup.token(namespace)
+            page = await self._read_log(namespace, after, limit, span)
+            left_s = deadline - loop.time()
+            if page.changes or left_s <= 0:
+                return page
+            await self._wakeup.wait(namespace, token, min(left_s, POLL_S))
 
     @abstractmethod
     def _listen_to(self, namespace: str) -> None:
-        """Have the bell of a namespace rung when somebody else commits there."""
+        """Have the waiters of a namespace woken when another process commits there."""
 
     def _keep_listening(self, name: str, listen: Callable[[], Awaitable[None]]) -> None:
-        """Listen in the background. Whenever the line breaks, it is laid again."""
+        """Listen in the background, and again whenever the connection breaks."""
 
-        async def listening() -> None:
+        async def listen_forever() -> None:
             while True:
                 with contextlib.suppress(Exception):
                     await listen()
                 await asyncio.sleep(POLL_S)
 
         if name not in self._listeners:
-            task = asyncio.get_running_loop().create_task(listening(), name="limpet-listener")
+            task = asyncio.get_running_loop().create_task(listen_forever(), name="limpet-listener")
             self._listeners[name] = task
 
     # Connections --------------------------------------------------------------
@@ -329,141 +329,141 @@ class ServerEngine(GroupingEngine):
         if self._closed:
             return
         self._closed = True
-        self._bell.ring_all()
-        await self._finish_work()
+        self._wakeup.notify_all()
+        await self._finish_tasks()
         for listener in self._listeners.values():
             listener.cancel()
         await asyncio.gather(*self._listeners.values(), return_exceptions=True)
         while self._idle:
             with contextlib.suppress(Exception):
-                await self._leave(self._idle.pop())
+                await self._disconnect(self._idle.pop())
 
-    async def _connect(self) -> Any:
-        """A connection: one that lies idle here, or another."""
-        await self._room.acquire()
+    async def _acquire(self) -> Any:
+        """Take an idle connection, or open another."""
+        await self._free_slots.acquire()
         try:
             while self._idle:
                 connection = self._idle.pop()
-                if not self._is_cut(connection):
+                if not self._is_closed(connection):
                     return connection
-                self._cut(connection)
-            return await self._connect_anew()
+                self._abort(connection)
+            return await self._open_connection()
         except BaseException as error:
-            self._room.release()
+            self._free_slots.release()
             if isinstance(error, Exception):
-                raise self._translated(error) from error
+                raise self._translate(error) from error
             raise
 
     async def _release(self, connection: Any, *, lost: bool = False) -> None:
-        """Let others have a connection; one that was lost is nobody's any more."""
-        self._put_by(connection, lost=lost)
+        """Give a connection back; one that was lost is aborted."""
+        self._return_to_pool(connection, lost=lost)
 
-    def _put_by(self, connection: Any, *, lost: bool = False) -> None:
-        """The same, where nothing has to be waited for."""
+    def _return_to_pool(self, connection: Any, *, lost: bool = False) -> None:
+        """Do what `_release` does, for callers that cannot await."""
         if lost or self._closed:
-            # What goes wrong with a connection after its work is done is nobody's trouble.
+            # The work on the connection is done, so that an error here concerns no caller.
             with contextlib.suppress(Exception):
-                self._cut(connection)
+                self._abort(connection)
         else:
-            # Should it have been cut meanwhile, whoever takes it next will see.
+            # If the server has closed it meanwhile, `_acquire` will see that.
             self._idle.append(connection)
-        self._room.release()
+        self._free_slots.release()
 
-    def _connection(self) -> Lent:
-        """A connection, for as long as it is used."""
-        return Lent(self)
+    def _borrow_connection(self) -> BorrowedConnection:
+        """A connection for an ``async with``."""
+        return BorrowedConnection(self)
 
 
-class Lent:
-    """What `async with` needs to lend a connection. A decorated generator would take three times as long."""
+class BorrowedConnection:
+    """Acquires a connection and releases it. A decorated generator would take three times as long."""
 
-    __slots__ = ("_connection", "_lender")
+    __slots__ = ("_connection", "_engine")
 
-    def __init__(self, lender: ServerEngine) -> None:
-        self._lender = lender
+    def __init__(self, engine: ServerEngine) -> None:
+        self._engine = engine
 
     async def __aenter__(self) -> Any:
-        self._connection = await self._lender._connect()
+        self._connection = await self._engine._acquire()
         return self._connection
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        # Whoever is cancelled leaves an answer on the line that is for nobody.
-        lost = error is not None and (not isinstance(error, Exception) or self._lender._is_lost(error))
-        await self._lender._release(self._connection, lost=lost)
+        # After a cancellation, the reply to the interrupted request would be read as that of the next one.
+        lost = error is not None and (not isinstance(error, Exception) or self._engine._is_connection_lost(error))
+        await self._engine._release(self._connection, lost=lost)
 
 
 class Queue(Generic[T]):
-    """Calls that wait to travel together, those that see to it, and how many groups are on their way."""
+    """Calls that wait for their group, with the number of tasks that send groups and of groups in flight."""
 
-    __slots__ = ("travelling", "waiting", "workers")
+    __slots__ = ("in_flight", "waiting", "workers")
 
     def __init__(self) -> None:
         self.waiting: list[T] = []
         self.workers = 0
-        self.travelling = 0
+        self.in_flight = 0
 
     def take(self, size: int, at_once: int) -> list[T]:
-        """The next group: as many as may go, or half of many when another group can travel beside it."""
-        if at_once > 1 and not self.travelling and size >= SPLIT_MIN:
+        """Take the next group: ``size`` calls, or half of them if they are many and another group can be in flight."""
+        if at_once > 1 and not self.in_flight and size >= SPLIT_MIN:
             size = (size + 1) // 2
         group, self.waiting = self.waiting[:size], self.waiting[size:]
-        self.travelling += 1
+        self.in_flight += 1
         return group
 
 
-def _answer(answer: asyncio.Future[list[Any]], found: Sequence[Found]) -> None:
+def _resolve_read(future: asyncio.Future[list[Any]], found: Sequence[ReadResult]) -> None:
     for one in found:
         if isinstance(one, Exception):
-            answer.set_exception(one)
+            future.set_exception(one)
             return
-    answer.set_result(found if isinstance(found, list) else [*found])
+    future.set_result(found if isinstance(found, list) else [*found])
 
 
 class Ticket:
-    """One caller's place in the queue of commits."""
+    """One caller's batch in the queue of commits, and the future that the caller awaits."""
 
-    __slots__ = ("answer", "batch", "weight_bytes")
+    __slots__ = ("batch", "future", "weight_bytes")
 
-    def __init__(self, batch: Batch, answer: asyncio.Future[Commit | Refusal]) -> None:
+    def __init__(self, batch: Batch, future: asyncio.Future[Commit | Refusal]) -> None:
         self.batch = batch
-        self.answer = answer
+        self.future = future
         self.weight_bytes = 0
         for write in batch.writes:
             if type(write) is Put:
                 self.weight_bytes += weight_bytes(write)
 
     @property
-    def asked(self) -> Iterable[Write | Guard]:
-        """Everything that names an entry."""
+    def named_entries(self) -> Iterable[Write | Guard]:
+        """The writes and guards, each of which names an entry."""
         return (*self.batch.writes, *self.batch.guards)
 
 
 def weight_bytes(put: Put) -> int:
-    """What a put counts in totals: its key and its value."""
+    """The size that a put adds to totals: its key and its value."""
     key, stored = put.key, put.stored
     size_bytes = len(stored) - (stored[0] == 0) if type(stored) is bytes else codec.size_bytes(stored)
     return size_bytes + (len(key) if key.isascii() else len(key.encode()))
 
 
-def marked(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
-    """Each with the place of its last write in the group."""
-    mark = 0
+def with_last_positions(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
+    """Each ticket with the position of its last write in the group, counted from 1."""
+    position = 0
     for ticket in group:
-        mark += len(ticket.batch.writes)
-        yield mark, ticket
+        position += len(ticket.batch.writes)
+        yield position, ticket
 
 
 _NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
 
 
-def group_of(request_id: str) -> str:
-    """The name of the call in which a batch was first asked for; its own name if its caller gave it one."""
+def request_group(request_id: str) -> str:
+    """The group in which a batch was first sent, by its request id; the id itself if a caller chose it."""
     numbered = _NUMBERED.match(request_id)
     return numbered[1] if numbered else request_id
 
 
-def _group_size(queue: list[Ticket]) -> int:
-    """How many of those who wait go together: as many as one message to the server can well carry."""
+def _commit_group_size(queue: list[Ticket]) -> int:
+    """How many of the waiting commits go together: as many as one request can carry well."""
     total_bytes = 0
     for number, ticket in enumerate(queue[:GROUP_MAX]):
         total_bytes += ticket.weight_bytes
@@ -474,8 +474,8 @@ def _group_size(queue: list[Ticket]) -> int:
 
 # Forks ------------------------------------------------------------------------
 #
-# A connection cannot be used by two processes. A child leaves those of its parent alone, to the
-# point of never closing them, and makes its own when it next needs one.
+# Two processes cannot use one connection. A child leaves the connections of its parent alone, does not
+# even close them, and opens its own when it needs one.
 
 _engines: weakref.WeakSet[GroupingEngine] = weakref.WeakSet()
 _inherited: list[object] = []
@@ -484,7 +484,7 @@ _inherited: list[object] = []
 def _after_fork_in_child() -> None:
     for engine in list(_engines):
         _inherited.append(dict(vars(engine)))
-        engine._begin()
+        engine._init_process_state()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

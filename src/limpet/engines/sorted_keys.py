@@ -1,4 +1,4 @@
-"""Keys in the order of a scan, for maps that are kept in the memory of this process."""
+"""Keys in the order of a scan, for maps in the memory of this process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FRESH_MAX: Final = 64
 
 
 class SortedKeys:
-    """Keys in order, sorted when somebody asks. Writers only append."""
+    """The keys of a map in order. Writers only append; a scan sorts."""
 
     def __init__(self) -> None:
         self._sorted: list[str] = []
         self._fresh: list[str] = []
 
     def add(self, key: str) -> None:
-        """Take a key that is new in the map."""
-        # Beyond so many, sorting all of them again is quicker than putting each in its place.
+        """Add a key that is new in the map."""
+        # Beyond so many, sorting all keys again is quicker than inserting each.
         if len(self._fresh) <= FRESH_MAX:
             self._fresh.append(key)
 
@@ -42,10 +42,10 @@ class SortedKeys:
         return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
 
     def tidy(self, entries: Mapping[str, object]) -> None:
-        """Forget keys that are gone, when they are many."""
+        """Drop deleted keys when they are many."""
         if self._is_stale(entries):
             self._sorted, self._fresh = sorted(entries), []
 
     def _is_stale(self, entries: Mapping[str, object]) -> bool:
-        # A deleted key stays until somebody tidies, and comes twice when it was written again.
+        # A deleted key stays until `tidy`, and is there twice if it was written again.
         return len(self._sorted) + len(self._fresh) > 64 + 2 * len(entries)

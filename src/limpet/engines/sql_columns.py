@@ -22,7 +22,7 @@ _split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def as_text(stored: Stored | None) -> tuple[Kind | None, str | bytes | None]:
-    """A stored value as its kind and what is kept of it: JSON as text, bytes as bytes."""
+    """A stored value as its kind and its column: JSON as text, bytes as bytes."""
     if stored is None:
         return None, None
     if not isinstance(stored, bytes):
@@ -34,7 +34,7 @@ def as_text(stored: Stored | None) -> tuple[Kind | None, str | bytes | None]:
 
 
 def as_stored(kind: str, value: bytes) -> Stored:
-    """The stored value of this kind that `as_text` made these bytes of."""
+    """The stored value, from the kind and the column that `as_text` made of it."""
     if kind == "json":
         return value
     if kind == "bytes":

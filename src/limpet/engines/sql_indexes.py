@@ -1,8 +1,8 @@
-"""Indexes on a field as SQL: expressions over what a table holds of a value, and how they are searched.
+"""Indexes on a field as SQL: the indexed expressions, and the conditions that search them.
 
-`limpet.index` says what an index must find. A record is a JSON object in these tables, with its
-raw bytes wrapped (see `limpet.engines.sql_columns`); so a field is a number, a text or neither by its
-JSON type, and by what is in a wrapping. What is there but neither is the text ''.
+`limpet.index` defines what an index must find. A record is a JSON object in these tables, with its
+raw bytes wrapped (see `limpet.engines.sql_columns`). So a field is a number, a text or neither by its
+JSON type, or by the content of a wrapping. A field that is neither is indexed as the text ''.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TEXT_MAX = 200
 
 
 def literal(text: str) -> str:
-    """A text as SQL has it."""
+    """A text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 
 def quoted(identifier: str) -> str:
-    """A name as SQL has it."""
+    """A name as a quoted identifier of SQL."""
     return '"' + identifier.replace('"', '""') + '"'
 
 
@@ -44,12 +44,12 @@ def quoted(identifier: str) -> str:
 
 
 def sqlite_name(namespace: str, field: str) -> str:
-    """The name of an index. The length of the namespace tells where the field begins."""
+    """The name of an index. It contains the length of the namespace, so that the field can be split off."""
     return f"limpet_index {len(namespace)} {namespace} {field}"
 
 
 def sqlite_expression(field: str) -> str:
-    """What a field is in an index; NULL where there is none."""
+    """The indexed value of a field; NULL where the entry has no such field."""
     path = '$."' + field + '"'
     member = f"value, {literal(path)}"
     inner = literal(path + '."$text"')
@@ -68,14 +68,14 @@ def sqlite_expression(field: str) -> str:
 
 
 def sqlite_parts(wanted: IndexProbe) -> Iterator[tuple[str, list[Any]]]:
-    """The ranges that are sought, as conditions on the expression."""
+    """The ranges to search, as conditions on the expression."""
     field = sqlite_expression(wanted.name)
     if wanted.has_numbers:
         yield f"{field} >= ? AND {field} <= ? AND {field} < ''", [wanted.low, wanted.high]
-    if wanted.odd:
+    if wanted.all_texts:
         yield f"{field} >= ''", []
     for operand in wanted.texts:
-        # Its JSON functions end a text where U+0000 is.
+        # SQLite's JSON functions cut a text at U+0000.
         yield f"{field} = ?", [_text(operand).partition("\0")[0]]
 
 
@@ -83,12 +83,12 @@ def sqlite_parts(wanted: IndexProbe) -> Iterator[tuple[str, list[Any]]]:
 
 
 def postgres_name(namespace: str, field: str) -> str:
-    """The name that both indexes begin with: an identifier has room for 63 bytes."""
+    """The prefix of the names of both indexes: a hash, because an identifier has room for 63 bytes."""
     return "limpet_index_" + hashlib.sha256(f"{len(namespace)} {namespace} {field}".encode()).hexdigest()[:24]
 
 
 def postgres_expressions(field: str) -> tuple[str, str]:
-    """What a field is as a number and as a text; NULL where it is not."""
+    """The indexed values of a field as a number and as a text; NULL where it is not one."""
     name = literal(field)
     member, raw = f"(value -> {name})", f"(value -> {name} ->> '$text')"
     is_decimal = f"{raw} ~ '^-?[0-9]{{1,{DIGITS_MAX}}}$'"
@@ -106,22 +106,22 @@ def postgres_expressions(field: str) -> tuple[str, str]:
 
 
 def postgres_parts(wanted: IndexProbe, first: int) -> Iterator[tuple[str, list[Any]]]:
-    """The ranges that are sought, as conditions on an expression; operands are numbered from ``first``."""
+    """The ranges to search, as conditions on an expression; operands are numbered from ``first``."""
     number, text = postgres_expressions(wanted.name)
     if wanted.has_numbers:
         bounds = [(sign, bound) for sign, bound in ((">=", wanted.low), ("<=", wanted.high)) if math.isfinite(bound)]
         signs = [f"{number} {sign} ${first + at}::text::numeric" for at, (sign, _) in enumerate(bounds)]
         yield " AND ".join(signs) or f"{number} IS NOT NULL", [repr(bound) for _, bound in bounds]
-    if wanted.odd:
+    if wanted.all_texts:
         yield f"{text} IS NOT NULL", []
     elif wanted.texts:
-        # In jsonb, U+FFFD stands for U+0000.
+        # jsonb cannot hold U+0000; U+FFFD is stored instead.
         texts = [_text(operand).replace("\0", "\ufffd")[:TEXT_MAX] for operand in wanted.texts]
         yield f"{text} = ANY (${first}::text[])", [texts]
 
 
 def _text(operand: bytes) -> str:
-    """An encoded text as an index has it."""
+    """The text that an index has for an encoded operand; empty for bytes that are not UTF-8."""
     if operand[:1] != b"\0":
         decoded: str = codec.decode(operand)
         return decoded

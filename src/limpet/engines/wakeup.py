@@ -7,59 +7,59 @@ import threading
 
 from limpet.clock import call_on, wake
 
-__all__ = ["Bell"]
+__all__ = ["Wakeup"]
 
 
-class Bell:
-    """Wakes those who wait for changes of a namespace, in whatever loop or thread they and the writer are.
+class Wakeup:
+    """Wakes the waiters of a namespace, across event loops and threads.
 
-    A wait names the mark it saw before it looked at the log, so that a change made in
-    between is not slept through.
+    A waiter takes a token before it reads the log and waits with that token. A change committed between the two has
+    replaced the token, so the wait returns at once.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._marks: dict[str, object] = {}
+        self._tokens: dict[str, object] = {}
         self._waiting: dict[str, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]] = {}
         self._for_all = object()
 
-    def mark(self, namespace: str) -> object:
-        """What the latest ring left: another object after each."""
-        return self._marks.get(namespace, self._for_all)
+    def token(self, namespace: str) -> object:
+        """Identify the latest notification of a namespace: a new object after each."""
+        return self._tokens.get(namespace, self._for_all)
 
-    def ring(self, namespace: str) -> None:
-        """Wake everybody who waits for this namespace."""
-        # First the mark, then a look at who waits; who waits does it the other way round. So one
-        # of the two sees the other, and ringing for nobody needs no lock.
-        self._marks[namespace] = object()
+    def notify(self, namespace: str) -> None:
+        """Wake every waiter of this namespace."""
+        # Replace the token, then look for waiters; a waiter registers, then compares its token. Either the notifier or
+        # the waiter sees the other, so this takes no lock when no caller waits.
+        self._tokens[namespace] = object()
         if namespace in self._waiting:
             with self._lock:
                 waiting = self._waiting.pop(namespace, ())
-            for loop, sleeper in waiting:
-                call_on(loop, wake, sleeper)
+            for loop, waiter in waiting:
+                call_on(loop, wake, waiter)
 
-    def ring_all(self) -> None:
-        """Wake everybody, because an engine closes."""
+    def notify_all(self) -> None:
+        """Wake the waiters of all namespaces, because the engine closes."""
         self._for_all = object()
-        self._marks.clear()
+        self._tokens.clear()
         for namespace in list(self._waiting):
-            self.ring(namespace)
+            self.notify(namespace)
 
-    async def wait(self, namespace: str, mark: object, timeout_s: float) -> None:
-        """Wait until it rings past this mark, or the time is over. Needs a running loop."""
+    async def wait(self, namespace: str, token: object, timeout_s: float) -> None:
+        """Wait for a notification later than the token, or until the timeout. Needs a running loop."""
         loop = asyncio.get_running_loop()
-        sleeper: asyncio.Future[None] = loop.create_future()
+        waiter: asyncio.Future[None] = loop.create_future()
         with self._lock:
-            self._waiting.setdefault(namespace, []).append((loop, sleeper))
-        timer = loop.call_later(timeout_s, wake, sleeper)
+            self._waiting.setdefault(namespace, []).append((loop, waiter))
+        timer = loop.call_later(timeout_s, wake, waiter)
         try:
-            if self.mark(namespace) is mark:
-                await sleeper
+            if self.token(namespace) is token:
+                await waiter
         finally:
             timer.cancel()
             with self._lock:
                 waiting = self._waiting.get(namespace, [])
-                if (loop, sleeper) in waiting:
-                    waiting.remove((loop, sleeper))
+                if (loop, waiter) in waiting:
+                    waiting.remove((loop, waiter))
                 if not waiting:
                     self._waiting.pop(namespace, None)

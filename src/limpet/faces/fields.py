@@ -125,7 +125,7 @@ class StateStore:
     async def touch(self, key: str, ttl: float | timedelta | None) -> bool:
         """Change only how long a record lasts; None lets it last for ever. False when there is none."""
         store, name = self._place(key)
-        commit = await store.batch().touch(name, ttl)._briefly().commit()
+        commit = await store.batch().touch(name, ttl)._make_brief().commit()
         return commit.entries[0] is not None
 
     # Fields -------------------------------------------------------------------
@@ -149,7 +149,7 @@ class StateStore:
     ) -> None:
         """Write some fields and leave the others alone; None clears one. The record is made when there is none."""
         store, name = self._place(key)
-        draft = store.batch().set(name, _with_clearings(fields))._briefly()
+        draft = store.batch().set(name, _with_clearings(fields))._make_brief()
         await (draft if fence is None else draft.fence(fence)).commit()
 
     async def compare_and_swap(

@@ -1,10 +1,10 @@
 """Migrating: a schema from one revision to another, with everything that is stored.
 
 A migration happens whole or not at all, in one transaction, and one at a time: it takes SQLite's
-write lock, or on PostgreSQL the lock under which the engine makes the tables. Whoever comes second
-finds it done.
+write lock, or on PostgreSQL the lock under which the engine makes the tables. A second process that
+migrates at the same time finds it done.
 
-Nothing imports this but what migrates. It blocks; an event loop calls it in a thread.
+This module needs Alembic, so it is imported only to migrate. It blocks; an event loop calls it in a thread.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ CONNECT_S: Final = 10.0
 # In a text that is for any schema, this stands for the schema, quoted.
 _ANY_SCHEMA: Final = sa.quoted_name("{schema}", quote=False)
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('limpet ' || {}, 0))"
-# Nobody reads the answer, and SQLite has it since 3.35 only; the rest is for the eye.
+# The RETURNING clause is not needed, and SQLite has it only since 3.35; the rest is layout.
 _TIDIER: Final = [
     (re.compile(r" RETURNING [^\n]*version_num;$", re.MULTILINE), ";"),
     (re.compile(r"^-- Running upgrade .*-> (\w+)$", re.MULTILINE), r"-- Revision \1"),
     (re.compile(r"\n\)\n (?=WITH)"), "\n) "),
     (re.compile(r" +$", re.MULTILINE), ""),
 ]
-# Alembic's own state is the process's, so one thread at a time is in it.
+# Alembic keeps state for the whole process, so one thread at a time runs it.
 _alembic: Final = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class SqlitePlace:
-    """A file."""
+class SqliteTarget:
+    """A SQLite file."""
 
     path: str
 
@@ -77,8 +77,8 @@ class SqlitePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class PostgresPlace:
-    """A schema of a database. The source may hold a password, and is not shown."""
+class PostgresTarget:
+    """A schema of a PostgreSQL database. The source may hold a password, and is not shown."""
 
     source: str = field(repr=False)
     schema: str
@@ -90,27 +90,27 @@ class PostgresPlace:
         return self.shown
 
 
-Place = SqlitePlace | PostgresPlace
+SchemaTarget = SqliteTarget | PostgresTarget
 
 
-def found(place: Place) -> str | None:
-    """The revision that a schema is at, known or not; None where there are no tables."""
-    return _run(place, lambda connection: _current(connection, place), locks=False)
+def current_revision(target: SchemaTarget) -> str | None:
+    """The revision that a schema is at, known to this release or not; None without tables."""
+    return _run(target, lambda connection: _read_revision(connection, target), locks=False)
 
 
-def taken(place: Place) -> list[str]:
-    """The names of our views that something else has there."""
+def taken_names(target: SchemaTarget) -> list[str]:
+    """The names of our views that another table or view has there."""
 
     def work(connection: sa.Connection) -> list[str]:
-        if place.schema is None:
+        if target.schema is None:
             return list(connection.scalars(sa.text(TAKEN_ON_SQLITE)))
-        return list(connection.scalars(sa.text(TAKEN_ON_POSTGRES.format(schema=":schema")), {"schema": place.schema}))
+        return list(connection.scalars(sa.text(TAKEN_ON_POSTGRES.format(schema=":schema")), {"schema": target.schema}))
 
-    return _run(place, work, locks=False)
+    return _run(target, work, locks=False)
 
 
-def up(place: Place, target: str = REVISION) -> str | None:
-    """Migrate to a later revision, and tell which one it was at.
+def up(target: SchemaTarget, revision: str = REVISION) -> str | None:
+    """Migrate to a later revision, and return the one it was at.
 
     Raises:
         InvalidValue: There is no such revision, or it is an earlier one.
@@ -118,18 +118,18 @@ def up(place: Place, target: str = REVISION) -> str | None:
     """
 
     def work(connection: sa.Connection) -> str | None:
-        before = _current(connection, place)
-        _check_up(place, before, target)
-        if place.schema is not None and not sa.inspect(connection).has_schema(place.schema):
-            connection.execute(sa.schema.CreateSchema(place.schema))
-        command.upgrade(_config(place.schema, connection=connection), target)
+        before = _read_revision(connection, target)
+        _check_up(target, before, revision)
+        if target.schema is not None and not sa.inspect(connection).has_schema(target.schema):
+            connection.execute(sa.schema.CreateSchema(target.schema))
+        command.upgrade(_config(target.schema, connection=connection), revision)
         return before
 
-    return _run(place, work)
+    return _run(target, work)
 
 
-def down(place: Place, target: str) -> str | None:
-    """Migrate to an earlier revision, and tell which one it was at. ``base`` removes everything.
+def down(target: SchemaTarget, revision: str) -> str | None:
+    """Migrate to an earlier revision, and return the one it was at. ``base`` removes everything.
 
     Raises:
         InvalidValue: There is no such revision, or it is a later one.
@@ -137,19 +137,19 @@ def down(place: Place, target: str) -> str | None:
     """
 
     def work(connection: sa.Connection) -> str | None:
-        before = _current(connection, place)
-        _check_down(place, before, target)
-        command.downgrade(_config(place.schema, connection=connection), target)
-        if target == BASE:
-            # Nothing is left, so nothing is left to tell its revision.
-            sa.Table(VERSION_TABLE, sa.MetaData(), schema=place.schema).drop(connection)
+        before = _read_revision(connection, target)
+        _check_down(target, before, revision)
+        command.downgrade(_config(target.schema, connection=connection), revision)
+        if revision == BASE:
+            # Without tables there is no revision to record.
+            sa.Table(VERSION_TABLE, sa.MetaData(), schema=target.schema).drop(connection)
         return before
 
-    return _run(place, work)
+    return _run(target, work)
 
 
-def sql(place: Place, target: str = REVISION) -> str:
-    """What `up` would run, as a script; empty when there is nothing to do.
+def sql(target: SchemaTarget, revision: str = REVISION) -> str:
+    """The statements that `up` would run, as a script; empty when there is nothing to do.
 
     Raises:
         InvalidValue: There is no such revision, or it is an earlier one.
@@ -157,26 +157,26 @@ def sql(place: Place, target: str = REVISION) -> str:
     """
 
     def work(connection: sa.Connection) -> str:
-        before = _current(connection, place)
-        _check_up(place, before, target)
-        if before == target:
+        before = _read_revision(connection, target)
+        _check_up(target, before, revision)
+        if before == revision:
             return ""
-        text = _text(place.dialect, before, target)
-        if place.schema is None:
+        text = _render(target.dialect, before, revision)
+        if target.schema is None:
             return f"BEGIN IMMEDIATE;\n\n{text}\n\nCOMMIT;\n"
-        name, literal = (mark + place.schema.replace(mark, mark * 2) + mark for mark in ('"', "'"))
+        name, literal = (mark + target.schema.replace(mark, mark * 2) + mark for mark in ('"', "'"))
         head = f"BEGIN;\n\n{_LOCK.format(literal)};\n\n"
-        if not sa.inspect(connection).has_schema(place.schema):
+        if not sa.inspect(connection).has_schema(target.schema):
             head += f"CREATE SCHEMA {name};\n\n"
         return f"{head}{in_schema(text, name)}\n\nCOMMIT;\n"
 
-    return _run(place, work, locks=False)
+    return _run(target, work, locks=False)
 
 
-def rendered(engine: str) -> str:
-    """What makes an empty database ready, for ``sqlite`` or for any schema of ``postgres``."""
+def render(engine: str) -> str:
+    """The statements that make an empty database ready, for ``sqlite`` or for any schema of ``postgres``."""
     with _alembic:
-        return _text(SqlitePlace.dialect if engine == "sqlite" else PostgresPlace.dialect, None, REVISION)
+        return _render(SqliteTarget.dialect if engine == "sqlite" else PostgresTarget.dialect, None, REVISION)
 
 
 # For the revisions ------------------------------------------------------------
@@ -193,52 +193,52 @@ def schema_name() -> str | None:
 
 
 def run(statement: str) -> None:
-    """Run one statement as it is written, with the schema's name for ``{schema}``."""
+    """Run one statement as it is written, with the schema's name in place of ``{schema}``."""
     schema = schema_name()
     if schema is not None:
         statement = in_schema(statement, op.get_context().dialect.identifier_preparer.quote_schema(schema))
-    # A word behind a colon would be taken for a parameter.
+    # SQLAlchemy takes a word behind a colon for a parameter.
     op.execute(sa.text(statement.replace(":", r"\:")))
 
 
 # Inside -----------------------------------------------------------------------
 
 
-def _check_up(place: Place, before: str | None, target: str) -> None:
-    _check_known(place, before)
-    if target not in REVISIONS:
-        raise InvalidValue(f"there is no schema revision {target!r}: known: {', '.join(REVISIONS)}")
-    if before is not None and before > target:
-        raise InvalidValue(f"{place} is at schema revision {before}: 'limpet migrate down {target}' goes back")
+def _check_up(target: SchemaTarget, before: str | None, revision: str) -> None:
+    _check_known(target, before)
+    if revision not in REVISIONS:
+        raise InvalidValue(f"there is no schema revision {revision!r}: known: {', '.join(REVISIONS)}")
+    if before is not None and before > revision:
+        raise InvalidValue(f"{target} is at schema revision {before}: 'limpet migrate down {revision}' goes back")
 
 
-def _check_down(place: Place, before: str | None, target: str) -> None:
-    _check_known(place, before)
-    if target not in (BASE, *REVISIONS):
-        raise InvalidValue(f"there is no schema revision {target!r}: known: {', '.join((BASE, *REVISIONS))}")
+def _check_down(target: SchemaTarget, before: str | None, revision: str) -> None:
+    _check_known(target, before)
+    if revision not in (BASE, *REVISIONS):
+        raise InvalidValue(f"there is no schema revision {revision!r}: known: {', '.join((BASE, *REVISIONS))}")
     if before is None:
-        raise InvalidValue(f"{place} has no Limpet store in it")
-    if target != BASE and before < target:
-        raise InvalidValue(f"{place} is at schema revision {before}: 'limpet migrate up {target}' goes on")
+        raise InvalidValue(f"{target} has no Limpet store in it")
+    if revision != BASE and before < revision:
+        raise InvalidValue(f"{target} is at schema revision {before}: 'limpet migrate up {revision}' goes on")
 
 
-def _check_known(place: Place, before: str | None) -> None:
+def _check_known(target: SchemaTarget, before: str | None) -> None:
     if before is not None and before not in REVISIONS:
-        require(before, str(place))
+        require(before, str(target))
 
 
-def _current(connection: sa.Connection, place: Place) -> str | None:
-    options = {"version_table": VERSION_TABLE, "version_table_schema": place.schema}
+def _read_revision(connection: sa.Connection, target: SchemaTarget) -> str | None:
+    options = {"version_table": VERSION_TABLE, "version_table_schema": target.schema}
     return MigrationContext.configure(connection, opts=options).get_current_revision()
 
 
-def _text(dialect: str, before: str | None, target: str) -> str:
+def _render(dialect: str, before: str | None, revision: str) -> str:
     """The statements between two revisions, on PostgreSQL for any schema. The caller holds _alembic."""
     written = io.StringIO()
-    schema = None if dialect == SqlitePlace.dialect else _ANY_SCHEMA
+    schema = None if dialect == SqliteTarget.dialect else _ANY_SCHEMA
     config = _config(schema, dialect_name=dialect, literal_binds=True)
     config.output_buffer = written
-    command.upgrade(config, f"{before or BASE}:{target}", sql=True)
+    command.upgrade(config, f"{before or BASE}:{revision}", sql=True)
     text = written.getvalue()
     for pattern, better in _TIDIER:
         text = pattern.sub(better, text)
@@ -257,18 +257,18 @@ def _config(schema: str | None, **options: Any) -> Config:
     return config
 
 
-def _run(place: Place, work: Callable[[sa.Connection], T], *, locks: bool = True) -> T:
-    """Do some work in a transaction, which ends well or leaves nothing."""
-    with _alembic, _translating(place):
-        if isinstance(place, SqlitePlace):
-            return _run_on_sqlite(place, work, locks)
-        return asyncio.run(_run_on_postgres(place, work, locks))
+def _run(target: SchemaTarget, work: Callable[[sa.Connection], T], *, locks: bool = True) -> T:
+    """Run some work in a transaction, which is committed whole or rolled back."""
+    with _alembic, _translate_errors(target):
+        if isinstance(target, SqliteTarget):
+            return _run_on_sqlite(target, work, locks)
+        return asyncio.run(_run_on_postgres(target, work, locks))
 
 
-def _run_on_sqlite(place: SqlitePlace, work: Callable[[sa.Connection], T], locks: bool) -> T:
+def _run_on_sqlite(target: SqliteTarget, work: Callable[[sa.Connection], T], locks: bool) -> T:
     def connect() -> sqlite3.Connection:
-        # By name, so that a file that is not there is not made.
-        return sqlite3.connect(f"file:{quote(place.path)}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None)
+        # As a URI with mode=rw, so that a missing file is not made.
+        return sqlite3.connect(f"file:{quote(target.path)}?mode=rw", uri=True, timeout=BUSY_S, isolation_level=None)
 
     engine = sa.create_engine("sqlite://", creator=connect, poolclass=sa.NullPool)
     with engine.connect() as connection:
@@ -278,55 +278,55 @@ def _run_on_sqlite(place: SqlitePlace, work: Callable[[sa.Connection], T], locks
     return result
 
 
-async def _run_on_postgres(place: PostgresPlace, work: Callable[[sa.Connection], T], locks: bool) -> T:
-    # It brings the whole mapper of objects along, which takes a while and which a file does without.
+async def _run_on_postgres(target: PostgresTarget, work: Callable[[sa.Connection], T], locks: bool) -> T:
+    # This imports SQLAlchemy's whole ORM, which takes a while and which SQLite does not need.
     from sqlalchemy.ext.asyncio import create_async_engine
 
     arguments = {
-        "dsn": place.source,
+        "dsn": target.source,
         "timeout": CONNECT_S,
-        # Behind a pooler others have used this connection, and left statements under the usual names.
+        # Behind a pooler other clients may have left statements under the usual names on this connection.
         "prepared_statement_name_func": lambda: f"limpet_{uuid.uuid4().hex}",
     }
-    engine = create_async_engine(f"{place.dialect}://", connect_args=arguments, poolclass=sa.NullPool)
+    engine = create_async_engine(f"{target.dialect}://", connect_args=arguments, poolclass=sa.NullPool)
     async with engine.begin() as connection:
         if locks:
-            await connection.execute(sa.text(_LOCK.format(":schema")), {"schema": place.schema})
+            await connection.execute(sa.text(_LOCK.format(":schema")), {"schema": target.schema})
         return await connection.run_sync(work)
 
 
 @contextlib.contextmanager
-def _translating(place: Place) -> Iterator[None]:
-    """Errors of the tools and drivers as ours."""
+def _translate_errors(target: SchemaTarget) -> Iterator[None]:
+    """Raise errors of the tools and drivers as ours."""
     try:
         yield
     except LimpetError:
         raise
     except util.CommandError as error:
-        raise Corrupt(f"{place} cannot be migrated: {error}") from error
+        raise Corrupt(f"{target} cannot be migrated: {error}") from error
     except ModuleNotFoundError as error:
-        raise InvalidValue(f"migrating {place} needs {error.name}: pip install 'limpet[migrate,postgres]'") from error
+        raise InvalidValue(f"migrating {target} needs {error.name}: pip install 'limpet[migrate,postgres]'") from error
     except Exception as error:
         cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
-        raise _as_ours(cause, str(place)) from error
+        raise _translate(cause, str(target)) from error
 
 
 _PASSING: Final = ("SQLITE_BUSY", "SQLITE_LOCKED", "SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN", "SQLITE_NOMEM")
 
 
-def _as_ours(error: BaseException, shown: str) -> BaseException:
+def _translate(error: BaseException, shown: str) -> BaseException:
     state = getattr(error, "sqlstate", None) or ""
     name = getattr(error, "sqlite_errorname", None) or ""
-    # The first words only: what PostgreSQL says in detail shows rows.
-    words = str(error).partition("\nDETAIL:")[0].partition("\nHINT:")[0]
+    # Without DETAIL and HINT, in which PostgreSQL shows values of rows.
+    message = str(error).partition("\nDETAIL:")[0].partition("\nHINT:")[0]
     if state == "42501" or state.startswith("28") or name.startswith(("SQLITE_READONLY", "SQLITE_PERM")):
-        return PermissionDenied(f"{shown}: {words}")
+        return PermissionDenied(f"{shown}: {message}")
     if state.startswith("3D"):
-        return InvalidValue(f"{shown}: {words}")
+        return InvalidValue(f"{shown}: {message}")
     if name.startswith(_PASSING) or state[:2] in ("08", "40", "53", "55", "57", "58"):
-        return Unavailable(f"{shown} cannot be migrated now: {words}")
+        return Unavailable(f"{shown} cannot be migrated now: {message}")
     if isinstance(error, OSError):
         return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
     if state or name:
-        return Corrupt(f"{shown} cannot be migrated: {words}")
+        return Corrupt(f"{shown} cannot be migrated: {message}")
     return error

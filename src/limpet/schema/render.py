@@ -1,6 +1,6 @@
-"""Writing the static files: ``python -m limpet.schema.render``, after every change of a revision.
+"""Write the static files: ``python -m limpet.schema.render``, after every change of a revision.
 
-They are what an empty database is made from, so that opening one needs no tool for migrations.
+An empty database is made from them, so that opening one does not need Alembic.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from limpet.schema import REVISION
-from limpet.schema.migrate import rendered
+from limpet.schema.migrate import render
 
 ENGINES: Final = ("postgres", "sqlite")
 
 _HEADS: Final = {
     "postgres": f"""\
--- Limpet's tables on PostgreSQL, schema revision {REVISION}. The word in braces stands for the schema they are in.
+-- Limpet's tables on PostgreSQL, schema revision {REVISION}. The word in braces stands for their schema.
 -- Plain SQL can read all of it: a JSON value is jsonb, a record is a jsonb object of its fields.
 """,
     "sqlite": f"""\
@@ -26,8 +26,8 @@ _HEADS: Final = {
 
 
 def static(engine: str) -> str:
-    """The static file of an engine, as it should be."""
-    return f"{_HEADS[engine]}-- Written by python -m limpet.schema.render, from the migrations.\n\n{rendered(engine)}\n"
+    """The content of the static file of an engine."""
+    return f"{_HEADS[engine]}-- Written by python -m limpet.schema.render, from the migrations.\n\n{render(engine)}\n"
 
 
 def write(folder: Path) -> None:

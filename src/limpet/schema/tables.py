@@ -1,8 +1,8 @@
 """The tables as one description for both databases.
 
-A change of a table begins here. A new revision in `migrations/versions` then makes it in the
-databases that there are; it repeats what it needs, because a revision stays as it is when this
-description moves on. Tests hold the two to the same catalog.
+A change of a table begins here. A new revision in `migrations/versions` then makes it in existing
+databases; it repeats the columns it needs, because a revision must not change when this description
+does. Tests check that both make the same catalog.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 
-# Keys are ordered by code point, whatever the database was made for. SQLite does so by itself.
+# Keys are ordered by code point, whatever the collation of the database. SQLite does so by default.
 _NAME: Final = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 _NUMBER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
-# In SQLite any value may stand in such a column: JSON is text there, and raw bytes are a blob.
+# In SQLite such a column takes any value: JSON is text there, and raw bytes are a blob.
 _JSON: Final = sa.LargeBinary().with_variant(postgresql.JSONB(), "postgresql")
 
 
@@ -29,11 +29,11 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         metadata,
         _text("id"),
         _number("epoch"),
-        comment="One row: who this store is.",
+        comment="One row: the id and the epoch of this store.",
     )
 
-    # Names of requests that were asked for again, because nobody knew whether the first call had arrived, and
-    # when that was. Should it arrive now, it is too late. Here, because whoever writes has just read this row.
+    # The ids of superseded requests, and when their retries came: a first attempt that arrives after its retry is
+    # refused. They are in this row, because every writer has just read it.
     superseded = [sa.Column("superseded", postgresql.JSONB())] if on_postgres else []
     sa.Table(
         "limpet_namespaces",
@@ -49,8 +49,8 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         *superseded,
         # The fingerprint of the change at the floor, which is no longer in the log.
         _text("floor_print", nullable=True),
-        comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
-        # Updated by every commit. With room on its page, a row stays on it and no index hears of it.
+        comment="One row for each namespace: its counters. A writer holds its lock.",
+        # Every commit updates the row. With room on its page the new version stays there, and no index is updated.
         postgresql_with={"fillfactor": 20},
         sqlite_with_rowid=False,
     )
@@ -58,9 +58,9 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
     # SQLite keeps any value to the byte, in one column.
     stored: list[sa.Column[Any]] = []
     if on_postgres:
-        nearest = sa.Column("is_nearest", sa.Boolean)
-        stored = [sa.Column("stored", sa.LargeBinary, nullable=False), nearest, _number("size_bytes")]
-    # What the totals of the namespace have to give back for a value that was replaced.
+        is_lossy = sa.Column("is_lossy", sa.Boolean)
+        stored = [sa.Column("stored", sa.LargeBinary, nullable=False), is_lossy, _number("size_bytes")]
+    # The size of the replaced value, to subtract from the counters of the namespace.
     replaced = [sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")] if on_postgres else []
     entries = sa.Table(
         "limpet_entries",
@@ -80,7 +80,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _text("meta", nullable=True),
         *replaced,
         comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
-        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
+        " such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.",
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
     )
@@ -108,7 +108,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("updated_ms"),
         _number("expires_ms", nullable=True),
         _text("meta", nullable=True),
-        comment="The log. A value is here as it is stored, to the byte.",
+        comment="The log. A value is stored to the byte.",
         sqlite_with_rowid=False,
     )
     return metadata

@@ -12,24 +12,23 @@ from typing import Final
 import msgspec
 
 from limpet import codec
-from limpet.checks import check_filter, check_guard, check_number, check_write
+from limpet.checks import (
+    check_batch_limits,
+    check_filter,
+    check_guard,
+    check_number,
+    check_value_size,
+    check_write,
+)
 from limpet.codec import Stored
 from limpet.draft import digest_of
-from limpet.errors import InvalidKey, InvalidValue, LimpetError, ValueTooLarge
-from limpet.keys import (
-    BATCH_BYTES_MAX,
-    BATCH_GUARDS_MAX,
-    BATCH_WRITES_MAX,
-    KEY_BYTES_MAX,
-    Span,
-    check_key,
-)
+from limpet.errors import InvalidKey, InvalidValue, LimpetError
+from limpet.keys import KEY_BYTES_MAX, Span, check_key
 from limpet.model import (
     ABSENT,
     Add,
     Batch,
     Equals,
-    Expire,
     FieldEquals,
     Guard,
     HeldBy,
@@ -93,7 +92,7 @@ def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
         value_bytes_max: The largest value that this server takes.
         any_lock: Whether locks may be written in any form, and not only as `limpet.lock` does it.
     """
-    _check_counts(batch)
+    _check_envelope(batch)
     size_bytes = 0
     for write in batch.writes:
         size_bytes += _check_write(write, value_bytes_max)
@@ -101,10 +100,9 @@ def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
             raise InvalidValue("receipts are written by the engine alone")
         if write.family == "lock":
             _check_lock(write, any_lock)
-    if len(batch.writes) > 1 and size_bytes > BATCH_BYTES_MAX:
-        raise ValueTooLarge(batch.writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
     for guard in batch.guards:
         _check_guard(guard)
+    check_batch_limits(batch.guards, batch.writes, size_bytes=size_bytes, expiries_max=SWEEP_MAX)
     check_number(batch.value_bytes_max, "value_bytes_max")
     return msgspec.structs.replace(
         batch, digest=_extend_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
@@ -123,18 +121,10 @@ def _extend_digest(batch: Batch) -> bytes:
     return batch.digest + hashlib.blake2b(content + batch.digest, digest_size=16).digest()
 
 
-def _check_counts(batch: Batch) -> None:
-    expiries = sum(isinstance(write, Expire) for write in batch.writes)
-    if len(batch.writes) - expiries > BATCH_WRITES_MAX or expiries > SWEEP_MAX:
-        raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(batch.writes)}")
-    written = {(write.family, write.key) for write in batch.writes}
-    if len(written) < len(batch.writes):
-        raise InvalidValue("a batch writes each key at most once")
-    only_guarded = {(guard.family, guard.key) for guard in batch.guards} - written
-    if len(only_guarded) > BATCH_GUARDS_MAX or len(batch.guards) > GUARDS_MAX:
-        raise InvalidValue(
-            f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(only_guarded)}"
-        )
+def _check_envelope(batch: Batch) -> None:
+    """Check the members of a batch that a draft does not have. Its own limits are in `check_batch_limits`."""
+    if len(batch.guards) > GUARDS_MAX:
+        raise InvalidValue(f"a batch holds up to {GUARDS_MAX} guards, this one has {len(batch.guards)}")
     if batch.request_id is None:
         raise InvalidValue("a batch for a server has a request id, so that it can be repeated safely")
     check_key(batch.request_id)
@@ -152,8 +142,7 @@ def _check_write(write: Write, value_bytes_max: int) -> int:
     if isinstance(write, Put | Patch):
         stored = write.stored if isinstance(write, Put) else write.fields
         _check_canonical(write.key, stored)
-        if size_bytes > value_bytes_max:
-            raise ValueTooLarge(write.key, size_bytes=size_bytes, limit_bytes=value_bytes_max)
+        check_value_size(write.key, size_bytes, value_bytes_max)
     if isinstance(write, Put | Patch | Add) and isinstance(write.meta_json, bytes):
         _check_encoded(write.key, write.meta_json)
     return size_bytes

@@ -28,7 +28,7 @@ from limpet.engines.nats.messages import Message, Place
 from limpet.engines.nats.mirror import Alarms, Mirror
 from limpet.engines.nats.stream import Lost, Space, TooLate
 from limpet.engines.nats.writer import Writer
-from limpet.engines.wakeup import Bell
+from limpet.engines.wakeup import Wakeup
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.keys import Span
 from limpet.model import (
@@ -153,7 +153,7 @@ class NatsEngine:
         self._link: Link | None = None
         self._connecting: asyncio.Task[Link] | None = None
         self._spaces: dict[str, _Held] = {}
-        self._bell = Bell()
+        self._wakeup = Wakeup()
         self._busy = 0
         self._quiet: asyncio.Future[None] | None = None
 
@@ -212,7 +212,7 @@ class NatsEngine:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         while True:
-            mark = self._bell.mark(namespace)
+            token = self._wakeup.token(namespace)
             with self._at_work(namespace) as held:
                 await held.space.ensure()
                 await held.mirror.catch_up()
@@ -220,7 +220,7 @@ class NatsEngine:
             left = deadline - loop.time()
             if feed.changes or left <= 0:
                 return feed
-            await self._bell.wait(namespace, mark, min(left, POLL_S))
+            await self._wakeup.wait(namespace, token, min(left, POLL_S))
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -250,7 +250,7 @@ class NatsEngine:
         if self._closed:
             return
         self._closed = True
-        self._bell.ring_all()
+        self._wakeup.notify_all()
         if self._busy:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet
@@ -365,7 +365,7 @@ class NatsEngine:
 
     def changed(self, namespace: str) -> None:
         """Tell whoever waits for changes here."""
-        self._bell.ring(namespace)
+        self._wakeup.notify(namespace)
 
     # Work -----------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from limpet.commit.group import is_fault_of_one
 from limpet.commit.receipts import superseded_error
 from limpet.engine import Engine
 from limpet.engines.redis.connection import ANSWER_S, Line, lay
-from limpet.engines.server_engine import Found, Outcome, ServerEngine, Ticket, group_of
+from limpet.engines.server_engine import CommitResult, ReadResult, ServerEngine, Ticket, request_group
 from limpet.errors import (
     Compacted,
     Corrupt,
@@ -179,7 +179,7 @@ class RedisEngine(ServerEngine):
     _reads_at_once = 2
     _commits_at_once = 2
 
-    def __init__(self, pool: Any, shown: str, *, braces: bool = True, replicas: int = 0) -> None:
+    def __init__(self, pool: Any, display_name: str, *, braces: bool = True, replicas: int = 0) -> None:
         self.traits = Traits(engine="redis", durability="none", log="every", clock="server", inline=False)
         self._pool = pool
         self._braces = braces
@@ -191,7 +191,7 @@ class RedisEngine(ServerEngine):
         self._busy: set[str] = set()
         # Where the last read met something that a plain command cannot tell.
         self._needs_script: set[str] = set()
-        super().__init__(self._lay_line, shown)
+        super().__init__(self._lay_line, display_name)
 
     # The eight primitives, but for those that are shared ------------------------
 
@@ -237,7 +237,7 @@ class RedisEngine(ServerEngine):
         """See `Engine.status`."""
         self._check_open()
         revision, floor, keys, size_bytes, log_changes, log_bytes, *times = await self._run(namespace, "status")
-        now_ms = self._see_time(namespace, times[0])
+        now_ms = self._observe_time(namespace, times[0])
         return Status(
             store_id=self._store_id,
             epoch=self._epoch,
@@ -253,10 +253,10 @@ class RedisEngine(ServerEngine):
 
     # Reading ------------------------------------------------------------------
 
-    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+    async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         if family != "data" or namespace in self._needs_script:
             return await self._read_by_script(namespace, family, keys)
-        entries: list[Found] = []
+        entries: list[ReadResult] = []
         for key, text in zip(keys, await self._ask("HMGET", self._key(namespace, "data"), *keys), strict=True):
             entry = None if text is None else _entry(key, text)
             if entry is not None and _needs_script(entry):
@@ -265,7 +265,7 @@ class RedisEngine(ServerEngine):
             entries.append(entry)
         return entries
 
-    async def _read_by_script(self, namespace: str, family: Family, keys: list[str]) -> Sequence[Found]:
+    async def _read_by_script(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         """Read also what expires, by the server's time, and records with their fields."""
         texts = await self._run(namespace, "read", family, *keys)
         if family == "receipt":
@@ -275,7 +275,7 @@ class RedisEngine(ServerEngine):
             self._needs_script.discard(namespace)
         return found
 
-    async def _feed(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
+    async def _read_log(self, namespace: str, after: int, limit: int, span: Span | None) -> LogPage:
         before: str | None = None
         while True:
             asked = ("feed", after, limit, SLICE_BYTES_MAX)
@@ -303,18 +303,18 @@ class RedisEngine(ServerEngine):
         self._keep_listening(namespace, functools.partial(self._listen, namespace))
 
     async def _listen(self, namespace: str) -> None:
-        """Ring the bell whenever the stream of a namespace grows."""
+        """Wake the waiters of a namespace whenever its stream grows."""
         line, log = await self._lay_line(), self._key(namespace, "log")
         try:
             while True:
                 newest = await line.ask("XREVRANGE", log, "+", "-", "COUNT", 1)
                 # What was missed before is found by looking.
-                self._bell.ring(namespace)
+                self._wakeup.notify(namespace)
                 after, found = newest[0][0] if newest else "0-0", None
                 while not found:
                     found = await line.ask("XREAD", "BLOCK", LISTEN_MS, "COUNT", 1, "STREAMS", log, after)
         finally:
-            self._cut(line)
+            self._abort(line)
 
     # Epochs -------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class RedisEngine(ServerEngine):
         asked: list[Any] = []
         for one in wanted:
             texts = [_wire(text) for text in one.texts]
-            asked += [one.name, repr(one.low), repr(one.high), int(one.odd), len(texts), *texts]
+            asked += [one.name, repr(one.low), repr(one.high), int(one.all_texts), len(texts), *texts]
         found = await self._run(namespace, "candidates", CANDIDATES_MAX, *asked)
         return None if found is None else [key for key in map(bytes.decode, found) if key in span]
 
@@ -399,26 +399,26 @@ class RedisEngine(ServerEngine):
 
         def finish() -> None:
             self._busy.discard(namespace)
-            self._work.discard(finished)
+            self._tasks.discard(finished)
             finished.set_result(None)
 
         def heard(said: Any) -> None:
-            self._put_by(line)
+            self._return_to_pool(line)
             finish()
             if not answer.done():
                 answer.set_result(said)
 
         self._busy.add(namespace)
-        self._work.add(finished)
+        self._tasks.add(finished)
         try:
-            line = await self._connect()
+            line = await self._acquire()
         except BaseException:
             finish()
             raise
         line.send((*words, self._servers[line], since, name, body), heard)
         said = await answer
-        if isinstance(said, Exception) and self._is_lost(said):
-            raise self._unknown(f"{name}.1", since, said)
+        if isinstance(said, Exception) and self._is_connection_lost(said):
+            raise self._ambiguous(f"{name}.1", since, said)
         if isinstance(said, Exception) or said[0] not in (b"put", b"ok"):
             # Nothing was done. What is to be done about that is known there.
             return await super().commit(namespace, batch)
@@ -427,17 +427,17 @@ class RedisEngine(ServerEngine):
             raise outcome
         return outcome
 
-    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[Outcome]:
+    async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         # Those who had company will have it again, and gather for it.
         (self._busy.add if len(group) > 1 else self._busy.discard)(namespace)
         batches = [ticket.batch for ticket in group]
         puts = [put for batch in batches if (put := _plain_put(batch)) is not None]
         if len(puts) == len(batches):
             return await self._put(namespace, puts, batches, since)
-        outcomes: list[Outcome | None] = [None] * len(group)
+        outcomes: list[CommitResult | None] = [None] * len(group)
         waiting = list(range(len(group)))
         while waiting:
-            found: Sequence[Outcome | Batch]
+            found: Sequence[CommitResult | Batch]
             try:
                 found = await self._commit_batches(namespace, [batches[number] for number in waiting], since)
             except Exception as error:
@@ -460,30 +460,30 @@ class RedisEngine(ServerEngine):
             waiting = again
         return [outcome for outcome in outcomes if outcome is not None]
 
-    async def _put(self, namespace: str, puts: list[Put], batches: list[Batch], since: int) -> Sequence[Outcome]:
+    async def _put(self, namespace: str, puts: list[Put], batches: list[Batch], since: int) -> Sequence[CommitResult]:
         """Put plain values, the short way if the server finds that it can."""
         name = new_request_id()
         try:
             answer = await self._decide(namespace, "put", name, _put_body(puts))
         except _Lost as error:
-            return [self._unknown(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
+            return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
         try:
             return await self._put_outcomes(namespace, puts, batches, answer)
         except Exception as error:
             # It was done. An answer that cannot be understood is as good as none.
-            return [self._unknown(f"{name}.{number}", since, error) for number in range(1, len(puts) + 1)]
+            return [self._ambiguous(f"{name}.{number}", since, error) for number in range(1, len(puts) + 1)]
 
     async def _put_outcomes(
         self, namespace: str, puts: list[Put], batches: list[Batch], answer: Any
-    ) -> Sequence[Outcome]:
+    ) -> Sequence[CommitResult]:
         if answer[0] == b"put":
             commits = _put_commits(puts, *answer[1:])
-            self._changed(namespace, commits[-1].revision)
+            self._record_revision(namespace, commits[-1].revision)
             return commits
         found = await self._outcomes(namespace, batches, answer)
         return [outcome for outcome in found if not isinstance(outcome, Batch)]
 
-    async def _commit_batches(self, namespace: str, batches: list[Batch], since: int) -> list[Outcome | Batch]:
+    async def _commit_batches(self, namespace: str, batches: list[Batch], since: int) -> list[CommitResult | Batch]:
         """Let the server decide batches. One that it cannot decide comes back, to be asked for again."""
         name = new_request_id()
         causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
@@ -496,11 +496,11 @@ class RedisEngine(ServerEngine):
                 return [superseded_error()]
             return [one for batch in batches for one in await self._commit_batches(namespace, [batch], since)]
         except _Lost as error:
-            return [self._unknown(cause, since, error.__cause__) for cause in causes]
+            return [self._ambiguous(cause, since, error.__cause__) for cause in causes]
         try:
             return await self._outcomes(namespace, batches, answer)
         except Exception as error:
-            return [self._unknown(cause, since, error) for cause in causes]
+            return [self._ambiguous(cause, since, error) for cause in causes]
 
     async def _decide(self, namespace: str, verb: str, *parameters: Any) -> Any:
         """What the server answers to a group."""
@@ -508,31 +508,31 @@ class RedisEngine(ServerEngine):
         while True:
             sent, answer = False, None
             try:
-                async with self._connection() as line:
+                async with self._borrow_connection() as line:
                     server = self._servers[line]
                     sent = True
                     answer = await self._call(line, namespace, verb, server, seen, *parameters)
                     if answer[0] in (b"ok", b"put") and self._replicas:
                         await self._await_replicas(line)
             except Exception as error:
-                if answer is not None or (sent and self._is_lost(error)):
+                if answer is not None or (sent and self._is_connection_lost(error)):
                     raise _Lost from error
-                raise self._translated(error) from error
+                raise self._translate(error) from error
             if answer[0] == b"late":
                 raise _Late
             if answer[0] != b"lost":
                 return answer
             seen = await self._mend(namespace, seen)
 
-    async def _outcomes(self, namespace: str, batches: list[Batch], answer: Any) -> list[Outcome | Batch]:
+    async def _outcomes(self, namespace: str, batches: list[Batch], answer: Any) -> list[CommitResult | Batch]:
         _, at_ms, found = answer
         outcomes = [
             await self._outcome(namespace, batch, one, at_ms) for batch, one in zip(batches, found, strict=True)
         ]
-        self._changed(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
+        self._record_revision(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
-    async def _outcome(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> Outcome | Batch:
+    async def _outcome(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> CommitResult | Batch:
         """What became of a batch."""
         match found[0]:
             case b"done":
@@ -558,7 +558,7 @@ class RedisEngine(ServerEngine):
                 return Refusal("guard", guard.key, _found(batch, guard.key, found[2]), at_ms, guard=guard)
             case b"failed":
                 problem = found[1].decode()
-                return _from_server(self._shown, problem)
+                return _from_server(self._display_name, problem)
             case b"foreign":
                 place, kind, key = (word.decode() for word in found[1:])
                 return TypeMismatch(
@@ -579,11 +579,11 @@ class RedisEngine(ServerEngine):
     async def _mend(self, namespace: str, seen: int) -> int:
         """Raise the counter of a server that is another, or that forgot, beyond what anybody has seen of it."""
         try:
-            async with self._connection() as line:
+            async with self._borrow_connection() as line:
                 revision: int = await self._call(line, namespace, "mend", self._servers[line], seen)
         except Exception as error:
-            raise self._translated(error) from error
-        self._bell.ring(namespace)
+            raise self._translate(error) from error
+        self._wakeup.notify(namespace)
         return min(seen, revision)
 
     async def _await_replicas(self, line: Line) -> None:
@@ -596,11 +596,11 @@ class RedisEngine(ServerEngine):
     async def prepare(self, *, evicts: bool = False) -> None:
         """Look at the server: whether it may serve, and what its writes survive."""
         try:
-            async with self._connection() as line:
+            async with self._borrow_connection() as line:
                 role = await self._info(line, "replication", "role")
                 self.in_cluster = await self._info(line, "cluster", "cluster_enabled") == "1"
                 if role != "master" and not self.in_cluster:
-                    raise Unavailable(f"{self._shown} is a replica, which takes no writes")
+                    raise Unavailable(f"{self._display_name} is a replica, which takes no writes")
                 policy = await self._info(line, "memory", "maxmemory_policy")
                 limit = await self._info(line, "memory", "maxmemory")
                 appends = await self._info(line, "persistence", "aof_enabled") == "1"
@@ -609,10 +609,10 @@ class RedisEngine(ServerEngine):
                 if sync == "always" and await self._setting(line, "no-appendfsync-on-rewrite", "no") == "yes":
                     sync = "no"
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
         if policy.startswith("allkeys") and limit != "0" and not evicts:
             raise InvalidValue(
-                f"{self._shown} forgets keys when its memory is full (maxmemory-policy {policy}): "
+                f"{self._display_name} forgets keys when its memory is full (maxmemory-policy {policy}): "
                 "set noeviction, or give ?eviction=allow"
             )
         self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
@@ -633,7 +633,7 @@ class RedisEngine(ServerEngine):
         try:
             self._servers[line] = await self._info(line, "replication", "master_replid")
         except BaseException:
-            self._cut(line)
+            self._abort(line)
             raise
         return line
 
@@ -656,18 +656,18 @@ class RedisEngine(ServerEngine):
     async def _ask(self, *words: Any) -> Any:
         """Say a command that may be said again."""
         try:
-            async with self._connection() as line:
+            async with self._borrow_connection() as line:
                 return await line.ask(*words)
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
     async def _run(self, namespace: str, *parameters: Any) -> Any:
         """Call the script for something that may be asked again."""
         try:
-            async with self._connection() as line:
+            async with self._borrow_connection() as line:
                 return await self._call(line, namespace, *parameters)
         except Exception as error:
-            raise self._translated(error) from error
+            raise self._translate(error) from error
 
     async def _call(self, line: Line, namespace: str, verb: str, *parameters: Any) -> Any:
         words = self._words(namespace, verb, *parameters)
@@ -690,39 +690,39 @@ class RedisEngine(ServerEngine):
     def _prefix(self, namespace: str) -> str:
         return f"{{{namespace}}}:" if self._braces else f"{namespace}:"
 
-    async def _leave(self, connection: Line) -> None:
-        self._cut(connection)
+    async def _disconnect(self, connection: Line) -> None:
+        self._abort(connection)
         # The transport closes its socket in the next turn of the loop, which may be the last.
         await asyncio.sleep(0)
 
-    def _cut(self, connection: Line) -> None:
+    def _abort(self, connection: Line) -> None:
         self._servers.pop(connection, None)
         connection.cut()
 
-    def _is_cut(self, connection: Line) -> bool:
+    def _is_closed(self, connection: Line) -> bool:
         return connection.is_cut
 
-    def _is_lost(self, error: BaseException) -> bool:
+    def _is_connection_lost(self, error: BaseException) -> bool:
         if isinstance(error, exceptions.ResponseError | exceptions.ReadOnlyError | exceptions.BusyLoadingError):
             return False
         return isinstance(error, exceptions.ConnectionError | exceptions.TimeoutError | OSError | TimeoutError)
 
-    def _meaning(self, error: Exception) -> Exception:
-        shown = self._shown
+    def _translate_driver_error(self, error: Exception) -> Exception:
+        display_name = self._display_name
         match error:
             case exceptions.AuthenticationError() | exceptions.NoPermissionError():
-                return PermissionDenied(f"{shown}: {error}")
+                return PermissionDenied(f"{display_name}: {error}")
             case exceptions.AskError():
-                return Unavailable(f"{shown}: the namespace has moved to another server of the cluster")
+                return Unavailable(f"{display_name}: the namespace has moved to another server of the cluster")
             case exceptions.ReadOnlyError() | exceptions.BusyLoadingError() | exceptions.OutOfMemoryError():
-                return Unavailable(f"{shown}: {error}")
+                return Unavailable(f"{display_name}: {error}")
             case exceptions.ResponseError():
                 problem = str(error)
                 # It stays the cause of ours, and whoever logs that prints it.
                 error.args = (_without_arguments(problem),)
-                return _from_server(shown, problem)
+                return _from_server(display_name, problem)
             case exceptions.RedisError() | OSError() | TimeoutError():
-                return Unavailable(f"{shown} cannot be reached now: {type(error).__name__}")
+                return Unavailable(f"{display_name} cannot be reached now: {type(error).__name__}")
             case _:
                 return error
 
@@ -735,12 +735,12 @@ _PASSING: Final = re.compile(
 _FOREIGN: Final = re.compile(r"\bWRONGTYPE\b|user_script|Error running script")
 
 
-def _from_server(shown: str, problem: str) -> LimpetError:
+def _from_server(display_name: str, problem: str) -> LimpetError:
     """What the server says, by the words in it that stay the same. A script hands on what its commands are told.
 
     What is not known here is Unavailable, as is a command that an operator took away.
     """
-    text = f"{shown}: {_without_arguments(problem)}"
+    text = f"{display_name}: {_without_arguments(problem)}"
     if _FORBIDDEN.search(problem):
         return PermissionDenied(text)
     return Corrupt(text) if _FOREIGN.search(problem) and not _PASSING.search(problem) else Unavailable(text)
@@ -830,7 +830,7 @@ def _asked(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
                 return ["expire", *place, write.revision]
 
     since = -1 if batch.retry_since is None else batch.retry_since
-    name = group_of(batch.request_id) if since >= 0 and batch.request_id else group
+    name = request_group(batch.request_id) if since >= 0 and batch.request_id else group
     guards, writes = [guarded(guard) for guard in batch.guards], [written(write) for write in batch.writes]
     digest = batch.digest.hex()
     return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes, batch.is_brief]

@@ -1,8 +1,8 @@
-"""Copies of a SQLite store: a backup of one that is in use, and a store made from a backup.
+"""Copies of a SQLite store: a backup of a store in use, and a store restored from a backup.
 
-A backup is one file, taken of a single moment while others read and write. What is made from it is in a new epoch
-and counts on above every revision that the store may have given since the backup: a position, an entry or a token from
-the time that the backup does not know then matches nothing.
+A backup is one file that shows a single moment, taken while others read and write. A restored store is in a new epoch,
+and its revisions continue above all that the store may have given since the backup. So a position, an entry or a token
+from the time after the backup matches nothing in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from limpet.schema import VERSION_TABLE, is_behind, require
 __all__ = ["Copy", "Progress", "back_up", "restore"]
 
 Progress = Callable[[int, int], None]
-"""Is told how many pages were copied, and of how many."""
+"""Called with the number of pages copied and the number of all pages."""
 
 PAGES: Final = 2_048
 BUSY_S: Final = 5.0
@@ -33,13 +33,13 @@ _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 
 
 class Copy(NamedTuple):
-    """What a copy holds.
+    """A finished copy.
 
     Attributes:
         size_bytes: The size of the file.
         namespaces: How many namespaces are in it.
         epoch: The epoch of the store.
-        aside: Where the file is that was in its place.
+        aside: The new name of the file that the copy replaced.
     """
 
     size_bytes: int
@@ -52,89 +52,89 @@ def back_up(source: Path, target: Path, *, force: bool = False, progress: Progre
     """Copy a store that may be in use into a file of its own.
 
     Raises:
-        InvalidValue: There is a file already, or the source is no store.
-        Unavailable: There is no room, or the source is locked for long.
+        InvalidValue: The target exists, or the source is not a store.
+        Unavailable: The disk is full, or the source stays locked.
     """
     if target.exists() and not force:
-        raise InvalidValue(f"{target} is there already: give another name, or --force to replace it")
+        raise InvalidValue(f"{target} exists already: give another name, or --force to replace it")
     _refuse_journals(target)
-    with _translated(target), _reading(source, "mode=rw") as store:
+    with _translate_errors(target), _open_snapshot(source, "mode=rw") as store:
         found = _identify(store, source)
-        with _spare(target) as spare:
-            _copy(store, spare, 0o600, progress)
+        with _unfinished_file(target) as unfinished:
+            _copy(store, unfinished, 0o600, progress)
             if force:
-                os.replace(spare, target)
+                os.replace(unfinished, target)
             else:
-                _give_name(spare, target)
-        _settle(target)
+                _rename_to_free(unfinished, target)
+        _sync_folder(target)
     return Copy(target.stat().st_size, len(found.revisions), found.epoch)
 
 
 def restore(backup: Path, target: Path, *, skip: int, progress: Progress = lambda *_: None) -> Copy:
-    """Make a store from a backup, in a new epoch, and keep the file that was in its place.
+    """Make a store from a backup, in a new epoch, and keep the file that it replaces under another name.
 
-    Each namespace goes on ``skip`` revisions above the highest that the backup or that file has.
+    Each namespace continues ``skip`` revisions above the highest in the backup and in the replaced file.
 
     Raises:
-        InvalidValue: The backup is no store, or is the very file to be restored.
+        InvalidValue: The backup is not a store, or is the target itself.
         Corrupt: The backup is damaged.
-        Unavailable: Somebody has the store open, or there is no room.
+        Unavailable: A process has the store open, or the disk is full.
     """
-    # What a symbolic link leads to is restored, and the link stays.
+    # Replace the file that a symbolic link points to, not the link.
     target = target.resolve()
     if target.exists() and os.path.samefile(backup, target):
         raise InvalidValue(f"{backup} is the store itself, and cannot be restored from itself")
-    with _translated(target), _alone(target) as present:
-        before = _Found(0, {}) if present is None else _identify(present, target)
-        with _reading(backup, _as_backup(backup)) as saved, _spare(target) as spare:
+    with _translate_errors(target), _open_alone(target) as present:
+        before = _StoreState(0, {}) if present is None else _identify(present, target)
+        with _open_snapshot(backup, _backup_options(backup)) as saved, _unfinished_file(target) as unfinished:
             found = _identify(saved, backup)
-            _copy(saved, spare, 0o600, progress)
+            _copy(saved, unfinished, 0o600, progress)
             epoch = 1 + max(found.epoch, before.epoch)
-            _raise(spare, epoch, _raised(found, before, skip))
-            aside = _put_in_place(spare, target)
+            _raise_epoch(unfinished, epoch, _next_revisions(found, before, skip))
+            aside = _replace_target(unfinished, target)
     return Copy(target.stat().st_size, len({*found.revisions, *before.revisions}), epoch, aside)
 
 
 # What a file holds ------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _StoreState(NamedTuple):
     """The store in a file: its epoch, and the revision and the time of each namespace."""
 
     epoch: int
     revisions: dict[str, tuple[int, int]]
 
 
-def _identify(connection: sqlite3.Connection, shown: Path) -> _Found:
+def _identify(connection: sqlite3.Connection, shown: Path) -> _StoreState:
     ours = connection.execute("SELECT count(*) FROM sqlite_master WHERE name IN ('limpet_store', ?)", (VERSION_TABLE,))
     if ours.fetchone() != (2,):
-        raise InvalidValue(f"{shown} is a SQLite database, and no Limpet store")
+        raise InvalidValue(f"{shown} is a SQLite database, but not a Limpet store")
     revision = connection.execute(f"SELECT version_num FROM {VERSION_TABLE}").fetchone()
     if revision is None or not is_behind(revision[0]):
         require(None if revision is None else revision[0], str(shown))
     identity = connection.execute("SELECT id, epoch FROM limpet_store").fetchone()
     if identity is None:
-        raise Corrupt(f"{shown} does not say what store it is: its table limpet_store is empty")
+        raise Corrupt(f"{shown} has no store id: its table limpet_store is empty")
     rows = connection.execute("SELECT namespace, revision, at_ms FROM limpet_namespaces")
-    return _Found(identity[1], {namespace: (number, at_ms) for namespace, number, at_ms in rows})
+    return _StoreState(identity[1], {namespace: (number, at_ms) for namespace, number, at_ms in rows})
 
 
-def _raised(found: _Found, before: _Found, skip: int) -> dict[str, tuple[int, int]]:
-    """Where each namespace goes on: above all that either file has given, and at no earlier time."""
+def _next_revisions(found: _StoreState, before: _StoreState, skip: int) -> dict[str, tuple[int, int]]:
+    """The revision and the time at which each namespace continues: above and after both files."""
     nothing = (0, 0)
-    raised = {}
+    next_revisions = {}
     for namespace in {*found.revisions, *before.revisions}:
         one, other = found.revisions.get(namespace, nothing), before.revisions.get(namespace, nothing)
-        raised[namespace] = (max(one[0], other[0]) + skip, max(one[1], other[1]))
-    return raised
+        next_revisions[namespace] = (max(one[0], other[0]) + skip, max(one[1], other[1]))
+    return next_revisions
 
 
-def _raise(file: Path, epoch: int, raised: dict[str, tuple[int, int]]) -> None:
+def _raise_epoch(file: Path, epoch: int, next_revisions: dict[str, tuple[int, int]]) -> None:
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as store:
         store.execute("BEGIN IMMEDIATE")
         store.execute("UPDATE limpet_store SET epoch = ?", (epoch,))
-        for namespace, (revision, at_ms) in raised.items():
-            # Of a namespace that the backup does not have, all changes are gone.
+        for namespace, (revision, at_ms) in next_revisions.items():
+            # A namespace that is not in the backup has lost all its changes.
             store.execute(
                 "INSERT INTO limpet_namespaces (namespace, revision, floor, at_ms, keys, size_bytes, log_changes,"
                 " log_bytes) VALUES (?1, ?2, ?2, ?3, 0, 0, 0, 0)"
@@ -148,31 +148,31 @@ def _raise(file: Path, epoch: int, raised: dict[str, tuple[int, int]]) -> None:
 
 
 @contextlib.contextmanager
-def _reading(file: Path, how: str) -> Iterator[sqlite3.Connection]:
-    """A file of one moment, whatever others write to it."""
-    uri = f"file:{quote(str(file.absolute()))}?{how}"
+def _open_snapshot(file: Path, options: str) -> Iterator[sqlite3.Connection]:
+    """Open a file in a read transaction, which shows one moment whatever others write."""
+    uri = f"file:{quote(str(file.absolute()))}?{options}"
     with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_S)) as connection:
         connection.execute("BEGIN")
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         yield connection
 
 
-def _as_backup(file: Path) -> str:
-    """How a backup is read: as it is, unless there is a journal beside it that belongs to it."""
-    # SQLite would make a journal for a plain copy of a store, and leave it there.
+def _backup_options(file: Path) -> str:
+    """The options to read a backup with: immutable, unless a journal beside it belongs to it."""
+    # Without immutable, SQLite would make a journal beside a backup and leave it there.
     is_whole = not any(Path(f"{file}{journal}").exists() for journal in _JOURNALS)
     return "mode=ro&immutable=1" if is_whole else "mode=ro"
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[sqlite3.Connection | None]:
-    """The store in a file, while nobody else has it open; None where there is none that can be read."""
+def _open_alone(file: Path) -> Iterator[sqlite3.Connection | None]:
+    """Open the store in a file that no other process has open; None if there is no readable store."""
     if not file.exists():
         yield None
         return
     with contextlib.closing(sqlite3.connect(file, isolation_level=None, timeout=BUSY_S)) as connection:
         try:
-            # Whoever has the file open holds a lock on its write-ahead log. Giving that up needs all of them gone.
+            # Every process that has the file open holds a lock on its WAL, so this fails until all have closed it.
             connection.execute("PRAGMA journal_mode = DELETE").fetchone()
             connection.execute("BEGIN EXCLUSIVE")
             _identify(connection, file)
@@ -183,31 +183,31 @@ def _alone(file: Path) -> Iterator[sqlite3.Connection | None]:
                 ) from error
             raise
         except (sqlite3.DatabaseError, Corrupt):
-            # That may be why a backup is restored.
+            # A damaged store may be the reason for the restore.
             yield None
             return
         yield connection
 
 
 @contextlib.contextmanager
-def _spare(target: Path) -> Iterator[Path]:
-    """A name beside the target for what is not finished yet."""
-    spare = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+def _unfinished_file(target: Path) -> Iterator[Path]:
+    """A temporary name beside the target. The file is removed unless it was renamed."""
+    unfinished = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
     try:
-        yield spare
+        yield unfinished
     finally:
         for journal in ("", *_JOURNALS):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{spare}{journal}")
+                os.unlink(f"{unfinished}{journal}")
 
 
 def _copy(source: sqlite3.Connection, file: Path, mode: int, progress: Progress) -> None:
-    """Copy what a connection reads into a new file, look whether it is whole, and see it on the disk."""
+    """Copy the database of a connection into a new file, check it, and sync it to disk."""
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as copy:
-        # The source is in a transaction: so all pages are of one moment, and writers do not make it begin again.
+        # The source is in a transaction, so all pages show one moment and a writer does not restart the copy.
         source.backup(copy, pages=PAGES, progress=lambda _, left, total: progress(total - left, total))
-        # One file, without a journal beside it that could be forgotten.
+        # A single file, without a journal that could be forgotten.
         copy.execute("PRAGMA journal_mode = DELETE").fetchone()
         problems = [row[0] for row in copy.execute("PRAGMA quick_check(3)")]
     if problems != ["ok"]:
@@ -216,22 +216,22 @@ def _copy(source: sqlite3.Connection, file: Path, mode: int, progress: Progress)
         os.fsync(written.fileno())
 
 
-def _put_in_place(spare: Path, target: Path) -> Path | None:
-    """Give the finished file its name. The one that had it gets another, and whose it is stays as it was."""
+def _replace_target(unfinished: Path, target: Path) -> Path | None:
+    """Replace the target by the finished file, with the same owner and mode. Return the new name of the old file."""
     if not target.exists():
-        _give_name(spare, target)
-        _settle(target)
+        _rename_to_free(unfinished, target)
+        _sync_folder(target)
         return None
     present = target.stat()
-    os.chmod(spare, present.st_mode & 0o777)
+    os.chmod(unfinished, present.st_mode & 0o777)
     if os.geteuid() == 0:
-        os.chown(spare, present.st_uid, present.st_gid)
+        os.chown(unfinished, present.st_uid, present.st_gid)
     moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     aside = target.with_name(f"{target.name}.before-restore-{moment}")
     while aside.exists():
         aside = target.with_name(f"{aside.name}-again")
     try:
-        # So there is no moment without a file of this name: whoever opened it then would make an empty one.
+        # A link, not a rename, so that the target always exists: a process that found none would make an empty store.
         os.link(target, aside)
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -240,31 +240,33 @@ def _put_in_place(spare: Path, target: Path) -> Path | None:
     for journal in _JOURNALS:
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{target}{journal}", f"{aside}{journal}")
-    os.replace(spare, target)
-    _settle(target)
+    os.replace(unfinished, target)
+    _sync_folder(target)
     return aside
 
 
-def _give_name(spare: Path, target: Path) -> None:
-    """Give a file a name that no other has."""
+def _rename_to_free(unfinished: Path, target: Path) -> None:
+    """Rename a file to a name that no file has."""
     try:
-        # Unlike a rename, a link never takes the place of a file that somebody made meanwhile.
-        os.link(spare, target)
+        # Unlike a rename, a link never replaces a file that another process made meanwhile.
+        os.link(unfinished, target)
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        os.rename(spare, target)
+        os.rename(unfinished, target)
 
 
 def _refuse_journals(target: Path) -> None:
-    """A journal beside a file says that it is a store in use, and would be taken for the copy's own."""
+    """Refuse a target with a journal: it is a store in use, and SQLite would apply its journal to the copy."""
     for journal in _JOURNALS:
         if Path(f"{target}{journal}").exists():
-            raise InvalidValue(f"{target} is a store in use: {target.name}{journal} is beside it. Give another name")
+            raise InvalidValue(
+                f"{target} is a store in use, because {target.name}{journal} is beside it: give another name"
+            )
 
 
-def _settle(file: Path) -> None:
-    """See the name of a file on the disk."""
+def _sync_folder(file: Path) -> None:
+    """Sync the folder of a file, and so its name, to disk."""
     folder = os.open(file.absolute().parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -273,18 +275,20 @@ def _settle(file: Path) -> None:
 
 
 @contextlib.contextmanager
-def _translated(target: Path) -> Iterator[None]:
-    """Errors of files and of SQLite as ours. Nothing was put in the place of anything then."""
+def _translate_errors(target: Path) -> Iterator[None]:
+    """Raise errors of files and of SQLite as ours. No file was replaced then."""
     try:
         yield
     except FileExistsError as error:
-        raise InvalidValue(f"{target} was made by somebody else meanwhile: look at it, and choose") from error
+        raise InvalidValue(
+            f"{target} was made by another process meanwhile: give another name, or remove it"
+        ) from error
     except (FileNotFoundError, NotADirectoryError) as error:
         raise InvalidValue(f"cannot write {target}: {error.strerror}") from error
     except PermissionError as error:
         raise PermissionDenied(f"cannot write {target}: {error.strerror}") from error
     except OSError as error:
-        reason = "there is no room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
         raise Unavailable(f"cannot write {target}: {reason}") from error
     except sqlite3.OperationalError as error:
         raise Unavailable(f"cannot copy now: {error}") from error

@@ -1,28 +1,29 @@
--- The time that decides. now() would be that of the start of a transaction, which may have waited.
+-- The time of a commit. now() is the start of the transaction, which may have waited since.
 CREATE FUNCTION {schema}.limpet_now_ms() RETURNS bigint LANGUAGE sql VOLATILE
 RETURN floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint;
 
--- A value to the byte, of what a driver sends: JSON as it is, raw bytes in hexadecimal. Stable, because
--- convert_to is no more than that: as an immutable function it would not become part of its callers' plans.
+-- The exact bytes of a value that a driver sends: JSON as it is, raw bytes in hexadecimal. STABLE, because
+-- convert_to is: PostgreSQL would not inline an IMMUTABLE function that calls it.
 CREATE FUNCTION {schema}.limpet_stored(kind text, sent text) RETURNS bytea LANGUAGE sql STABLE
 RETURN CASE kind WHEN 'bytes' THEN decode(sent, 'hex') ELSE convert_to(sent, 'UTF8') END;
 
--- Take the place of the writer of a namespace, to the end of the transaction. Its time is the clock's, or the latest that
--- was recorded there, or that the caller has seen.
-CREATE FUNCTION {schema}.limpet_take(ns text, seen_ms bigint DEFAULT 0) RETURNS {schema}.limpet_namespaces LANGUAGE plpgsql VOLATILE AS $$
+-- Lock the row of a namespace to the end of the transaction: the namespace has one writer at a time. The time is the
+-- latest of the clock, the time recorded there, and the time that the caller has seen.
+CREATE FUNCTION {schema}.limpet_take(ns text, seen_ms bigint DEFAULT 0) RETURNS {schema}.limpet_namespaces
+LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
-    tally {schema}.limpet_namespaces;
+    counters {schema}.limpet_namespaces;
 BEGIN
-    SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
+    SELECT * INTO counters FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     IF NOT FOUND THEN
         INSERT INTO {schema}.limpet_namespaces VALUES (ns, 0, 0, 0, 0, 0, 0, 0, NULL) ON CONFLICT DO NOTHING;
-        SELECT * INTO tally FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
+        SELECT * INTO counters FROM {schema}.limpet_namespaces n WHERE n.namespace = ns FOR UPDATE;
     END IF;
-    tally.at_ms := greatest(tally.at_ms, {schema}.limpet_now_ms(), seen_ms);
-    RETURN tally;
+    counters.at_ms := greatest(counters.at_ms, {schema}.limpet_now_ms(), seen_ms);
+    RETURN counters;
 END $$;
 
--- Take the place of the writer, and read what is under these keys, expired or not.
+-- Lock the row of a namespace, and read the entries under these keys, expired or not.
 CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[], seen_ms bigint DEFAULT 0)
 RETURNS TABLE (
     last_revision bigint, floor bigint, at_ms bigint, key_count bigint, size_bytes bigint, log_changes bigint,
@@ -35,7 +36,7 @@ DECLARE
     taken {schema}.limpet_namespaces;
 BEGIN
     taken := {schema}.limpet_take(ns, seen_ms);
-    -- A statement of its own: it sees what was committed while the one above waited.
+    -- A separate statement, because it must see what was committed while the one above waited.
     RETURN QUERY
     SELECT taken.revision, taken.floor, taken.at_ms, taken.keys, taken.size_bytes, taken.log_changes, taken.log_bytes,
         a.family, a.key, e.kind, e.stored, e.version, e.revision,
@@ -47,33 +48,33 @@ BEGIN
     ) AS e ON true;
 END $$;
 
--- Write what a client decided while it held the place of the writer. Each row is what a change
--- left of its entry, in order; a row without a revision is a receipt, which is kept but not logged.
+-- Write what a client planned while it held the lock of limpet_hold. Each row is an entry as a change
+-- left it, in order; a row without a revision is a receipt, which is stored but not logged.
 CREATE FUNCTION {schema}.limpet_apply(
     ns text, channel text, now_ms bigint, new_revision bigint, new_keys bigint, new_size bigint, new_changes bigint,
     new_log bigint, ops text[], revisions text[], last_revisions text[], causes text[], families text[], keys text[],
-    kinds text[], vals text[], nearests text[], weights text[], sizes text[], versions text[], entry_revisions text[],
-    created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
+    kinds text[], vals text[], approximations text[], weights text[], sizes text[], versions text[],
+    entry_revisions text[], created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
 ) RETURNS void LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 BEGIN
     WITH left_over AS (
         SELECT DISTINCT ON (r.family, r.key) r.*
         FROM unnest(
-            ops, families, keys, kinds, vals, nearests, weights::bigint[], versions::bigint[],
+            ops, families, keys, kinds, vals, approximations, weights::bigint[], versions::bigint[],
             entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[], updateds::bigint[],
             expires::bigint[], metas
         ) WITH ORDINALITY AS r (
-            op, family, key, kind, stored, nearest, weight, version, revision, created_revision,
+            op, family, key, kind, stored, approximation, weight, version, revision, created_revision,
             created_ms, updated_ms, expires_ms, meta, n
         )
         ORDER BY r.family, r.key, r.n DESC
     ), erased AS (
         DELETE FROM {schema}.limpet_entries e
         WHERE e.ctid = ANY (ARRAY(
-            SELECT t.place FROM left_over r
+            SELECT t.row_id FROM left_over r
             CROSS JOIN LATERAL (
-                SELECT f.ctid AS place FROM {schema}.limpet_entries f
+                SELECT f.ctid AS row_id FROM {schema}.limpet_entries f
                 WHERE f.namespace = ns AND f.family = r.family AND f.key = r.key OFFSET 0
             ) AS t
             WHERE r.op IN ('delete', 'expire')
@@ -81,13 +82,13 @@ BEGIN
     )
     INSERT INTO {schema}.limpet_entries AS e
     SELECT ns, r.family, r.key, r.kind,
-        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.nearest, r.stored)::jsonb END,
-        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.nearest IS NOT NULL THEN true END,
+        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.approximation, r.stored)::jsonb END,
+        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.approximation IS NOT NULL THEN true END,
         r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
     FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
     ON CONFLICT (namespace, family, key) DO UPDATE SET
         kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+        is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
         version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
         created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
         meta = excluded.meta;
@@ -115,53 +116,53 @@ BEGIN
     PERFORM pg_notify(channel, ns);
 END $$;
 
--- Write a group of puts that nothing guards, in one call. It does what limpet.transition.plan does, and a
--- test holds it to that. Each makes one change, so its revision is known, and what it replaces need not
--- be read first. Where that does not hold, because something expired is replaced, or the namespace has
--- no row yet, it refuses the group, which is then for limpet_commit.
--- weight is that of all keys and values. lasts has for each put the place of the last one of its batch.
--- A column that has the same for all is left out: family data, kind json, its length for a weight, no
--- time to live, no meta, each the last of its batch, no name but that of the group and its place.
+-- Write a group of puts without guards, in one call. It does what limpet.transition.plan does, and a
+-- test compares the two. Each put makes one change, so its revision is known, and the entry that it replaces
+-- need not be read first. Where that does not hold, because an expired entry is replaced, or the namespace has
+-- no row yet, it refuses the group, and the client calls limpet_commit instead.
+-- weight is the sum over all keys and values. lasts has, for each put, the position of the last put of its batch.
+-- A column with the default for all puts is NULL: family data, kind json, the weight of key and value, no
+-- time to live, no meta, each put the last of its batch, and a cause made of the group's cause and the position.
 CREATE FUNCTION {schema}.limpet_put(
     ns text, channel text, cause text, weight bigint, keys text[], vals text[], families text[], kinds text[],
-    nearests text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
+    approximations text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
     seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
 DECLARE
-    asked CONSTANT bigint := cardinality(keys);
+    put_count CONSTANT bigint := cardinality(keys);
     before bigint;
     now_ms bigint;
-    late jsonb;
+    superseded_ids jsonb;
     done bigint;
 BEGIN
     UPDATE {schema}.limpet_namespaces n
-    SET revision = n.revision + asked, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
-        log_changes = n.log_changes + asked, log_bytes = n.log_bytes + weight
+    SET revision = n.revision + put_count, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
+        log_changes = n.log_changes + put_count, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
-    RETURNING n.revision - asked, n.at_ms, n.superseded INTO before, now_ms, late;
+    RETURNING n.revision - put_count, n.at_ms, n.superseded INTO before, now_ms, superseded_ids;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
     END IF;
-    IF late ?| array_append(causes, cause) THEN
+    IF superseded_ids ?| array_append(causes, cause) THEN
         RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
-    -- A statement of its own: it sees what was committed while the one above waited.
+    -- A separate statement, because it must see what was committed while the one above waited.
     RETURN QUERY
     WITH written AS (
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
-            CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.nearest, a.sent)::jsonb END,
-            {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.nearest IS NOT NULL THEN true END,
+            CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.approximation, a.sent)::jsonb END,
+            {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.approximation IS NOT NULL THEN true END,
             coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, before + a.n, before + a.n,
             now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
-        FROM unnest(families, keys, kinds, vals, nearests, weights, ttls, metas)
-            WITH ORDINALITY AS a (family, key, kind, sent, nearest, weight, ttl, meta, n)
+        FROM unnest(families, keys, kinds, vals, approximations, weights, ttls, metas)
+            WITH ORDINALITY AS a (family, key, kind, sent, approximation, weight, ttl, meta, n)
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+            is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
             version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
@@ -186,44 +187,44 @@ BEGIN
     )
     SELECT w.revision, w.version, w.created_revision, w.created_ms, now_ms FROM written w;
     GET DIAGNOSTICS done = ROW_COUNT;
-    IF done < asked THEN
+    IF done < put_count THEN
         RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
     END IF;
     PERFORM pg_notify(channel, ns);
 END $$;
 
--- The same for a single put, which is what most callers wait for: four statements that each find one row.
+-- The same for a single put, the most frequent write: four statements that each find one row.
 CREATE FUNCTION {schema}.limpet_put_one(
-    ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, nearest text,
+    ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, approximation text,
     ttl bigint, info text, named text, seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (new_revision bigint, new_version bigint, first_revision bigint, first_ms bigint, now_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
     bytes CONSTANT bytea := {schema}.limpet_stored(sort, sent);
-    late jsonb;
+    superseded_ids jsonb;
     grown bigint;
 BEGIN
     UPDATE {schema}.limpet_namespaces n
     SET revision = n.revision + 1, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + 1, log_bytes = n.log_bytes + weight
     WHERE n.namespace = ns
-    RETURNING n.revision, n.at_ms, n.superseded INTO new_revision, now_ms, late;
+    RETURNING n.revision, n.at_ms, n.superseded INTO new_revision, now_ms, superseded_ids;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
     END IF;
-    IF late ?| ARRAY[named, cause] THEN
+    IF superseded_ids ?| ARRAY[named, cause] THEN
         RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
     INSERT INTO {schema}.limpet_entries AS e
     VALUES (
-        ns, fam, name, sort, CASE WHEN sort <> 'bytes' THEN coalesce(nearest, sent)::jsonb END, bytes,
-        CASE WHEN nearest IS NOT NULL THEN true END, weight, 1, new_revision, new_revision, now_ms, now_ms,
+        ns, fam, name, sort, CASE WHEN sort <> 'bytes' THEN coalesce(approximation, sent)::jsonb END, bytes,
+        CASE WHEN approximation IS NOT NULL THEN true END, weight, 1, new_revision, new_revision, now_ms, now_ms,
         now_ms + ttl, info
     )
     ON CONFLICT (namespace, family, key) DO UPDATE SET
         kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-        is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+        is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
         version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
         expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
     WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
@@ -249,12 +250,12 @@ END $$;
 
 -- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
 -- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
--- does, and a test holds it to that. A batch is known by the place of its last write. Rows with a
--- guard are refusals and show what was found. Rows that are there already are written by their place,
--- because a join could be planned while the table is empty, and read all of it later.
+-- does, and a test compares the two. A batch is identified by the position of its last write. Rows with a
+-- guard are refusals and carry the entry found. Existing rows are written by their ctid, because a join that
+-- was planned while the table was empty would read all of it later.
 CREATE FUNCTION {schema}.limpet_commit(
     ns text, channel text, cause text, batches text[], ops text[], families text[], keys text[], kinds text[],
-    vals text[], nearests text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
+    vals text[], approximations text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
     guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[], seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (
     batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, stored bytea,
@@ -273,7 +274,7 @@ BEGIN
         RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
     END IF;
 
-    -- A statement of its own: it sees what was committed while the one above waited.
+    -- A separate statement, because it must see what was committed while the one above waited.
     RETURN QUERY
     WITH refused AS (
         SELECT DISTINCT ON (g.batch) g.batch, g.n, e.*
@@ -298,10 +299,11 @@ BEGIN
         SELECT a.*, e.*, e.version IS NOT NULL AS is_stored,
             e.version IS NOT NULL AND (e.expires_ms IS NULL OR e.expires_ms > now_ms) AS is_live
         FROM unnest(
-            batches::int[], ops, families, keys, kinds, vals, nearests, weights::bigint[], ttls::bigint[], metas, causes
-        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, nearest, weight, ttl, new_meta, named, n)
+            batches::int[], ops, families, keys, kinds, vals, approximations, weights::bigint[], ttls::bigint[], metas,
+            causes
+        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, approximation, weight, ttl, new_meta, named, n)
         LEFT JOIN LATERAL (
-            SELECT t.ctid AS place, t.kind, t.stored, t.size_bytes, t.version, t.revision,
+            SELECT t.ctid AS row_id, t.kind, t.stored, t.size_bytes, t.version, t.revision,
                 t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
             FROM {schema}.limpet_entries t
             WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
@@ -345,23 +347,23 @@ BEGIN
     ), written AS (
         INSERT INTO {schema}.limpet_entries AS e
         SELECT ns, d.family, d.key, d.new_kind,
-            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.nearest, d.sent)::jsonb END,
-            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.nearest IS NOT NULL THEN true END,
+            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.approximation, d.sent)::jsonb END,
+            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.approximation IS NOT NULL THEN true END,
             d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
             d.after_updated_ms, d.after_expires_ms, d.after_meta
         FROM decided d WHERE d.op = 'put'
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-            is_nearest = excluded.is_nearest, size_bytes = excluded.size_bytes,
+            is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
             version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
             created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
             meta = excluded.meta
     ), touched AS (
         UPDATE {schema}.limpet_entries e SET revision = d.after_revision, expires_ms = d.after_expires_ms
-        FROM decided d WHERE d.op = 'touch' AND d.acts AND e.ctid = d.place
+        FROM decided d WHERE d.op = 'touch' AND d.acts AND e.ctid = d.row_id
     ), erased AS (
         DELETE FROM {schema}.limpet_entries e
-        WHERE e.ctid = ANY (ARRAY(SELECT d.place FROM decided d WHERE d.op IN ('delete', 'take') AND d.acts))
+        WHERE e.ctid = ANY (ARRAY(SELECT d.row_id FROM decided d WHERE d.op IN ('delete', 'take') AND d.acts))
     ), counted AS (
         UPDATE {schema}.limpet_namespaces n
         SET revision = s.revision, at_ms = now_ms, keys = n.keys + s.keys, size_bytes = n.size_bytes + s.size_bytes,

@@ -23,13 +23,13 @@ _FUNCTIONS = Path(__file__).with_name("0001_functions.sql")
 
 
 def upgrade() -> None:
-    """Make them, and give the store its identity."""
+    """Make the tables and functions, and give the store its id."""
     schema = schema_name()
     op.create_table(
         "limpet_store",
         sa.Column("id", sa.Text, nullable=False),
         sa.Column("epoch", _NUMBER, nullable=False),
-        comment="One row: who this store is.",
+        comment="One row: the id and the epoch of this store.",
         schema=schema,
     )
     op.create_table(
@@ -44,17 +44,17 @@ def upgrade() -> None:
         sa.Column("log_bytes", _NUMBER, nullable=False),
         *([sa.Column("superseded", postgresql.JSONB())] if on_postgres() else []),
         sa.Column("floor_print", sa.Text),
-        comment="One row a namespace: its revision counter, and what is kept of it. Whoever writes holds it.",
+        comment="One row for each namespace: its counters. A writer holds its lock.",
         schema=schema,
         postgresql_with={"fillfactor": 20},
         sqlite_with_rowid=False,
     )
     stored: list[sa.Column[Any]] = [
         sa.Column("stored", sa.LargeBinary, nullable=False),
-        sa.Column("is_nearest", sa.Boolean),
+        sa.Column("is_lossy", sa.Boolean),
         sa.Column("size_bytes", _NUMBER, nullable=False),
     ]
-    # What the totals of the namespace have to give back for a value that was replaced.
+    # The size of the replaced value, to subtract from the counters of the namespace.
     replaced = sa.Column("replaced_bytes", _NUMBER, nullable=False, server_default="0")
     op.create_table(
         "limpet_entries",
@@ -73,7 +73,7 @@ def upgrade() -> None:
         sa.Column("meta", sa.Text),
         *([replaced] if on_postgres() else []),
         comment="The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no"
-        " such form, and where is_nearest is true it is only the nearest one, as of 1e22, -0.0 and U+0000.",
+        " such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.",
         schema=schema,
         postgresql_with={"fillfactor": 80},
         sqlite_with_rowid=False,
@@ -106,7 +106,7 @@ def upgrade() -> None:
         sa.Column("updated_ms", _NUMBER, nullable=False),
         sa.Column("expires_ms", _NUMBER),
         sa.Column("meta", sa.Text),
-        comment="The log. A value is here as it is stored, to the byte.",
+        comment="The log. A value is stored to the byte.",
         schema=schema,
         sqlite_with_rowid=False,
     )
@@ -120,7 +120,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Remove them, with everything that is stored."""
+    """Remove the tables and functions, with everything that is stored."""
     schema = schema_name()
     if on_postgres():
         for function in ("commit", "put_one", "put", "apply", "hold", "take", "stored", "now_ms"):

@@ -1,7 +1,7 @@
 """Revision 0002: views for people and tools that read with plain SQL.
 
-A name that another program's table or view has already is left to it, and so it is on the way back. In the schema
-``public``, which all programs share by default, the name ``state`` is left to others from the start: a view would be in
+Where another program's table or view has one of these names already, our view is left out, and a downgrade leaves
+theirs. In the schema ``public``, which all programs share by default, the view ``state`` is never made: it would be in
 the way of an application's own table.
 """
 
@@ -15,7 +15,7 @@ from limpet.schema.migrate import on_postgres, run, schema_name
 revision = "0002"
 down_revision = "0001"
 
-# What has expired stays in this one until it is swept: whoever wonders about the sweeper looks here.
+# This view shows expired entries until they are swept, which helps to find out why a sweeper is behind.
 _SQLITE = r"""CREATE VIEW IF NOT EXISTS plugin_kv_storage
     (plugin_name, key, value, expires_at, created_at, updated_at) AS
 SELECT namespace, key,
@@ -52,7 +52,7 @@ _POSTGRES = {
         )))""",
 }
 
-# Asked for by trying, because a name in a schema of any name is hard to quote in a text.
+# Create it and catch the error, because checking first would need the schema quoted as a literal too.
 _UNLESS_TAKEN = """DO $$
 BEGIN{unless}
     CREATE VIEW {{schema}}.{view}{definition};
@@ -89,7 +89,7 @@ def downgrade() -> None:
     connection = op.get_bind()
     if on_postgres():
         for view in connection.scalars(sa.text(_OURS), {"schema": schema_name()}).all():
-            # Somebody may have given it another name.
+            # An operator may have renamed it, so it is found by its trigger.
             quoted = view.replace('"', '""')
             run(f'DROP VIEW {{schema}}."{quoted}"')
         run("DROP FUNCTION {schema}.limpet_refuse()")

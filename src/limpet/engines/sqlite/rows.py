@@ -1,0 +1,182 @@
+"""The statements that the SQLite engine runs, and the rows of its tables as entries and changes.
+
+Connections return text as bytes, so that a JSON value is not decoded only to be encoded again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from limpet.engines.sql_columns import as_stored, as_text
+from limpet.engines.sql_indexes import literal
+from limpet.keys import Span
+from limpet.model import Change, Entry
+from limpet.schema import VERSION_TABLE
+
+PAGE_BYTES_MAX: Final = 4_000_000
+"""A page ends behind the entry or change with which its values exceed this size."""
+
+# Entries ------------------------------------------------------------------------
+
+_COLUMNS: Final = "key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta"
+READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
+_READ_SEVERAL: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key IN"
+_SCAN: Final = (
+    "SELECT {columns} FROM limpet_entries WHERE namespace = ? AND family = ? AND key >= ? AND key < ?"
+    " AND (expires_ms IS NULL OR expires_ms > ?) ORDER BY key LIMIT ?"
+)
+SCAN_ENTRIES: Final = _SCAN.format(columns=_COLUMNS)
+SCAN_KEYS: Final = _SCAN.format(columns=_COLUMNS.replace("kind, value", "NULL, NULL"))
+WRITE: Final = (
+    f"INSERT INTO limpet_entries (namespace, family, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (namespace, family, key) DO UPDATE SET kind = excluded.kind, value = excluded.value,"
+    " version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,"
+    " created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,"
+    " meta = excluded.meta"
+)
+ERASE: Final = "DELETE FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
+DUE: Final = (
+    "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
+    " AND family NOT IN ('receipt', 'superseded') ORDER BY expires_ms LIMIT ?"
+)
+
+# Superseded requests: first attempts whose retry was answered. One that arrives after its retry is refused. They are
+# entries of a family that no caller reads.
+IS_SUPERSEDED: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND family = 'superseded' AND key = ?"
+SUPERSEDE: Final = (
+    "INSERT OR REPLACE INTO limpet_entries (namespace, family, key, kind, value, version, revision, created_revision,"
+    " created_ms, updated_ms, expires_ms) VALUES (?, 'superseded', ?, 'json', 'null', 1, 0, 0, ?, ?, ?)"
+)
+_EXPIRED_RECEIPTS: Final = (
+    "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family IN ('receipt', 'superseded')"
+)
+HAS_EXPIRED_RECEIPTS: Final = f"SELECT 1 {_EXPIRED_RECEIPTS}"
+DROP_EXPIRED_RECEIPTS: Final = f"DELETE {_EXPIRED_RECEIPTS}"
+
+# The log ------------------------------------------------------------------------
+
+_LOG_COLUMNS: Final = "op, revision, last_revision, at_ms, cause, family, " + _COLUMNS.replace(
+    " revision,", " entry_revision,"
+)
+APPEND_TO_LOG: Final = (
+    f"INSERT INTO limpet_changes (namespace, size_bytes, {_LOG_COLUMNS})"
+    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+CHANGES: Final = (
+    f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? ORDER BY revision LIMIT ?"
+)
+CHANGES_IN_SPAN: Final = (
+    f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND family = 'data'"
+    " AND key >= ? AND key < ? ORDER BY revision LIMIT ?"
+)
+CHANGES_OF_REQUEST: Final = (
+    f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? AND cause = ?"
+)
+LAST_CHANGE_UP_TO: Final = (
+    f"SELECT {_LOG_COLUMNS.replace('kind, value', 'NULL, NULL')} FROM limpet_changes"
+    " WHERE namespace = ? AND revision <= ? ORDER BY revision DESC LIMIT 1"
+)
+OLDEST_CHANGES: Final = (
+    "SELECT revision, at_ms, size_bytes FROM limpet_changes WHERE namespace = ? ORDER BY revision LIMIT ?"
+)
+DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revision <= ?"
+
+# Namespaces and the store -------------------------------------------------------
+
+COUNTERS: Final = (
+    "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, floor_print"
+    " FROM limpet_namespaces WHERE namespace = ?"
+)
+SAVE_COUNTERS: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+RECORDED_MS: Final = "SELECT at_ms FROM limpet_namespaces WHERE namespace = ?"
+SKIP_REVISIONS: Final = "UPDATE limpet_namespaces SET revision = revision + ?"
+OUR_TABLES: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
+FOREIGN_TABLES: Final = (
+    "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'limpet_*' AND name NOT GLOB 'sqlite_*'"
+)
+SCHEMA_REVISION: Final = f"SELECT version_num FROM {VERSION_TABLE}"
+STORE: Final = "SELECT id, epoch FROM limpet_store"
+RAISE_EPOCH: Final = "UPDATE limpet_store SET epoch = epoch + 1"
+INDEX_NAMES: Final = "SELECT name FROM sqlite_master WHERE type = 'index'"
+
+
+@functools.cache
+def read_several(count: int) -> str:
+    """The statement that reads this many keys of one family."""
+    return f"{_READ_SEVERAL} ({', '.join('?' * count)})"
+
+
+def indexed(namespace: str) -> str:
+    """The condition for entries of a namespace that can have fields. An index and its searches must use the same."""
+    return f"namespace = {literal(namespace)} AND family = 'data' AND kind IN ('json', 'record')"
+
+
+def upper_bound(span: Span) -> str | bytes:
+    """The upper end of a span for SQL, where every text is less than every blob."""
+    return b"" if span.stop is None else span.stop
+
+
+# Rows ---------------------------------------------------------------------------
+
+
+def to_entry(row: Sequence[Any]) -> Entry:
+    """Decode a row of entries."""
+    key, kind, value, version, revision, created_revision, created_ms, updated_ms, expires_ms, meta = row
+    return Entry(
+        key.decode(),
+        value if kind == b"json" else None if kind is None else as_stored(kind.decode(), value),
+        version,
+        revision,
+        created_revision,
+        created_ms,
+        updated_ms,
+        expires_ms,
+        meta,
+    )
+
+
+def entry_row(entry: Entry) -> tuple[Any, ...]:
+    """Encode an entry, without its namespace and family."""
+    stored = entry.stored
+    kind, value = ("json", stored.decode()) if type(stored) is bytes and stored[0] else as_text(stored)
+    return (
+        entry.key,
+        kind,
+        value,
+        entry.version,
+        entry.revision,
+        entry.created_revision,
+        entry.created_ms,
+        entry.updated_ms,
+        entry.expires_ms,
+        None if entry.meta_json is None else entry.meta_json.decode(),
+    )
+
+
+def to_change(row: Sequence[Any]) -> Change:
+    """Decode a row of the log."""
+    op, revision, last_revision, at_ms, cause, family, *entry = row
+    cause = None if cause is None else cause.decode()
+    return Change(op.decode(), to_entry(entry), revision, last_revision, at_ms, cause, family.decode())
+
+
+def change_row(change: Change, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Encode a change whose entry is already encoded, without its namespace and size."""
+    if change.op == "touch":
+        # A touch does not write the value, so the log does not repeat it.
+        row = (row[0], None, None, *row[3:])
+    return (change.op, change.revision, change.commit, change.at_ms, change.cause, change.family, *row)
+
+
+def take_changes(rows: Iterable[Sequence[Any]], limit: int) -> tuple[list[Change], bool]:
+    """The changes of one page, and whether a limit ended it rather than the end of the rows."""
+    changes: list[Change] = []
+    size_bytes = 0
+    for row in rows:
+        changes.append(to_change(row))
+        size_bytes += changes[-1].entry.size_bytes
+        if len(changes) == limit or size_bytes > PAGE_BYTES_MAX:
+            return changes, True
+    return changes, False
