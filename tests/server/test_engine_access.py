@@ -40,7 +40,7 @@ from limpet.model import (
 )
 from limpet.protocol import engine_msgpack as wire
 from limpet.semantic.store import SemanticStore, VersionConflict
-from limpet.server.limits import gates_of, limits_of
+from limpet.server.limits import checks_of, limits_of
 from limpet.server.logs import Logs
 from limpet.transition import read_receipt
 from tests.server.engine_support import Guests, Running, Scope, Somebody, running
@@ -484,7 +484,7 @@ async def test_a_server_for_reading_refuses_every_write() -> None:
 
 def limited(**limits: float) -> Any:
     """The options of a dispatcher that holds namespaces to these limits."""
-    rates, quotas = gates_of(limits_of(limits), limpet.SystemClock())
+    rates, quotas = checks_of(limits_of(limits), limpet.SystemClock())
     return {"checks": [check for check in (rates, quotas) if check], "observers": [quotas] if quotas else []}
 
 

@@ -30,7 +30,7 @@ from limpet.server.operations import Operation
 from limpet.server.requests import Request
 from limpet.store import Store
 
-__all__ = ["Limit", "NamespaceLimits", "Quotas", "Rates", "gates_of", "limits_of"]
+__all__ = ["Limit", "NamespaceLimits", "Quotas", "Rates", "checks_of", "limits_of"]
 
 NAMESPACES_MAX: Final = 10_000
 REFRESH_S: Final = 1.0
@@ -112,7 +112,7 @@ def _limit_of(path: str, members: Mapping[str, Any]) -> Limit:
     return limit
 
 
-def gates_of(limits: NamespaceLimits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
+def checks_of(limits: NamespaceLimits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
     """The checks that these limits need. The second must be an observer of the dispatcher, too."""
     every = (limits.default, *limits.namespaces.values())
     has_rates = any(one.rate is not None for one in every)

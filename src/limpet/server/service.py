@@ -25,7 +25,7 @@ from limpet.server.access import Tokens
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.dispatch import OWN_NAMESPACE, Caller, Callers, Dispatcher, Observer, TrustedCaller
 from limpet.server.fronts import put_boundary
-from limpet.server.limits import gates_of, limits_of
+from limpet.server.limits import checks_of, limits_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
 from limpet.server.namespaces import WrittenNamespaces
@@ -116,7 +116,7 @@ class Service:
         self._parts.push_async_callback(written.close)
         metrics = Metrics(session, names=settings.metric_names)
         logs = Logs(session.clock, cleanup_interval_s=settings.cleanup_interval)
-        rates, quotas = gates_of(settings.limits, session.clock)
+        rates, quotas = checks_of(settings.limits, session.clock)
         observers: list[Observer] = [metrics, logs]
         if quotas is not None:
             observers.append(quotas)
