@@ -502,8 +502,8 @@ def test_secrets_are_compared_in_constant_time_and_all_of_them() -> None:
     assert source.count("hmac.compare_digest(") == 2
     assert source.rindex("hmac.compare_digest(") < source.index("if not")
     assert not re.search(r"(?:==|!=) *(?:self\.hash|digest|former\.hash)", source + asked)
-    assert ".get(form[1], _NOBODY)" in asked
-    assert len(access._NOBODY.hash) == len(access._digest("x"))
+    assert ".get(form[1], _UNKNOWN_TOKEN)" in asked
+    assert len(access._UNKNOWN_TOKEN.hash) == len(access._digest("x"))
 
 
 async def test_no_secret_is_in_a_repr_an_error_or_the_log(

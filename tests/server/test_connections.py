@@ -98,7 +98,7 @@ async def serve(bounds: Bounds) -> AsyncIterator[Served]:
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.ensure_future(server._serve([listener]))
-        looking = asyncio.ensure_future(connections.look_after())
+        looking = asyncio.ensure_future(connections.check_deadlines())
         await until(lambda: server.started)
         served = Served(connections, application, listener.getsockname()[1])
         try:

@@ -87,8 +87,8 @@ async def test_errors_are_counted_by_code_and_as_operations(counted: Counted) ->
     await counted.ask("set", key="a", value=1)
     with pytest.raises(Conflict):
         await counted.ask("cas", key="a", value=1, expect={"version": 7})
-    counted.dispatcher.refused(TrustedCaller(), "trivia", "set", MissingField("key"))
-    counted.dispatcher.refused(TrustedCaller(), "trivia", "made-up", ValueError("x"))
+    counted.dispatcher.report_refusal(TrustedCaller(), "trivia", "set", MissingField("key"))
+    counted.dispatcher.report_refusal(TrustedCaller(), "trivia", "made-up", ValueError("x"))
 
     assert await counted.value("limpet_errors_total", namespace="trivia", code="conflict") == 1
     assert await counted.value("limpet_errors_total", namespace="trivia", code="invalid_value") == 1
@@ -179,7 +179,7 @@ async def test_what_is_held_is_asked_when_somebody_looks_and_kept_for_a_moment(
 
     await counted.ask("set", key="cd", value=123)
     assert await counted.value("limpet_keys", namespace="trivia") == 1
-    clock.advance(metrics.LOOK_S)
+    clock.advance(metrics.READ_INTERVAL_S)
     assert await counted.value("limpet_keys", namespace="trivia") == 2
 
 
@@ -247,7 +247,7 @@ async def test_an_engine_that_does_not_answer_is_down_and_the_rest_is_told_all_t
     assert await counted.value("limpet_engine_up") == 1
 
     await store.close()
-    clock.advance(metrics.LOOK_S)
+    clock.advance(metrics.READ_INTERVAL_S)
     assert await counted.value("limpet_engine_up") == 0
     assert await counted.value("limpet_keys", namespace="trivia") == 1
     assert await counted.value("limpet_operations_total", face="nats", namespace="trivia", operation="set") == 1
@@ -287,7 +287,7 @@ async def test_a_name_that_was_made_up_gets_no_label(store: Store) -> None:
     """Or somebody without a token could use up the names."""
     counted = Counted(store, namespaces_max=3)
     for number in range(10):
-        counted.dispatcher.refused(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
+        counted.dispatcher.report_refusal(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
         with pytest.raises(InvalidNamespace):
             await counted.ask("set", f"NOT {number}", key="a", value=1)
     await counted.ask("set", "real", key="a", value=1)
