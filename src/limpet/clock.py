@@ -18,7 +18,17 @@ from typing import Final, Protocol
 
 from limpet.errors import InvalidTTL, InvalidValue
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "check_wait", "has_loop", "ttl_to_ms", "wake"]
+__all__ = [
+    "Clock",
+    "ManualClock",
+    "SystemClock",
+    "call_on",
+    "check_wait",
+    "format_duration",
+    "has_loop",
+    "ttl_to_ms",
+    "wake",
+]
 
 TTL_S_MAX: Final = 100 * 366 * 86_400
 
@@ -180,6 +190,17 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
     if ttl > TTL_S_MAX:
         raise InvalidTTL("is more than a hundred years")
     return _round_up_ms(ttl) or 1
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as people write it: ``1h30m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    left, parts = round(seconds), ""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        parts += f"{count}{unit}" if count else ""
+    return parts
 
 
 def _round_up_ms(seconds: float) -> int:

@@ -19,12 +19,12 @@ from limpet.encryption.engine import EncryptedEngine
 from limpet.encryption.keyring import key_id_of_meta, key_id_of_value
 from limpet.keys import Span
 from limpet.model import FAMILIES
-from limpet.semantic.seal import rows_of
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import SemanticStore
 from tests.encryption.support import line, replace_file
 from tests.encryption.workers import KEYS, Worker
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, WRITER, audit
+from tests.semantic.support import CHECKPOINT, WRITER, audit
 
 WORKERS = 2
 STILL = 150

@@ -17,8 +17,9 @@ from limpet.errors import Conflict, InvalidValue, PermissionDenied
 from limpet.plugin.client import error_of
 from limpet.semantic.alarm import ConflictAlarm
 from limpet.semantic.audit import Audit
-from limpet.semantic.seal import rows_of, verify
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import SemanticStore
+from limpet.semantic.verify import verify
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.requests import KV_PAGE_MAX
 from limpet.server.service import Service
