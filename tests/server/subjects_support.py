@@ -32,7 +32,7 @@ ENGINES: Final = ("sqlite", "postgres")
 
 @functools.cache
 def nats_server() -> Nats:
-    """A NATS server of this process alone: on any other, somebody else may serve the same subjects."""
+    """A NATS server of this process alone: on any other, another process may serve the same subjects."""
     server = Nats(Path(tempfile.mkdtemp(prefix="limpet-subjects-")), "max_payload: 1MB\n")
     server.start()
     atexit.register(server.stop)
@@ -172,11 +172,11 @@ class RawLine:
     def send(self, frames: bytes) -> None:
         """Send, and wait until NATS has read all of it."""
         self._socket.sendall(frames + b"PING\r\n")
-        heard = b""
-        while b"PONG\r\n" not in heard:
+        received = b""
+        while b"PONG\r\n" not in received:
             part = self._socket.recv(65_536)
-            assert part, f"NATS ended the connection: {heard!r}"
-            heard += part
+            assert part, f"NATS ended the connection: {received!r}"
+            received += part
 
     def close(self) -> None:
         self._socket.close()

@@ -154,7 +154,7 @@ async def test_headers_have_a_size_and_a_number() -> None:
     ids=["url", "header", "trailer", "chunk extension"],
 )
 async def test_what_never_ends_is_cut_off(beginning: bytes) -> None:
-    """None of these reaches the application, so that nobody above could count it."""
+    """None of these reaches the application, so that no part above could count it."""
     async with serve(PATIENT) as served:
         line = await served.connect(beginning)
         sent = 0

@@ -33,7 +33,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
 
 
 class Counter:
-    """A dispatcher with limits, and somebody who asks."""
+    """A dispatcher with limits, and a caller."""
 
     def __init__(self, store: Store, clock: ManualClock, **settings: Any) -> None:
         rates, quotas = checks_of(limits_of(settings), clock)
@@ -48,13 +48,13 @@ class Counter:
 
     async def passes(self, operation: str, count: int, **members: Any) -> int:
         """How many of so many requests at once pass."""
-        asked = [
+        requests = [
             self.ask(
                 operation, **{name: f"{text}{number}" if name == "key" else text for name, text in members.items()}
             )
             for number in range(count)
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         assert all(isinstance(one, RateLimited) for one in refused), refused
         return count - len(refused)
@@ -272,8 +272,8 @@ async def test_a_quota_that_nobody_hears_the_end_of_heals_by_itself(store: Store
     quotas = Quotas(NamespaceLimits(Limit(keys=2), {}), clock)
     row = OPERATIONS["set"]
     lost = [request_of(row.request, {"key": str(number), "value": 1}) for number in range(2)]
-    for asked in lost:
-        await quotas.check(store, row, asked)
+    for request in lost:
+        await quotas.check(store, row, request)
     last = request_of(row.request, {"key": "last", "value": 1})
     with pytest.raises(RateLimited):
         await quotas.check(store, row, last)
