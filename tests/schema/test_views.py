@@ -256,14 +256,14 @@ def taken(url: str, name: str) -> None:
 
 def test_a_name_that_is_taken_is_shown_everywhere(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """In the log at every opening, by doctor and by migrate status. An operator would look into the wrong table."""
-    assert_told(url, "plugin_kv_storage", caplog)
+    assert_shown(url, "plugin_kv_storage", caplog)
 
 
 def test_a_state_that_is_taken_is_shown_too(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert_told(postgres_url, "state", caplog)
+    assert_shown(postgres_url, "state", caplog)
 
 
-def assert_told(url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def assert_shown(url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     taken(url, name)
 
     with limpet.sync.open(url, sweep=False) as store:

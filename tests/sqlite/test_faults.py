@@ -346,7 +346,7 @@ def test_a_file_that_may_not_be_written_is_named(open_folder: Path) -> None:
         store.put("key", 1)
     path.chmod(0o444)
 
-    with Process("opens_as_nobody", f"sqlite:///{path}") as process:
+    with Process("opens_as_another_user", f"sqlite:///{path}") as process:
         name, message = process.hear()
 
     assert name == "PermissionDenied"
@@ -362,7 +362,7 @@ def test_a_folder_that_may_not_be_written_is_named(open_folder: Path) -> None:
     path.chmod(0o666)
     open_folder.chmod(0o555)
 
-    with Process("opens_as_nobody", f"sqlite:///{path}") as process:
+    with Process("opens_as_another_user", f"sqlite:///{path}") as process:
         name, message = process.hear()
 
     assert name == "PermissionDenied"

@@ -227,7 +227,7 @@ class Impatient(limpet.SystemClock):
 
 
 @worker
-def opens_as_nobody(url: str) -> None:
+def opens_as_another_user(url: str) -> None:
     """Opens a file with the rights of another user, where we are root and no right is refused."""
     connections.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
     if os.geteuid() == 0:
