@@ -38,8 +38,6 @@ def pytest_configure(config: pytest.Config) -> None:
         _run(NATS, nats)
         _run(HTTP, served)
     _let_coverage_be_forked()
-    _let_redis_be_turned()
-    _let_nats_be_turned()
     os.environ.setdefault(KEYS, ":".join(new_key()))
     if not config.option.limpet_engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
@@ -48,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
         engines = [
             *ENGINES,
             f"{os.environ[POSTGRES]}?schema=suite_{worker}_{os.getpid()}",
-            f"{os.environ[REDIS].rpartition('/')[0]}/{number}",
-            f"{os.environ[NATS]}?bucket_prefix={worker}-",
+            f"{os.environ[REDIS].rpartition('/')[0]}/{number}?clock=test",
+            f"{os.environ[NATS]}?bucket_prefix={worker}-&clock=test",
             f"{os.environ[HTTP]}/suite-{worker}",
         ]
         # Behind a Limpet server, encryption is the server's.
@@ -224,11 +222,13 @@ def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
     if url.startswith(os.environ[REDIS].rpartition("/")[0]):
         import redis
 
-        with redis.Redis.from_url(url.partition("?")[0]) as line:
-            line.delete(REDIS_CLOCK) if now_ms is None else line.set(REDIS_CLOCK, now_ms)
+        from limpet.engines.redis.requests import TEST_CLOCK_KEY
+
+        with redis.Redis.from_url(url.partition("?")[0]) as client:
+            client.delete(TEST_CLOCK_KEY) if now_ms is None else client.set(TEST_CLOCK_KEY, now_ms)
         return True
     if url.startswith(os.environ[NATS]):
-        _nats_clocks[url.partition("?bucket_prefix=")[2].partition("&")[0]] = now_ms
+        # Its time is that of the clock that each store was opened with.
         return True
     if url.startswith(os.environ[HTTP]):
         import urllib.request
@@ -240,41 +240,6 @@ def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
         return None
     _clockmaker.run(url.partition("?schema=")[2].partition("&")[0], now_ms)
     return True
-
-
-REDIS_CLOCK = "the clock of the tests"
-
-
-def _let_redis_be_turned() -> None:
-    """Have the script ask a key for the time first, where the tests have set it."""
-    import hashlib
-
-    from limpet.engines.redis import engine as redis
-
-    text, _ = redis.script()
-    begin = b"local function now_ms()\n"
-    assert text.count(begin) == 1
-    # In a cluster the key may be on another server: then the time is the server's.
-    look = f"    local set = redis.pcall('GET', '{REDIS_CLOCK}')\n    if type(set) == 'string' then\n"
-    asked = f"{look}        return tonumber(set)\n    end\n"
-    turned = text.replace(begin, begin + asked.encode())
-    redis.script = lambda: (turned, hashlib.sha1(turned, usedforsecurity=False).hexdigest())  # type: ignore[assignment]
-
-
-_nats_clocks: dict[str, int | None] = {}
-
-
-def _let_nats_be_turned() -> None:
-    """Have the engine take the time of the tests for the server's, where they have set it."""
-    from limpet.engines.nats.stream import Space
-
-    told = Space._server_ms
-
-    def server_ms(self: Space) -> int:
-        turned = _nats_clocks.get(self.bucket.removesuffix(self.namespace))
-        return told(self) if turned is None else turned
-
-    Space._server_ms = server_ms  # type: ignore[method-assign]
 
 
 class _Clockmaker:

@@ -94,19 +94,21 @@ class ByHand(LimpetNats):
         self.store = await limpet.open(self.url, namespace="by-hand")
         await self.store.put("begin", 0)
         engine: Any = self.store._session.engine
-        self._link = await engine.link()
-        self._subject = engine._spaces["by-hand"].space.subjects.of
-        self._number = load("limpet.engines.nats.stream").number_of
+        self._connection = await engine.connection()
+        self._subject = engine._namespaces["by-hand"].stream.subjects.of
+        self._number = load("limpet.engines.nats.stream").await_ack
         self._last: dict[str, int] = {}
 
     async def put(self, key: str, value: Any) -> None:
-        # A caller that comes while another writes the key is refused, and asks again.
+        # A caller that comes while another writes the key is refused, and tries again.
         while True:
             head = _HEAD % self._last.get(key, 0)
             try:
-                self._last[key] = await self._number(self._link.ask(self._subject(("data", key)), encode(value), head))
+                self._last[key] = await self._number(
+                    self._connection.request(self._subject(("data", key)), encode(value), head)
+                )
                 return
-            except load("limpet.engines.nats.stream").TooLate:
+            except load("limpet.engines.nats.stream").KeyChanged:
                 await asyncio.sleep(0)
 
     async def guarded(self, key: str, value: Any) -> None:
@@ -136,16 +138,16 @@ class BatchByHand(ByHand):
     async def _send_all(self) -> None:
         while self._waiting:
             group, self._waiting = self._waiting, {}
-            name, asked = os.urandom(9).hex().encode(), None
+            name, reply = os.urandom(9).hex().encode(), None
             for number, (key, (body, _)) in enumerate(group.items(), 1):
                 more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
                 head = (_HEAD % self._last.get(key, 0))[:-2] + more
                 if number < len(group):
-                    self._link.tell(self._subject(("data", key)), body, head + b"\r\n")
+                    self._connection.send(self._subject(("data", key)), body, head + b"\r\n")
                 else:
                     head += b"Nats-Batch-Commit: 1\r\n\r\n"
-                    asked = self._link.ask(self._subject(("data", key)), body, head)
-            first = await self._number(asked) - len(group) + 1
+                    reply = self._connection.request(self._subject(("data", key)), body, head)
+            first = await self._number(reply) - len(group) + 1
             for number, (key, (_, answer)) in enumerate(group.items(), first):
                 self._last[key] = number
                 answer.set_result(number)

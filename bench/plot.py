@@ -1,6 +1,6 @@
-"""Two pictures for the README, drawn from a result: ratios as bars, growth as lines.
+"""Pictures for the README and the benchmarks page, drawn from a result: ratios as bars, growth as lines.
 
-SVG is written by hand, because two pictures do not need a plotting library. Colours follow the
+SVG is written by hand, because three pictures do not need a plotting library. Colours follow the
 reader's light or dark setting; every bar and line also carries its name and number in text.
 """
 
@@ -18,6 +18,16 @@ from bench.report import IMAGES, Findings, Line, brief, shown
 WIDTH: Final = 860
 LABELS: Final = 400
 ROW: Final = 26
+
+# The bars of the README: a write and a read on each kind of engine, against the peer that a user would otherwise take.
+SIX: Final = (
+    "SQLite FULL put@64, x LangGraph AsyncSqliteStore",
+    "SQLite get@64, x the best peer on a loop",
+    "PostgreSQL put@64, x LangGraph AsyncPostgresStore",
+    "PostgreSQL get@64, x LangGraph AsyncPostgresStore",
+    "Redis put@64, x the best peer",
+    "NATS put@64, x nats-py KV",
+)
 
 _STYLE: Final = """<style>
 text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292f }
@@ -46,6 +56,9 @@ def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
     if ratios:
         drawn.append(folder / "bench.svg")
         drawn[-1].write_text(bars(ratios, _under(findings)), encoding="utf-8")
+    if six := [line for what in SIX for line in ratios if line.what == what]:
+        drawn.append(folder / "peers.svg")
+        drawn[-1].write_text(peers(six, _under(findings)), encoding="utf-8")
     if sizes := findings.samples.get("growth"):
         drawn.append(folder / "growth.svg")
         drawn[-1].write_text(growth(sizes, _under(findings)), encoding="utf-8")
@@ -77,6 +90,29 @@ def bars(lines: Sequence[Line], under: str) -> str:
             y += ROW * len(part) + 12
     body.append(f'<text class="faint" x="12" y="{y + 12}">| passing line. {escape(under)}</text>')
     return _svg(y + 24, body, "Ratios of Limpet to its peers")
+
+
+def peers(lines: Sequence[Line], under: str) -> str:
+    """A few ratios with a line at 1, where Limpet is as fast as the peer."""
+    room, top = WIDTH - LABELS - 90, 44
+    longest = max(line.figure for line in lines)
+    one = LABELS + room / longest
+    bottom = top + ROW * len(lines)
+    body = ['<text class="title" x="12" y="28">Calls a second, 64 callers: Limpet as a multiple of its peer</text>']
+    for place, line in enumerate(lines):
+        y = top + place * ROW
+        length = room * line.figure / longest
+        body += [
+            f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(_short(line))}</text>',
+            f'<rect class="bar" x="{LABELS}" y="{y + 3}" width="{max(length, 1):.1f}" height="{ROW - 9}" rx="2"/>',
+            f'<text x="{LABELS + length + 8:.1f}" y="{y + 15}">{shown(line.figure, line.unit)}</text>',
+        ]
+    legend = f"Bar: Limpet. Line: the peer, at 1. Longer is faster. {under}"
+    body += [
+        f'<line class="mark" x1="{one:.1f}" x2="{one:.1f}" y1="{top - 4}" y2="{bottom + 4}"/>',
+        f'<text class="faint" x="12" y="{bottom + 26}">{escape(legend)}</text>',
+    ]
+    return _svg(bottom + 38, body, "Calls a second of Limpet as multiples of its peers")
 
 
 def _bars(lines: Sequence[Line], top: int) -> list[str]:

@@ -1,9 +1,11 @@
-"""Runs the examples of a Markdown document, and tells how they are told apart.
+"""Runs the examples of a Markdown document.
 
 - ``python`` runs, with await at the top level where it is used. All blocks of a document share
   their names and a working directory that starts empty. A ``print(…)  # text`` must print the text.
 - ``console`` runs each ``$ command`` in a shell and compares what it prints.
 - ``sql`` runs on ``state.db`` of that directory; the comment lines after a statement are its rows.
+- A comment ``<!-- python`` … ``-->`` runs too, and no reader sees it: the set-up that a reader has at home, such as a
+  server that is running already.
 - ``toml`` must parse. ``text`` is a picture. ``sh`` is for the reader's own hands: see `test_docs`.
 """
 
@@ -30,7 +32,7 @@ SITE = ROOT / "docs"
 PAGES = sorted(SITE.rglob("*.md"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
 
-_FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^(?:```([^\n]*)\n(.*?)^```|<!-- (python)\n(.*?)^-->)$", re.MULTILINE | re.DOTALL)
 _EXPECTED = re.compile(r"^\s*print\(.*\)  # (.+)$")
 # A comment that a reader takes for what is printed, and that the pattern above does not catch.
 _MISPLACED = re.compile(r"^(?:.*\bprint\(.*|\s*)\)\s*#")
@@ -44,18 +46,19 @@ class Block(NamedTuple):
     line: int
 
     def lines(self) -> list[str]:
-        """The lines that say something."""
+        """The lines that are not empty."""
         return [line for line in self.text.splitlines() if line.strip()]
 
 
 def blocks(document: Path) -> list[Block]:
     """The fenced blocks of a document, in order."""
     text = document.read_text(encoding="utf-8")
-    return [Block(found[1], found[2], text.count("\n", 0, found.start(2)) + 1) for found in _FENCE.finditer(text)]
+    found = ((match, 1 if match[1] is not None else 3) for match in _FENCE.finditer(text))
+    return [Block(match[at], match[at + 1], text.count("\n", 0, match.start(at + 1)) + 1) for match, at in found]
 
 
 def prose(document: Path) -> str:
-    """What a document says between its blocks."""
+    """The text of a document between its blocks."""
     return _FENCE.sub("", document.read_text(encoding="utf-8"))
 
 
@@ -87,7 +90,7 @@ class Reader:
                 printed = self._printed[number]
                 assert printed == [expected[1]], f"{self._document.name}:{number}: {line.strip()} prints {printed}"
             else:
-                assert not _MISPLACED.match(line), f"{self._document.name}:{number}: nobody checks {line.strip()}"
+                assert not _MISPLACED.match(line), f"{self._document.name}:{number}: no test checks {line.strip()}"
 
     def _print(self, *values: object) -> None:
         self._printed[sys._getframe(1).f_lineno].append(" ".join(map(str, values)))

@@ -26,13 +26,15 @@ class Process:
     measured: ClassVar[bool] = True
 
     def __init__(self, name: str, *args: object) -> None:
+        # A fork copies the lock of coverage's data as it is. If another thread holds it, the child waits for ever.
+        measured = self.measured and not name.startswith("forks_")
         self._process = subprocess.Popen(
             [sys.executable, "-m", self.module, name, *map(str, args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=None if self.measured else unmeasured(),
+            env=None if measured else unmeasured(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -1,21 +1,30 @@
-"""What guards, writes and filters must be before an engine gets them, whoever made them.
+"""The one validator of guards, writes, filters and whole batches.
 
-Most are made by `limpet.draft`, which encodes what it is given. Others are made by hand, or come over a wire. All pass
-here: an engine commits the batches of many callers together, and what it cannot encode would fail them all. Names,
-types and ranges are checked, and the first thing that is wrong is raised; a message never holds a value. Whether
-encoded values are canonical is left to whoever cannot trust their origin.
+`limpet.draft` builds a batch from a caller's values and a server decodes one from a request; both check it here before
+an engine gets it. An engine commits the batches of many callers together, and a batch that it could not encode would
+fail them all. Names, types, ranges and limits are checked, and the first fault is raised; a message never holds a
+value. Whether encoded values are canonical JSON is not checked here: only the server has to, which does not encode them
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, get_args
 
 from limpet import codec
 from limpet.clock import TTL_S_MAX
 from limpet.codec import Stored
 from limpet.errors import InvalidKey, InvalidTTL, InvalidValue, ValueTooLarge
-from limpet.keys import META_BYTES_MAX, OPERANDS_MAX, TESTS_MAX, check_key
+from limpet.keys import (
+    BATCH_BYTES_MAX,
+    BATCH_GUARDS_MAX,
+    BATCH_WRITES_MAX,
+    META_BYTES_MAX,
+    OPERANDS_MAX,
+    TESTS_MAX,
+    check_key,
+)
 from limpet.model import (
     ABSENT,
     FAMILIES,
@@ -26,6 +35,7 @@ from limpet.model import (
     Delete,
     Equals,
     Expire,
+    Family,
     FieldEquals,
     Filter,
     Guard,
@@ -38,14 +48,20 @@ from limpet.model import (
     Touch,
     Version,
     Window,
+    Write,
 )
 
 __all__ = [
+    "check_batch_limits",
     "check_condition",
+    "check_disjoint",
     "check_filter",
+    "check_flag",
     "check_guard",
+    "check_meta_size",
     "check_number",
     "check_step",
+    "check_value_size",
     "check_window",
     "check_write",
 ]
@@ -57,7 +73,7 @@ _COMPARISONS: Final = frozenset(get_args(Comparison))
 
 
 def check_number(number: object, what: str) -> int:
-    """A count, a version, a revision or a token: what every engine can hold and compare."""
+    """Check a count, a version, a revision or a token: every engine can store and compare it."""
     if type(number) is not int:
         raise InvalidValue(f"{what} is an integer, not something of type {type(number).__name__}")
     if not 0 <= number <= NUMBER_MAX:
@@ -66,7 +82,7 @@ def check_number(number: object, what: str) -> int:
 
 
 def check_step(by: object) -> int:
-    """By how much a counter moves."""
+    """Check the step of a counter."""
     if type(by) is not int:
         raise InvalidValue(f"a counter moves by an integer, not by something of type {type(by).__name__}")
     if not codec.INT_MIN <= by <= codec.INT_MAX:
@@ -74,8 +90,64 @@ def check_step(by: object) -> int:
     return by
 
 
+def check_flag(flag: object, what: str) -> None:
+    """Check a flag: True or False, and nothing that only counts as such."""
+    if type(flag) is not bool:
+        raise InvalidValue(f"{what} is True or False, not something of type {type(flag).__name__}")
+
+
+# Batches ----------------------------------------------------------------------
+
+
+def check_batch_limits(
+    guards: Sequence[Guard], writes: Sequence[Write], *, size_bytes: int, expiries_max: int = 0
+) -> None:
+    """Check a batch as a whole: each key written once, how many writes and guards, and their size together.
+
+    Args:
+        guards: The guards, each checked by itself.
+        writes: The writes, each checked by itself.
+        size_bytes: The size of all values.
+        expiries_max: How many expiries may come on top of the writes, as a sweeper sends them.
+    """
+    # A single value has its own limit, which may be larger.
+    if len(writes) > 1 and size_bytes > BATCH_BYTES_MAX:
+        raise ValueTooLarge(writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
+    written: set[tuple[Family, str]] = set()
+    for write in writes:
+        target = (write.family, write.key)
+        if target in written:
+            raise InvalidKey(write.key, "a batch writes each key at most once")
+        written.add(target)
+    expiries = sum(isinstance(write, Expire) for write in writes) if expiries_max else 0
+    if len(writes) - expiries > BATCH_WRITES_MAX or expiries > expiries_max:
+        raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(writes)}")
+    apart = {(guard.family, guard.key) for guard in guards} - written
+    if len(apart) > BATCH_GUARDS_MAX:
+        raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
+
+
+def check_value_size(key: str, size_bytes: int, limit_bytes: int) -> None:
+    """Check the size of one value, or of the fields of one write, against the limit of the store."""
+    if size_bytes > limit_bytes:
+        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes)
+
+
+def check_meta_size(key: str, meta_json: bytes) -> None:
+    """Check the size of an encoded meta."""
+    if len(meta_json) > META_BYTES_MAX:
+        raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")
+
+
+def check_disjoint(fields: Iterable[str], unset: Container[str]) -> None:
+    """Check that no field is both set and unset."""
+    for name in fields:
+        if name in unset:
+            raise InvalidValue(f"field {name!r} is both set and unset")
+
+
 def check_guard(guard: object) -> Guard:
-    """A guard that an engine can compare."""
+    """Check a guard: an engine can compare it."""
     if not isinstance(guard, Guard):
         raise InvalidValue(f"a batch is guarded by guards, not by something of type {type(guard).__name__}")
     _check_name(guard.key)
@@ -85,7 +157,7 @@ def check_guard(guard: object) -> Guard:
 
 
 def check_condition(key: str, condition: object) -> Condition:
-    """A condition that an engine can compare."""
+    """Check a condition: an engine can compare it."""
     match condition:
         case Version(number):
             check_number(number, "a version")
@@ -107,7 +179,7 @@ def check_condition(key: str, condition: object) -> Condition:
 
 
 def check_write(write: object) -> int:
-    """A write that an engine can encode. Returns what its values count."""
+    """Check a write: an engine can encode it. Returns the size of its values."""
     if not isinstance(write, Put | Add | Patch | Touch | Delete | Expire):
         raise InvalidValue(f"a batch is made of writes, not of something of type {type(write).__name__}")
     key = _check_name(write.key)
@@ -120,14 +192,12 @@ def check_write(write: object) -> int:
             _check_kind(write.fields, Mapping, f"the fields of {key!r}")
             _check_kind(write.unset, tuple, f"the fields of {key!r} to clear")
             size_bytes = _check_stored(key, write.fields)
-            _check_flag(write.if_exists, "if_exists")
-            for name in write.unset:
-                if _check_name(name) in write.fields:
-                    raise InvalidValue(f"field {name!r} is both set and unset")
+            check_flag(write.if_exists, "if_exists")
+            check_disjoint(map(_check_name, write.unset), write.fields)
         case Add():
             check_step(write.by)
         case Delete():
-            _check_flag(write.take, "take")
+            check_flag(write.take, "take")
         case Expire():
             check_number(write.revision, "a revision")
         case Touch():
@@ -139,8 +209,11 @@ def check_write(write: object) -> int:
     return size_bytes
 
 
+# Filters and windows ----------------------------------------------------------
+
+
 def check_filter(where: object) -> Filter:
-    """A filter that can be held against a value."""
+    """Check a filter: it can test a value."""
     if not isinstance(where, Filter):
         raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
     _check_kind(where.tests, tuple, "the tests of a filter")
@@ -165,7 +238,7 @@ def check_filter(where: object) -> Filter:
 
 
 def check_window(window: object) -> Window:
-    """Bounds of a log that an engine can compare."""
+    """Check the bounds of a log: an engine can compare them."""
     if not isinstance(window, Window):
         raise InvalidValue(f"a window is a limpet.Window, not something of type {type(window).__name__}")
     for name in window.__struct_fields__:
@@ -173,8 +246,11 @@ def check_window(window: object) -> Window:
     return window
 
 
+# Parts ------------------------------------------------------------------------
+
+
 def _check_name(name: object) -> str:
-    """A name as it is, not something that has to be converted first: drivers disagree about kinds of str."""
+    """Check a name: a plain str, because drivers treat subclasses of str differently."""
     checked = check_key(name)
     if type(name) is not str:
         raise InvalidKey(name, f"it is of type {type(name).__name__}, a kind of str: make it a plain str")
@@ -191,11 +267,6 @@ def _check_kind(item: object, kind: type, what: str) -> None:
         raise InvalidValue(f"{what} must be of type {kind.__name__}, not of type {type(item).__name__}")
 
 
-def _check_flag(flag: object, what: str) -> None:
-    if type(flag) is not bool:
-        raise InvalidValue(f"{what} is True or False, not something of type {type(flag).__name__}")
-
-
 def _check_stored(key: str, stored: Stored | object) -> int:
     if isinstance(stored, Mapping):
         for name, item in stored.items():
@@ -209,10 +280,12 @@ def _check_stored(key: str, stored: Stored | object) -> int:
 def _check_encoded(key: str, encoded: object) -> None:
     if type(encoded) is not bytes or not encoded:
         raise InvalidValue(
-            f"what is stored for {key!r} is encoded bytes, not something of type {type(encoded).__name__}"
+            f"the stored form for {key!r} is encoded bytes, not something of type {type(encoded).__name__}"
         )
     if encoded[0] != 0 and not _is_text(encoded):
-        raise InvalidValue(f"what is stored for {key!r} is neither raw bytes, which begin with zero, nor JSON in UTF-8")
+        raise InvalidValue(
+            f"the stored form for {key!r} is neither raw bytes, which begin with zero, nor JSON in UTF-8"
+        )
 
 
 def _is_text(encoded: bytes) -> bool:
@@ -228,8 +301,7 @@ def _check_meta(key: str, meta_json: object) -> None:
         return
     if type(meta_json) is not bytes or meta_json[:1] != b"{" or not _is_text(meta_json):
         raise InvalidValue(f"meta for {key!r} is a JSON object")
-    if len(meta_json) > META_BYTES_MAX:
-        raise ValueTooLarge(key, size_bytes=len(meta_json), limit_bytes=META_BYTES_MAX, what="meta")
+    check_meta_size(key, meta_json)
 
 
 def _check_ttl(ttl_ms: object) -> None:

@@ -1,8 +1,8 @@
 """Time, injected.
 
-A store asks its clock and never the operating system, so a test can turn time by hand.
+A store reads its clock and never the operating system's, so a test can set time by hand.
 `sleep` waits on the event loop when one is running in this thread and blocks the thread
-when none is; that is what lets the blocking face run the same coroutines.
+when none is; that is what lets the sync API run the same coroutines.
 """
 
 from __future__ import annotations
@@ -18,20 +18,30 @@ from typing import Final, Protocol
 
 from limpet.errors import InvalidTTL, InvalidValue
 
-__all__ = ["Clock", "ManualClock", "SystemClock", "call_on", "check_wait", "has_loop", "ttl_to_ms", "wake"]
+__all__ = [
+    "Clock",
+    "ManualClock",
+    "SystemClock",
+    "call_on",
+    "check_wait",
+    "format_duration",
+    "has_loop",
+    "ttl_to_ms",
+    "wake",
+]
 
 TTL_S_MAX: Final = 100 * 366 * 86_400
 
 
 class Clock(Protocol):
-    """What the store needs to know of time."""
+    """The time as the store needs it."""
 
     def now_ms(self) -> int:
-        """Milliseconds since 1970. It may be set back: an engine keeps time from going back all the same."""
+        """Milliseconds since 1970. It may be set back; an engine still keeps its own time from going back."""
         ...
 
     def monotonic(self) -> float:
-        """Seconds from some fixed moment, for measuring what has passed. Never goes back."""
+        """Seconds from some fixed moment, for measuring durations. Never goes back."""
         ...
 
     async def sleep(self, seconds: float) -> None:
@@ -53,7 +63,7 @@ class SystemClock:
     def now_ms(self) -> int:
         """The host's time, or the latest seen when the host's clock was set back."""
         now_ms = time.time_ns() // 1_000_000
-        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than reading the time
             self._latest_ms = now_ms
         return self._latest_ms
 
@@ -66,13 +76,13 @@ class SystemClock:
         if has_loop():
             await asyncio.sleep(seconds)
         else:
-            time.sleep(max(0.0, seconds))  # noqa: ASYNC251 - there is no loop to hold up
+            time.sleep(max(0.0, seconds))  # noqa: ASYNC251 - there is no loop to block
 
 
 class ManualClock:
-    """A clock that stands still until it is turned. For tests.
+    """A clock that stands still until a test advances it.
 
-    Sleepers, in tasks and in threads, wake when the clock passes their moment.
+    Sleepers, in tasks and in threads, wake when the clock passes the end of their sleep.
     """
 
     def __init__(self, start: float = 1_700_000_000.0) -> None:
@@ -82,7 +92,7 @@ class ManualClock:
         self._sleepers: list[tuple[int, Callable[[], None]]] = []
 
     def now_ms(self) -> int:
-        """The time it was turned to."""
+        """The time it was set to."""
         return self._now_ms
 
     def monotonic(self) -> float:
@@ -90,11 +100,11 @@ class ManualClock:
         return self._passed_ms / 1000
 
     def after(self, seconds: float) -> int:
-        """What it will show when it has been turned so far."""
-        return self._now_ms + _whole_ms(seconds)
+        """The `now_ms` that it will have once it has been advanced by so many seconds."""
+        return self._now_ms + _round_up_ms(seconds)
 
     def advance(self, seconds: float) -> None:
-        """Turn the clock forward and wake whoever's moment has come."""
+        """Move the clock forward and wake the sleepers whose time is over."""
         with self._lock:
             self._now_ms = self.after(seconds)
             due = [wake for at_ms, wake in self._sleepers if at_ms <= self._passed_ms]
@@ -105,8 +115,8 @@ class ManualClock:
     def set_back(self, seconds: float) -> None:
         """Set the time back, as an operator or NTP does to a host. Sleepers and `monotonic` do not notice."""
         with self._lock:
-            self._now_ms -= _whole_ms(seconds)
-            self._set_back_ms += _whole_ms(seconds)
+            self._now_ms -= _round_up_ms(seconds)
+            self._set_back_ms += _round_up_ms(seconds)
 
     @property
     def _passed_ms(self) -> int:
@@ -114,51 +124,51 @@ class ManualClock:
 
     @property
     def sleepers(self) -> int:
-        """How many are asleep, so that a test can wait until work has settled."""
+        """How many sleepers wait, so that a test can wait until all work does."""
         return len(self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait until the clock has been turned that far."""
+        """Wait until the clock has been advanced that far."""
         if not has_loop():
             if seconds > 0:
                 event = threading.Event()
-                self._join(seconds, event.set)
+                self._add_sleeper(seconds, event.set)
                 event.wait()
         elif seconds <= 0:
             await asyncio.sleep(0)
         else:
             loop = asyncio.get_running_loop()
             woken = loop.create_future()
-            sleeper = self._join(seconds, lambda: call_on(loop, wake, woken))
+            sleeper = self._add_sleeper(seconds, lambda: call_on(loop, wake, woken))
             try:
                 await woken
             finally:
-                # A cancelled sleeper leaves; one that was woken is gone already.
+                # A cancelled sleeper is removed here; one that was woken is gone already.
                 with self._lock:
                     if sleeper in self._sleepers:
                         self._sleepers.remove(sleeper)
 
-    def _join(self, seconds: float, wake: Callable[[], None]) -> tuple[int, Callable[[], None]]:
+    def _add_sleeper(self, seconds: float, wake: Callable[[], None]) -> tuple[int, Callable[[], None]]:
         with self._lock:
-            sleeper = (self._passed_ms + _whole_ms(seconds), wake)
+            sleeper = (self._passed_ms + _round_up_ms(seconds), wake)
             self._sleepers.append(sleeper)
         return sleeper
 
 
 def call_on(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Have something called on a loop of any thread. A loop that was closed has nobody left to tell."""
+    """Schedule a callback on a loop of any thread. On a closed loop nothing waits for it, so it is dropped."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(callback, *args)
 
 
-def wake(sleeper: asyncio.Future[None]) -> None:
+def wake(waiter: asyncio.Future[None]) -> None:
     """End a wait that may be over already."""
-    if not sleeper.done():
-        sleeper.set_result(None)
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def check_wait(seconds: object, what: str) -> float:
-    """For how many seconds to wait: zero or more, without end included. Raises `InvalidValue`."""
+    """Return how many seconds to wait, zero or more, infinity included. Raises `InvalidValue`."""
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds >= 0:
         raise InvalidValue(f"{what} is zero or more seconds, as an int or a float")
     try:
@@ -168,7 +178,7 @@ def check_wait(seconds: object, what: str) -> float:
 
 
 def ttl_to_ms(ttl: float | timedelta) -> int:
-    """A time to live in whole milliseconds, rounded up: never early. Raises `InvalidTTL`."""
+    """Convert a time to live to whole milliseconds, rounded up: never early. Raises `InvalidTTL`."""
     if isinstance(ttl, timedelta):
         ttl = ttl.total_seconds()
     if isinstance(ttl, bool) or not isinstance(ttl, int | float):
@@ -179,10 +189,21 @@ def ttl_to_ms(ttl: float | timedelta) -> int:
         raise InvalidTTL("is not above zero")
     if ttl > TTL_S_MAX:
         raise InvalidTTL("is more than a hundred years")
-    return _whole_ms(ttl) or 1
+    return _round_up_ms(ttl) or 1
 
 
-def _whole_ms(seconds: float) -> int:
-    """Rounded up; but 2.007 s, which a float makes 2007.0000000000002 ms, are 2007."""
+def format_duration(seconds: float) -> str:
+    """A duration as people write it: ``1h30m``."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    left, parts = round(seconds), ""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        parts += f"{count}{unit}" if count else ""
+    return parts
+
+
+def _round_up_ms(seconds: float) -> int:
+    """Round up to milliseconds; but 2.007 s, which a float makes 2007.0000000000002 ms, are 2007."""
     nearest = round(seconds * 1000)
     return nearest if nearest / 1000 == seconds else math.ceil(seconds * 1000)

@@ -1,12 +1,12 @@
 """Python values as bytes, and back.
 
-What is stored describes itself. JSON is its canonical text: compact, members sorted,
+A stored value describes itself. JSON is its canonical text: compact, members sorted,
 UTF-8. Raw bytes are a zero byte, which no JSON text starts with, and then the bytes.
 A record is a mapping from field names to either. Two values are equal in a guard
-exactly when what is stored is equal, so 1, 1.0 and true are three different values.
+exactly when their stored forms are equal, so 1, 1.0 and true are three different values.
 
-The encoder below would silently turn NaN into null, sets into lists and datetimes into
-strings. `encode` refuses all of that first, by path, before anything leaves the process.
+msgspec would silently turn NaN into null, sets into lists and datetimes into strings.
+`encode` refuses all of that first, naming the path, before anything leaves the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _encode_into = msgspec.json.Encoder(order="sorted").encode_into
 _decode_json = msgspec.json.Decoder().decode
 _split_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
-# Every JSON scalar that needs no further look.
+# JSON scalars that need no further check.
 _PLAIN: Final = frozenset({str, bool, type(None)})
 _RAW: Final = frozenset({bytes, bytearray, memoryview})
 
@@ -47,10 +47,10 @@ _spare: list[bytearray] = []
 
 
 def _encode_json(value: object) -> bytes:
-    """Canonical JSON, in bytes of just that size.
+    """Encode as canonical JSON, in bytes of exactly that size.
 
-    Those that the encoder makes by itself keep the room it made them in, which is half as
-    much again, for as long as they are kept. So it writes into buffers that are used again.
+    Bytes that msgspec returns keep the buffer they were written in, which is half as large
+    again, for as long as they live. So it writes into buffers that are reused.
     """
     try:
         buffer = _spare.pop()
@@ -71,26 +71,26 @@ class Fields(dict[str, Any]):
 
 
 def encode(value: object) -> Stored:
-    """The stored form of a value. Raises `InvalidValue` naming the path of what cannot be stored."""
+    """Encode a value. Raises `InvalidValue` with the path of the part that cannot be stored."""
     if isinstance(value, Fields):
         return {check_key(name): encode_field(item, name) for name, item in value.items()}
     return encode_field(value)
 
 
 def encode_field(value: object, name: str | None = None) -> bytes:
-    """The stored form of a JSON value or of raw bytes."""
+    """Encode a JSON value or raw bytes."""
     if _is_json(value, 1):
         try:
             return _encode_json(value)
         except UnicodeEncodeError:
-            raise _refused(value, name) from None
+            raise _refusal(value, name) from None
     if type(value) in _RAW:
         return b"\0" + bytes(value)  # type: ignore[call-overload, no-any-return]
-    raise _refused(value, name)
+    raise _refusal(value, name)
 
 
 def decode(stored: Stored) -> Any:
-    """A fresh Python value: never an object that the store or another caller holds."""
+    """Decode to a fresh Python value: never an object that the store or another caller holds."""
     if not isinstance(stored, bytes):
         return Fields((name, decode(item)) for name, item in stored.items())
     if stored and stored[0] == 0:
@@ -109,14 +109,14 @@ def kind_of(stored: Stored) -> Kind:
 
 
 def size_bytes(stored: Stored) -> int:
-    """What counts against the limits: the encoding; for a record, its names and encoded fields."""
+    """Return the size that the limits count: the encoding; for a record, its names and encoded fields."""
     if not isinstance(stored, bytes):
         return sum(len(name.encode()) + size_bytes(item) for name, item in stored.items())
     return len(stored) - 1 if stored[0] == 0 else len(stored)
 
 
 def member(stored: Stored, name: str) -> bytes | None:
-    """One field of a record, or one top-level member of a JSON object. None when there is none."""
+    """Get one field of a record, or one top-level member of a JSON object; None when it is absent."""
     if not isinstance(stored, bytes):
         return stored.get(name)
     if stored[:1] != b"{":
@@ -129,7 +129,7 @@ def member(stored: Stored, name: str) -> bytes | None:
 
 
 def counter(stored: Stored) -> int | None:
-    """The integer that a counter holds, or None when this is not one."""
+    """Read the integer of a counter; None when the value is not an integer."""
     if not isinstance(stored, bytes) or not stored.lstrip(b"-").isdigit():
         return None
     return int(stored)
@@ -140,7 +140,7 @@ _DECIMAL: Final = re.compile(rb"-?[0-9]{1,%d}\Z" % DIGITS_MAX)
 
 
 def number(field: bytes) -> int | float | None:
-    """The number that an encoded field is: a JSON number, or raw bytes of decimal digits."""
+    """Read an encoded field as a number: a JSON number, or raw bytes of decimal digits. None for anything else."""
     if field[:1] == b"\0":
         return int(field[1:]) if _DECIMAL.match(field, 1) else None
     value = decode(field)
@@ -148,7 +148,7 @@ def number(field: bytes) -> int | float | None:
 
 
 def _is_json(value: Any, depth: int) -> bool:
-    """Whether this is JSON and nothing that only resembles it. No more than that: it looks at every value put."""
+    """Whether this is JSON and nothing that only resembles it. Kept minimal, because it runs on every value put."""
     kind = type(value)
     if kind is dict:
         if depth > DEPTH_MAX:
@@ -157,7 +157,7 @@ def _is_json(value: Any, depth: int) -> bool:
             if type(name) is not str:
                 return False
             kind = type(item)
-            # Most members are done with here, without a call.
+            # Most members pass here, without a call.
             if kind in _PLAIN or (kind is int and INT_MIN <= item <= INT_MAX):
                 continue
             if not _is_json(item, depth + 1):
@@ -175,19 +175,19 @@ def _is_json(value: Any, depth: int) -> bool:
     return kind in _PLAIN or (kind is int and INT_MIN <= value <= INT_MAX)
 
 
-# What cannot be stored is looked at again, to say where and why.
+# A refused value is walked a second time, to find where and why.
 
 
-def _refused(value: object, name: str | None) -> InvalidValue:
-    steps, problem = _fault(value, 1)
+def _refusal(value: object, name: str | None) -> InvalidValue:
+    steps, problem = _find_fault(value, 1)
     path = "$" + "".join([f".{_printable(name)}"] * (name is not None) + steps)
     if len(path) > 80:
         path = f"{path[:38]}...{path[-38:]}"
     return InvalidValue(problem, path=path)
 
 
-def _fault(value: Any, depth: int) -> tuple[list[str], str]:
-    """The way to the first thing in a value that cannot be stored, and what is wrong with it."""
+def _find_fault(value: Any, depth: int) -> tuple[list[str], str]:
+    """Find the first part of a value that cannot be stored: the path to it, and what is wrong with it."""
     kind = type(value)
     if kind in (dict, list, tuple) and depth > DEPTH_MAX:
         return [], f"nested deeper than {DEPTH_MAX}"
@@ -211,7 +211,7 @@ def _fault(value: Any, depth: int) -> tuple[list[str], str]:
         advice = "raw bytes stand alone or as a field" if kind in _RAW else "convert it first"
         return [], f"a value of type {kind.__name__} is not JSON ({advice})"
     step, item = next((step, item) for step, item in members if not (_is_json(item, depth + 1) and _is_utf8(item)))
-    steps, problem = _fault(item, depth + 1)
+    steps, problem = _find_fault(item, depth + 1)
     return [step, *steps], problem
 
 
@@ -227,6 +227,6 @@ def _is_utf8(value: Any) -> bool:
 
 
 def _printable(name: object) -> str:
-    """A member's name as a message can show it, whatever it is made of."""
+    """Format a member's name for a message, whatever characters it holds."""
     text = str(name)
     return text if text.isprintable() else ascii(text)[1:-1]

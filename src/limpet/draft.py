@@ -1,7 +1,7 @@
 """Drafting a batch: names checked, values encoded, guards gathered, then one commit.
 
-Every write of the store is drafted here, so that there is one door with one set of checks.
-A draft is used once. A put that nothing guards goes through the same door, without one.
+Every write of the store is drafted here and checked by `limpet.checks`. A draft is used once.
+A put without a guard skips the draft (`plain_put`) and passes the same checks.
 """
 
 from __future__ import annotations
@@ -14,26 +14,22 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, Self
 import msgspec
 
 from limpet import codec
-from limpet.checks import check_condition, check_filter, check_guard, check_number, check_step, check_write
+from limpet.checks import (
+    check_batch_limits,
+    check_condition,
+    check_disjoint,
+    check_filter,
+    check_flag,
+    check_guard,
+    check_meta_size,
+    check_number,
+    check_step,
+    check_value_size,
+    check_write,
+)
 from limpet.clock import ttl_to_ms
-from limpet.errors import (
-    Conflict,
-    InvalidKey,
-    InvalidValue,
-    LimpetError,
-    LockLost,
-    NotFound,
-    TypeMismatch,
-    ValueTooLarge,
-)
-from limpet.keys import (
-    BATCH_BYTES_MAX,
-    BATCH_GUARDS_MAX,
-    BATCH_WRITES_MAX,
-    META_BYTES_MAX,
-    OPERANDS_MAX,
-    check_key,
-)
+from limpet.errors import Conflict, InvalidValue, LimpetError, LockLost, NotFound, TypeMismatch, ValueTooLarge
+from limpet.keys import OPERANDS_MAX, check_key
 from limpet.model import (
     ABSENT,
     ANY,
@@ -75,7 +71,7 @@ Meta = Mapping[str, Any] | None
 Expectation = (
     Entry | None | Version | Revision | Equals | Filter | Literal[Sentinel.ABSENT, Sentinel.PRESENT, Sentinel.ANY]
 )
-"""What a write may expect of its key. An entry means: unchanged since. None means: absent, as `entry` returned it."""
+"""What a write may expect of its key. An entry means unchanged since it was read; None means absent."""
 
 RECEIPT_MS: Final = 600_000
 
@@ -89,7 +85,7 @@ class Fence(msgspec.Struct, frozen=True):
 
 
 class Fencing(Protocol):
-    """What can fence a write: a held lock."""
+    """An object that can fence a write: a held lock or a lead."""
 
     @property
     def fence(self) -> Fence:
@@ -126,14 +122,14 @@ class field:  # noqa: N801 - reads as a word of the filter language
 
     def in_(self, values: Iterable[object]) -> Filter:
         """The field holds one of these."""
-        return self._test("in", *self._few(values))
+        return self._test("in", *self._take_operands(values))
 
     def not_in(self, values: Iterable[object]) -> Filter:
         """The field holds none of these, or does not exist."""
-        return self._test("not_in", *self._few(values))
+        return self._test("not_in", *self._take_operands(values))
 
-    def _few(self, values: Iterable[object]) -> list[object]:
-        """The operands of a test, which every entry of a scan is compared with."""
+    def _take_operands(self, values: Iterable[object]) -> list[object]:
+        """List the operands of a test. They are limited, because every entry of a scan is compared with all of them."""
         taken = list(itertools.islice(values, OPERANDS_MAX + 1))
         if len(taken) > OPERANDS_MAX:
             raise InvalidValue(
@@ -187,7 +183,7 @@ class Draft:
     def expect(self, key: str, expectation: Expectation) -> Self:
         """Let the batch happen only if the key is as expected."""
         if expectation is not ANY:
-            self._guards.append(Guard(check_key(key), _condition(expectation)))
+            self._guards.append(Guard(check_key(key), _make_condition(expectation)))
         return self
 
     def fence(self, lock: Fencing | Fence) -> Self:
@@ -216,7 +212,7 @@ class Draft:
         meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Self:
         """Replace the whole value."""
-        return self._write(*_put(key, value, ttl, meta, self._session.value_bytes_max))
+        return self._append(*_make_put(key, value, ttl, meta, self._session.value_bytes_max))
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
         """Put a value under a key that must not exist."""
@@ -231,7 +227,7 @@ class Draft:
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
         """Add to a counter. A missing key counts as zero."""
-        return self._write(Add(check_key(key), check_step(by), _ttl_ms(ttl), _meta_json(key, meta)))
+        return self._append(Add(check_key(key), check_step(by), _convert_ttl(ttl), _encode_meta(key, meta)))
 
     def set(
         self,
@@ -249,22 +245,20 @@ class Draft:
         given = {**as_fields(fields), **more}
         if isinstance(unset, str | bytes):
             raise InvalidValue("unset is a list of names, such as ['state'], not one name")
-        if type(if_exists) is not bool:
-            raise InvalidValue(f"if_exists is True or False, not something of type {type(if_exists).__name__}")
+        check_flag(if_exists, "if_exists")
         cleared = {check_key(name) for name in unset}
+        check_disjoint(given, cleared)
         written: dict[str, bytes] = {}
         for name, value in given.items():
-            if name in cleared:
-                raise InvalidValue(f"field {name!r} is both set and unset")
             if value is ABSENT:
                 cleared.add(check_key(name))
             else:
                 written[check_key(name)] = codec.encode_field(value, name)
         size_bytes = codec.size_bytes(written)
-        if size_bytes > self._session.value_bytes_max:
-            raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=self._session.value_bytes_max)
-        patch = Patch(check_key(key), written, tuple(sorted(cleared)), if_exists, _ttl_ms(ttl), _meta_json(key, meta))
-        return self._write(patch, size_bytes)
+        check_value_size(key, size_bytes, self._session.value_bytes_max)
+        ttl_ms, meta_json = _convert_ttl(ttl), _encode_meta(key, meta)
+        patch = Patch(check_key(key), written, tuple(sorted(cleared)), if_exists, ttl_ms, meta_json)
+        return self._append(patch, size_bytes)
 
     def swap(
         self,
@@ -276,7 +270,7 @@ class Draft:
         set: Mapping[str, object] | None = None,
         ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
-        """Write a field, and others with it, if it holds what is expected; ABSENT means no such field."""
+        """Write a field, and others with it, if it holds the expected value; ABSENT means no such field."""
         condition = FieldEquals(check_key(name), ABSENT if expected is ABSENT else codec.encode_field(expected, name))
         self._guards.append(Guard(check_key(key), condition))
         others = as_fields(set)
@@ -287,24 +281,24 @@ class Draft:
     def touch(self, key: str, ttl: TTL) -> Self:
         """Change only when the key expires. A missing key stays missing."""
         ttl_ms = None if ttl is None else ttl_to_ms(ttl)
-        return self._write(Touch(check_key(key), ttl_ms))
+        return self._append(Touch(check_key(key), ttl_ms))
 
     def delete(self, key: str) -> Self:
         """End the key. A missing key stays missing."""
-        return self._write(Delete(check_key(key)))
+        return self._append(Delete(check_key(key)))
 
     def take(self, key: str) -> Self:
-        """End the key; the commit's ``ended`` has what it held."""
-        return self._write(Delete(check_key(key), take=True))
+        """End the key; the commit's ``ended`` has the entry with its value."""
+        return self._append(Delete(check_key(key), take=True))
 
     def include(self, *writes: Write, guards: Iterable[Guard] = (), request: bytes | None = None) -> Self:
-        """Add writes and guards of any family as they are, for features that keep something beside the data.
+        """Add writes and guards of any family as they are, for features that store something beside the data.
 
         Args:
-            writes: What to write, encoded.
-            guards: What to guard.
-            request: What was asked, in the feature's own words. A retry is known by that, and not by the writes,
-                which may depend on what was found. The same request must make as many writes each time.
+            writes: The writes, encoded.
+            guards: The guards, encoded.
+            request: The request in the feature's own encoding. A retry is recognised by it and not by the writes,
+                which may depend on the entries found. The same request must make as many writes each time.
         """
         if request is not None and type(request) is not bytes:
             raise InvalidValue(f"a request is bytes, not something of type {type(request).__name__}")
@@ -313,52 +307,54 @@ class Draft:
         self._guards += checked
         self._request = self._request if request is None else request
         for write, size_bytes in zip(writes, sizes_bytes, strict=True):
-            self._write(write, size_bytes)
+            self._append(write, size_bytes)
         return self
 
     # Committing ---------------------------------------------------------------
 
     async def commit(self) -> Commit:
         """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
-        outcome = await self._session.commit(self._namespace, self._batch())
+        outcome = await self._session.commit(self._namespace, self._make_batch())
         if isinstance(outcome, Refusal):
             raise self._error_of(outcome)
         return outcome
 
-    def _briefly(self) -> Self:
-        """Have no fields of records sent back: the caller has no use for them."""
+    def _make_brief(self) -> Self:
+        """Let entries of records come back without their value: the caller does not need it."""
         self._is_brief = True
         return self
 
     async def _attempt(self) -> Commit | Refusal:
         """Like `commit`, but a refusal is returned instead of raised."""
-        return await self._session.commit(self._namespace, self._batch())
+        return await self._session.commit(self._namespace, self._make_batch())
 
-    def _batch(self) -> Batch:
-        """What was drafted, held to the limits."""
+    def _make_batch(self) -> Batch:
+        """Make the batch, within the limits. It can be made once."""
         if self._is_used:
             raise InvalidValue("a batch is committed once: draft another, or give it a request_id and repeat it whole")
         self._is_used = True
         guards, writes = tuple(self._guards), tuple(self._writes)
-        # One write under one guard is what most callers commit, and within the limits of numbers.
+        if not guards and not writes:
+            raise InvalidValue("the batch is empty: add a write or a guard")
+        # Most batches are one write with at most one guard, which no limit on numbers can concern.
         if len(writes) != 1 or len(guards) > 1:
-            self._check_limits()
+            check_batch_limits(guards, writes, size_bytes=self._bytes)
         bytes_max = self._session.value_bytes_max
         if self._request_id is None:
             return Batch(guards, writes, value_bytes_max=bytes_max, is_brief=self._is_brief)
         digest = digest_of(guards, writes) if self._request is None else request_digest(self._request)
-        about = (self._request_id, digest, RECEIPT_MS)
-        return Batch(guards, writes, *about, value_bytes_max=bytes_max, is_brief=self._is_brief)
+        receipt = (self._request_id, digest, RECEIPT_MS)
+        return Batch(guards, writes, *receipt, value_bytes_max=bytes_max, is_brief=self._is_brief)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
-        """A refusal as the error that its caller catches."""
+        """Turn a refusal into the error that its caller catches."""
         key, found, guard = refusal.key, refusal.found, refusal.guard
         match refusal.reason:
             case "guard":
                 assert guard is not None
                 if isinstance(guard.condition, HeldBy):
                     return LockLost(key, token=guard.condition.token)
-                return Conflict(key, expected=_in_words(guard.condition), current=found)
+                return Conflict(key, expected=_describe(guard.condition), current=found)
             case "stale_request":
                 return Conflict(key, expected="the same request", current=None, reason="stale_request")
             case "type":
@@ -374,27 +370,10 @@ class Draft:
             case "missing":
                 return NotFound(key)
 
-    def _write(self, write: Write, size_bytes: int = 0) -> Self:
+    def _append(self, write: Write, size_bytes: int = 0) -> Self:
         self._writes.append(write)
         self._bytes += size_bytes
         return self
-
-    def _check_limits(self) -> None:
-        if not self._writes and not self._guards:
-            raise InvalidValue("an empty batch asks for nothing")
-        places = [(write.family, write.key) for write in self._writes]
-        # One value has a limit of its own, which a store may be opened with.
-        if len(places) > 1 and self._bytes > BATCH_BYTES_MAX:
-            raise ValueTooLarge(places[0][1], size_bytes=self._bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
-        written = {*places}
-        if len(written) < len(places):
-            _, twice = next(place for place in places if places.count(place) > 1)
-            raise InvalidKey(twice, "a batch writes each key at most once")
-        if len(places) > BATCH_WRITES_MAX:
-            raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(places)}")
-        apart = {(guard.family, guard.key) for guard in self._guards} - written
-        if len(apart) > BATCH_GUARDS_MAX:
-            raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
 
 
 def plain_put(
@@ -404,30 +383,29 @@ def plain_put(
     meta: Meta | Literal[Sentinel.KEEP],
     value_bytes_max: int,
 ) -> Batch:
-    """A batch of one put that nothing guards. Most writes are one, and need no draft."""
-    put, _ = _put(key, value, ttl, meta, value_bytes_max)
+    """Make a batch of one put without a guard. Most writes are one, and need no draft."""
+    put, _ = _make_put(key, value, ttl, meta, value_bytes_max)
     return Batch((), (put,), value_bytes_max=value_bytes_max)
 
 
-def _put(
+def _make_put(
     key: str,
     value: object,
     ttl: TTL | Literal[Sentinel.KEEP],
     meta: Meta | Literal[Sentinel.KEEP],
     value_bytes_max: int,
 ) -> tuple[Put, int]:
-    """A put, held to its limits, and what its value counts."""
+    """Make a put, within the limits. Returns it with the size of its value."""
     stored = codec.encode(value)
     size_bytes = codec.size_bytes(stored)
-    if size_bytes > value_bytes_max:
-        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=value_bytes_max)
-    ttl_ms = None if ttl is None else _ttl_ms(ttl)
-    meta_json = None if meta is None else _meta_json(key, meta)
+    check_value_size(key, size_bytes, value_bytes_max)
+    ttl_ms = None if ttl is None else _convert_ttl(ttl)
+    meta_json = None if meta is None else _encode_meta(key, meta)
     return Put(check_key(key), stored, ttl_ms, meta_json), size_bytes
 
 
 def as_fields(fields: Mapping[str, object] | None) -> Mapping[str, object]:
-    """Fields to write, none where nothing is given."""
+    """Check the fields of a record to write; None stands for no fields."""
     if fields is None:
         return {}
     if not isinstance(fields, Mapping):
@@ -435,7 +413,7 @@ def as_fields(fields: Mapping[str, object] | None) -> Mapping[str, object]:
     return fields
 
 
-def _condition(expectation: Expectation) -> Condition:
+def _make_condition(expectation: Expectation) -> Condition:
     match expectation:
         case Entry():
             return Revision(check_number(expectation.revision, "the revision of an entry"))
@@ -455,18 +433,17 @@ def _condition(expectation: Expectation) -> Condition:
     )
 
 
-def _ttl_ms(ttl: TTL | Literal[Sentinel.KEEP]) -> int | Literal[Sentinel.KEEP] | None:
+def _convert_ttl(ttl: TTL | Literal[Sentinel.KEEP]) -> int | Literal[Sentinel.KEEP] | None:
     return ttl if ttl is None or ttl is KEEP else ttl_to_ms(ttl)
 
 
-def _meta_json(key: str, meta: Meta | Literal[Sentinel.KEEP]) -> bytes | Literal[Sentinel.KEEP] | None:
+def _encode_meta(key: str, meta: Meta | Literal[Sentinel.KEEP]) -> bytes | Literal[Sentinel.KEEP] | None:
     if meta is None or meta is KEEP:
         return meta
     if not isinstance(meta, Mapping):
         raise InvalidValue(f"meta is a JSON object, not of type {type(meta).__name__}")
     encoded = codec.encode_field(dict(meta), "meta")
-    if len(encoded) > META_BYTES_MAX:
-        raise ValueTooLarge(key, size_bytes=len(encoded), limit_bytes=META_BYTES_MAX, what="meta")
+    check_meta_size(key, encoded)
     return encoded if meta else None
 
 
@@ -474,20 +451,20 @@ _encode_request = msgspec.msgpack.Encoder(order="sorted").encode
 
 
 def digest_of(guards: tuple[Guard, ...], writes: tuple[Write, ...]) -> bytes:
-    """A hash of what is asked. The fence is not part of it: a retry may come under a newer token."""
-    asked = [(type(guard.condition).__name__, guard) for guard in guards if guard.family == "data"]
-    done = [(type(write).__name__, write) for write in writes]
-    return request_digest(_encode_request((asked, done)))
+    """Hash a request. The fence is not part of it: a retry may come under a newer token."""
+    guarded = [(type(guard.condition).__name__, guard) for guard in guards if guard.family == "data"]
+    written = [(type(write).__name__, write) for write in writes]
+    return request_digest(_encode_request((guarded, written)))
 
 
 def request_digest(request: bytes) -> bytes:
-    """The hash by which a request is known again."""
+    """Make the hash by which a repeated request is recognised."""
     import hashlib
 
     return hashlib.blake2b(request, digest_size=16).digest()
 
 
-def _in_words(condition: Condition) -> str:
+def _describe(condition: Condition) -> str:
     if condition is ABSENT:
         return "no such key"
     return "the key to exist" if condition is PRESENT else str(condition)

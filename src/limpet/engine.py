@@ -11,7 +11,7 @@ Each line of a Behaviour list is quoted, word for word, by a test in `limpet.con
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from limpet.index import IndexProbe
 from limpet.keys import Span
@@ -32,7 +32,7 @@ from limpet.model import (
     Window,
 )
 
-__all__ = ["Engine", "Indexing", "Restoring", "Sealing"]
+__all__ = ["Engine", "Finding", "FindingLevel", "Indexing", "Restoring", "Sealing", "WithTables"]
 
 
 class Engine(Protocol):
@@ -208,3 +208,25 @@ class Restoring(Protocol):
     async def raise_epoch(self, skip: int) -> int:
         """Begin a new epoch, in which each namespace skips so many revisions. Returns the epoch."""
         ...
+
+
+@runtime_checkable
+class WithTables(Protocol):
+    """What an engine has beside its primitives where its state is in tables, which share their names with others."""
+
+    @property
+    def taken(self) -> tuple[str, ...] | None:
+        """The names of our views that tables or views of other programs have; None for no tables."""
+        ...
+
+
+FindingLevel = Literal["ok", "warn", "bad"]
+
+
+class Finding(NamedTuple):
+    """The result of one check of a store's health. ``warn`` needs attention, ``bad`` needs action."""
+
+    check: str
+    level: FindingLevel
+    finding: str
+    advice: str | None = None

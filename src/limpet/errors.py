@@ -1,7 +1,7 @@
 """What can go wrong, sorted by what the caller can do about it.
 
     LimpetError
-    ├── RequestError        fix the request: nothing changed, and never will as asked
+    ├── RequestError        fix the request: nothing changed, and repeating it will not help
     │   ├── InvalidKey  InvalidNamespace  InvalidValue  InvalidTTL
     │   ├── ValueTooLarge  TypeMismatch
     │   └── PermissionDenied
@@ -11,14 +11,14 @@
     │   └── Compacted
     ├── TransientError      try again later: not applied, and it will pass
     │   └── Unavailable  Contention  RateLimited
-    ├── Ambiguous           ask `store.outcome(request_id)`: it may have been applied, once
-    └── BrokenError         give up and look: this handle is unfit
+    ├── Ambiguous           call `store.outcome(request_id)`: it may have been applied, once
+    └── BrokenError         give up and investigate: this handle cannot go on
         └── Corrupt  Closed
 
-The twenty leaves are disjoint. Each has a stable ``code``, used on every wire; says
-whether trying again can help (``retryable``); and says what is known of the write
-(``outcome``). A message names the thing, what was expected, what was found and what
-to do next. It never holds a value, which may be a secret.
+The twenty leaves are disjoint. Each has a stable ``code``, used on every wire;
+``retryable``, whether trying again can help; and ``outcome``, what is known of the
+write. A message names the subject, what was expected, what was found and what to do
+next. It never holds a value, which may be a secret.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LimpetError(Exception):
     outcome: ClassVar[Outcome] = "rejected"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own recipe calls the constructor with the message alone,
+        # By default Exception calls the constructor with the message alone,
         # which our keyword arguments do not allow.
         return _rebuild, (type(self), self.args, self.__dict__)
 
@@ -80,8 +80,8 @@ def _rebuild(kind: type[LimpetError], args: tuple[Any, ...], state: dict[str, An
     return error
 
 
-def _quoted(name: str) -> str:
-    """A key as shown in a message: quoted, escaped, and never longer than a line."""
+def _quote(name: str) -> str:
+    """Format a key for a message: quoted, escaped, and never longer than a line."""
     shown = repr(name)
     return shown if len(shown) <= 120 else f"{shown[:116]}...'"
 
@@ -96,7 +96,7 @@ class InvalidKey(RequestError):
     code = "invalid_key"
 
     def __init__(self, key: object, problem: str) -> None:
-        shown = _quoted(key) if isinstance(key, str) else f"of type {type(key).__name__}"
+        shown = _quote(key) if isinstance(key, str) else f"of type {type(key).__name__}"
         super().__init__(f"key {shown} is not allowed: {problem}")
         self.key = key if isinstance(key, str) else None
 
@@ -107,7 +107,7 @@ class InvalidNamespace(RequestError):
     code = "invalid_namespace"
 
     def __init__(self, name: object) -> None:
-        shown = _quoted(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+        shown = _quote(name) if isinstance(name, str) else f"of type {type(name).__name__}"
         super().__init__(f"namespace {shown} is not allowed: use 1 to 100 characters of a-z, 0-9, '_' and '-'")
 
 
@@ -137,19 +137,19 @@ class ValueTooLarge(RequestError):
 
     def __init__(self, key: str, *, size_bytes: int, limit_bytes: int, what: str = "value") -> None:
         super().__init__(
-            f"{what} for {_quoted(key)} is {size_bytes:,} bytes, limit {limit_bytes:,}: "
+            f"{what} for {_quote(key)} is {size_bytes:,} bytes, limit {limit_bytes:,}: "
             "store a reference to it, or split it over several keys"
         )
         self.key, self.size_bytes, self.limit_bytes = key, size_bytes, limit_bytes
 
 
 class TypeMismatch(RequestError):
-    """The operation does not fit what is found under the key: another kind of value, or data that is not Limpet's."""
+    """The key holds another kind of value than the operation needs, or data that is not Limpet's."""
 
     code = "type_mismatch"
 
     def __init__(self, key: str, *, expected: str, found: str) -> None:
-        super().__init__(f"{_quoted(key)} holds {found}, and this needs {expected}")
+        super().__init__(f"{_quote(key)} holds {found}, and this needs {expected}")
         self.key, self.expected, self.found = key, expected, found
 
 
@@ -181,14 +181,14 @@ class Conflict(StateError):
         self, key: str, *, expected: str, current: Entry | None, reason: Literal["guard", "stale_request"] = "guard"
     ) -> None:
         if reason == "stale_request":
-            text = f"request id {_quoted(key)} was used before for another request: make a new id for a new request"
+            text = f"request id {_quote(key)} was used before for another request: make a new id for a new request"
         else:
             found = (
                 "the key does not exist"
                 if current is None
                 else f"found version {current.version} at revision {current.revision}"
             )
-            text = f"conflict on {_quoted(key)}: expected {expected}, {found}. Reload and retry, or use store.update()"
+            text = f"conflict on {_quote(key)}: expected {expected}, {found}. Reload and retry, or use store.update()"
         super().__init__(text)
         self.key = key
         self.expected = expected
@@ -204,18 +204,18 @@ class NotFound(StateError):
     code = "not_found"
 
     def __init__(self, key: str) -> None:
-        super().__init__(f"{_quoted(key)} does not exist")
+        super().__init__(f"{_quote(key)} does not exist")
         self.key = key
 
 
 class _LockError(StateError):
     def __init__(self, name: str, text: str) -> None:
-        super().__init__(f"lock {_quoted(name)} {text}")
+        super().__init__(f"lock {_quote(name)} {text}")
         self.name = name
 
 
 class LockHeld(_LockError):
-    """Somebody else holds the lock. Has ``holder``, ``token`` and ``remaining`` seconds."""
+    """Another handle holds the lock. Has ``holder``, ``token`` and ``remaining`` seconds."""
 
     code = "lock_held"
 
@@ -225,7 +225,7 @@ class LockHeld(_LockError):
 
 
 class LockNotHeld(_LockError):
-    """This handle does not hold the lock: it never did, or gave it back."""
+    """This handle does not hold the lock: it never acquired it, or released it."""
 
     code = "lock_not_held"
 
@@ -234,7 +234,7 @@ class LockNotHeld(_LockError):
 
 
 class LockExpired(_LockError):
-    """This handle held the lock, and its time ran out."""
+    """This handle held the lock, and its lease is over."""
 
     code = "lock_expired"
 
@@ -254,7 +254,7 @@ class LockLost(_LockError):
 
 
 class Compacted(StateError):
-    """The log no longer (or not yet) holds the position asked for. Start again with ``initial=True``."""
+    """The log no longer (or not yet) holds the given position. Start again with ``initial=True``."""
 
     code = "compacted"
 
@@ -283,7 +283,7 @@ class Contention(TransientError):
 
     def __init__(self, key: str, *, attempts: int) -> None:
         super().__init__(
-            f"{_quoted(key)} changed under {attempts} attempts in a row: try again later, or use add() or set()"
+            f"{_quote(key)} changed under {attempts} attempts in a row: try again later, or use add() or set()"
         )
         self.key, self.attempts = key, attempts
 
@@ -301,12 +301,12 @@ class RateLimited(TransientError):
 class Ambiguous(LimpetError):
     """The write may have been applied, once, and its receipt could not be read either.
 
-    ``store.outcome(error.request_id)`` answers later, and so does the same call with the
-    same request id.
+    Later, ``store.outcome(error.request_id)`` gives the result, and so does the same call
+    with the same request id.
 
     Attributes:
-        request_id: The id under which to ask.
-        since: A revision below the one the write may have got.
+        request_id: The id to pass to `outcome`.
+        since: A revision below the one that the write may have got.
     """
 
     code = "ambiguous"
@@ -325,7 +325,7 @@ class BrokenError(LimpetError):
 
 
 class Corrupt(BrokenError):
-    """What is stored cannot be read: damaged, foreign, or of another schema version."""
+    """The stored data cannot be read: damaged, foreign, or of another schema version."""
 
     code = "corrupt"
 

@@ -1,4 +1,4 @@
-"""The grammar of names, and the limits at the door.
+"""The grammar of names, and the limits on what a caller may send.
 
 A key is 1 to 1024 bytes of UTF-8 without U+0000. No other character has meaning, and
 nothing is normalised. Order is code-point order, which is UTF-8 byte order, so a prefix
@@ -23,7 +23,7 @@ BATCH_WRITES_MAX: Final = 128
 BATCH_GUARDS_MAX: Final = 16
 PAGE_MAX: Final = 10_000
 PAGE_BYTES: Final = 4_000_000
-"""When a page is large enough to end, whatever it lists. It may be larger by one value."""
+"""The size at which a page ends, whatever it lists. A page may exceed it by one value."""
 TESTS_MAX: Final = 32
 OPERANDS_MAX: Final = 1_000
 
@@ -32,7 +32,7 @@ _LAST_CODE_POINT: Final = "\U0010ffff"
 
 
 def fit(sizes_bytes: Iterable[int]) -> int:
-    """How many items of these sizes make up a page, which is one at least."""
+    """Count the items, at least one, that make up a page, from their sizes in order."""
     count = total_bytes = 0
     for size_bytes in sizes_bytes:
         if total_bytes > PAGE_BYTES:
@@ -60,7 +60,7 @@ def check_namespace(name: object) -> str:
 
 def check_key(key: object) -> str:
     """Return the key, or raise `InvalidKey` saying what is wrong with it."""
-    # Almost every key takes this line: for ASCII text the length is the byte length.
+    # Almost every key returns here: for ASCII text the length is the byte length.
     if type(key) is str and key.isascii() and 0 < len(key) <= KEY_BYTES_MAX and "\0" not in key:
         return key
     if not isinstance(key, str):
@@ -75,12 +75,12 @@ def check_key(key: object) -> str:
         raise InvalidKey(key, f"lone surrogate at position {error.start}") from None
     if size_bytes > KEY_BYTES_MAX:
         raise InvalidKey(key, f"it is {size_bytes:,} bytes, limit {KEY_BYTES_MAX:,}")
-    # Not str(key): an Enum that is a str would answer with its own name.
+    # Not str(key): an Enum that is also a str would give its member name.
     return str.__str__(key)
 
 
 def check_text(text: object, what: str) -> str:
-    """Return a name that is shown and never looked for, or raise `InvalidValue`. It may be as long as a key."""
+    """Return a text that is shown but is not a key, or raise `InvalidValue`. It may be as long as a key."""
     try:
         return check_key(text)
     except InvalidKey:
@@ -88,12 +88,12 @@ def check_text(text: object, what: str) -> str:
 
 
 def prefix_span(prefix: str) -> Span:
-    """The span of all keys that start with the prefix. The empty prefix is every key."""
-    # First the type: there are things that compare as equal to everything.
+    """Make the span of all keys that start with the prefix. The empty prefix is every key."""
+    # Check the type first: some objects compare as equal to everything.
     if type(prefix) is str and not prefix:
         return Span("", None)
     prefix = check_key(prefix)
-    # Nothing sorts after U+10FFFF, so a run of them at the end cannot be raised.
+    # Nothing sorts after U+10FFFF, so a run of them at the end cannot be incremented.
     head = prefix.rstrip(_LAST_CODE_POINT)
     if not head:
         return Span(prefix, None)
@@ -104,7 +104,7 @@ def prefix_span(prefix: str) -> Span:
 
 
 def pattern_span(pattern: str) -> Span:
-    """The span of a watch pattern: ``*``, ``something*``, or one exact key."""
+    """Make the span of a watch pattern: ``*``, ``something*``, or one exact key."""
     pattern = check_key(pattern)
     if pattern.endswith("*"):
         return prefix_span(pattern[:-1])
@@ -112,6 +112,6 @@ def pattern_span(pattern: str) -> Span:
 
 
 def key_span(key: str) -> Span:
-    """The span of one key. No key contains U+0000, so nothing else lies in between."""
+    """Make the span of one key. No key contains U+0000, so no other key is in it."""
     key = check_key(key)
     return Span(key, key + "\0")

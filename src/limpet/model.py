@@ -1,7 +1,7 @@
-"""The nouns: what is stored, what is asked, what happened.
+"""The values of the contract: what is stored, what is requested, what happened.
 
 Everything here is a frozen value, compared by content and safe to share. Nothing here
-waits, logs or tells the time. Values are msgspec structs, which are built in C: an entry
+waits, logs or reads the time. Values are msgspec structs, which are built in C: an entry
 costs a tenth of a frozen dataclass, and entries are made on every read. They hold nothing
 that could point back at them, so the garbage collector need not walk through them (gc=False).
 """
@@ -67,7 +67,7 @@ __all__ = [
 Family = Literal["data", "lock", "receipt", "audit", "recoverable"]
 """The parts of a namespace. They share its revisions, its log and its commits.
 
-Beside the data and its locks: receipts of requests, the audit trail, and what can still be recovered.
+Beside the data and its locks: receipts of requests, the audit trail, and recoverable copies of expired entries.
 """
 
 FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
@@ -77,7 +77,7 @@ Op = Literal["put", "patch", "touch", "delete", "expire"]
 
 
 class Sentinel(Enum):
-    """Words that stand where a value could."""
+    """Constants that a caller may give in place of a value."""
 
     ABSENT = "ABSENT"
     PRESENT = "PRESENT"
@@ -139,19 +139,19 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size_bytes(self) -> int:
-        """What the value counts against the limits."""
+        """The size of the value, as the limits count it."""
         return 0 if self.stored is None else codec.size_bytes(self.stored)
 
     @property
     def weight_bytes(self) -> int:
-        """What the entry counts in totals: its key and its value."""
+        """The size of the entry in totals: its key and its value."""
         key, stored = self.key, self.stored
         size_bytes = 0 if stored is None else codec.size_bytes(stored)
         return size_bytes + (len(key) if key.isascii() else len(key.encode()))
 
     @property
     def meta(self) -> dict[str, Any]:
-        """What the writer put beside the value. Empty when nothing."""
+        """The JSON object that the writer put beside the value; empty when there is none."""
         return {} if self.meta_json is None else codec.decode(self.meta_json)
 
     @property
@@ -192,7 +192,7 @@ def live(entry: Entry | None, now_ms: int) -> Entry | None:
     return entry if now_ms < entry.expires_ms else None
 
 
-# What is asked: guards --------------------------------------------------------
+# What is requested: guards ----------------------------------------------------
 
 
 class Version(msgspec.Struct, frozen=True, gc=False):
@@ -254,7 +254,7 @@ class Guard(msgspec.Struct, frozen=True, gc=False):
     family: Family = "data"
 
 
-# What is asked: writes --------------------------------------------------------
+# What is requested: writes ----------------------------------------------------
 
 
 class Put(msgspec.Struct, frozen=True, gc=False):
@@ -298,7 +298,7 @@ class Touch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Delete(msgspec.Struct, frozen=True, gc=False):
-    """End the entry. With ``take``, the commit returns what it held."""
+    """End the entry. With ``take``, the commit returns its value."""
 
     key: str
     take: bool = False
@@ -306,7 +306,7 @@ class Delete(msgspec.Struct, frozen=True, gc=False):
 
 
 class Expire(msgspec.Struct, frozen=True, gc=False):
-    """End the entry of this revision if its time has come; otherwise do nothing."""
+    """End the entry of this revision if it has expired; otherwise do nothing."""
 
     key: str
     revision: int
@@ -321,12 +321,12 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request_id: Names this request in the log. A retry carries the same. None lets the engine name it.
-        digest: What was asked, as a hash. Given only when a receipt is to be kept.
-        receipt_ms: How long to keep the receipt. None means none is written.
-        retry_since: Set on a retry whose first attempt may have been applied: look for
-            the request id in the log after this revision before doing anything.
-        is_brief: Whether the caller has no use for the fields of records that it did not send. Entries of records may
-            then come back without their value, which saves sending them.
+        digest: A hash of the request. Given only when a receipt is to be kept.
+        receipt_ms: How long to keep the receipt. None writes no receipt.
+        retry_since: Set on a retry whose first attempt may have been applied: search the log
+            for the request id after this revision before doing anything.
+        is_brief: Whether the caller does not need the fields of records that it did not send. Entries of records may
+            then come back without their value, which saves sending it.
     """
 
     guards: tuple[Guard, ...]
@@ -346,7 +346,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     """What happened to one key.
 
     ``entry`` is the entry after a put, patch or touch. After a delete or expire it is
-    the entry that ended, with its value only if a `take` asked for it.
+    the entry that ended, with its value only if it was taken.
     """
 
     op: Op
@@ -364,38 +364,38 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def after(self) -> Entry | None:
-        """What the map holds after the change."""
+        """The entry after the change; None when the change ended it."""
         return None if self.op in ("delete", "expire") else self.entry
 
 
 def fingerprint(change: Change) -> str:
-    """A change in a few characters: its revision, its time, and a digest of what tells it from every other change.
+    """Identify a change in a few characters: its revision, its time, and a digest of what distinguishes it.
 
-    A position is made of it, so it holds nothing of the key and the value: a position may be shown to callers who
-    may not see them. Two histories of one store give the same revision to different changes, and those differ in
-    their time and in their cause.
+    A position is made of it, so it holds nothing of the key and the value: a position may be shown to callers that
+    may not read them. After a restored backup, two histories of one store may use the same revision for different
+    changes; those differ in their time and their cause.
     """
-    # Behind the last slash: a server shows the ids of some callers without the name that it puts before them.
+    # Only the part behind the last slash: a server adds a prefix to the ids of some callers, and hides it from them.
     entry, cause = change.entry, "-" if change.cause is None else f"={change.cause.rpartition('/')[2]}"
-    # Not what was done: where values are encrypted, the engine takes a patch for a put.
+    # Without the op: where values are encrypted, the engine stores a patch as a put.
     numbers = f"{change.revision} {change.commit} {change.at_ms} {entry.version} {entry.created_revision}"
     digest = blake2b(f"{numbers} {change.family} {cause}".encode(), digest_size=6).hexdigest()
     return f"{change.revision}-{change.at_ms:x}-{digest}"
 
 
 BEGINNING: Final = "0-0-000000000000"
-"""The fingerprint of what was before the first change."""
+"""The fingerprint of the state before the first change."""
 
 
 class Commit(msgspec.Struct, frozen=True, gc=False):
     """An accepted batch.
 
     Attributes:
-        revision: The last revision of the commit; where nothing changed, the namespace's own.
-        entries: For each write, in order, the entry after it; None where none is left.
+        revision: The last revision of the commit; where nothing changed, the latest of the namespace.
+        entries: For each write, in order, the entry after it; None where the key is absent then.
         ended: For each write, in order, the entry that a delete ended; None otherwise.
         at_ms: The engine's time of the commit.
-        replayed: Whether this answers a retry of a request that was applied before.
+        replayed: Whether this is the result of an earlier request that was repeated.
     """
 
     revision: int
@@ -409,7 +409,7 @@ Reason = Literal["guard", "stale_request", "type", "size", "overflow", "missing"
 
 
 class Refusal(msgspec.Struct, frozen=True, gc=False):
-    """A refused batch: nothing changed. Carries the entry found, so nobody need read again."""
+    """A refused batch: nothing changed. Carries the entry found, so that the caller need not read again."""
 
     reason: Reason
     key: str
@@ -426,7 +426,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         op: ``put``, ``patch``, ``touch``, ``delete``, ``expire``; ``synced`` for `Synced`.
         key: The key that changed.
-        entry: The entry after a put, patch or touch; what ended after a delete or expire.
+        entry: The entry after a put, patch or touch; the entry that ended after a delete or expire.
             Only put and patch carry the value.
         revision: The change's own revision.
         commit: The last revision of its batch.
@@ -456,24 +456,25 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class Synced(Event, frozen=True, gc=False):
-    """Everything there was has been delivered; changes follow."""
+    """All existing entries have been delivered; changes follow."""
 
 
 class ScanPage(msgspec.Struct, frozen=True, gc=False):
-    """Part of a scan. ``cursor`` is the last key looked at; None when the span is exhausted."""
+    """A page of a scan. ``cursor`` is the last key that was examined; None when the span is exhausted."""
 
     entries: list[Entry]
     cursor: str | None
 
 
 class LogPage(msgspec.Struct, frozen=True, gc=False, rename={"next_after": "head"}):
-    """Part of the log.
+    """A page of the log.
 
     Attributes:
+        changes: The changes, in revision order.
         next_after: The revision after which the next page begins. On the wire it is called ``head``.
         before: The fingerprint of the change that these follow: the last one that the log has, or had when it was
-            trimmed, at or before the revision asked for.
-        at: The fingerprint of the change at ``next_after``, where changes before it were left out.
+            trimmed, at or before the given revision.
+        at: The fingerprint of the change at ``next_after``; given when that change was filtered out of ``changes``.
     """
 
     changes: list[Change]
@@ -483,7 +484,7 @@ class LogPage(msgspec.Struct, frozen=True, gc=False, rename={"next_after": "head
 
 
 class Window(msgspec.Struct, frozen=True, gc=False):
-    """How much of the log is kept: until any bound is reached, but never younger than ``age_ms_min``."""
+    """How much of the log is kept: up to any of the bounds, and always the last ``age_ms_min``."""
 
     age_ms: int = 86_400_000
     changes: int = 100_000
@@ -493,7 +494,7 @@ class Window(msgspec.Struct, frozen=True, gc=False):
     def excess(
         self, oldest: Iterable[tuple[int, int, int]], *, count: int, size_bytes: int, now_ms: int
     ) -> tuple[int, int, int]:
-        """How many of the oldest changes are too many, their bytes, and the revision of the last of them.
+        """Count the oldest changes that exceed the window, their bytes, and the revision of the last of them.
 
         ``oldest`` gives revision, time and bytes of changes, oldest first; ``count`` and
         ``size_bytes`` are those of the whole log.
@@ -509,11 +510,11 @@ class Window(msgspec.Struct, frozen=True, gc=False):
 
 
 class Status(msgspec.Struct, frozen=True, gc=False):
-    """A namespace at a glance.
+    """The counters of a namespace.
 
     Attributes:
-        store_id: Names the place, so that a position of another place is recognised.
-        epoch: Raised when the place may have lost acknowledged writes.
+        store_id: Identifies the storage, so that a position of another storage is recognised.
+        epoch: Raised when the storage may have lost acknowledged writes.
         revision: The latest revision.
         floor: Changes up to this revision are no longer in the log.
         keys: Entries stored, those not yet swept included.
@@ -521,7 +522,7 @@ class Status(msgspec.Struct, frozen=True, gc=False):
         log_changes: Changes in the log.
         log_bytes: Their keys and values together.
         now_ms: The time of the namespace: the engine's clock, or the latest time recorded there if that is later.
-        behind_ms: By how much the engine's clock is behind that time, which stands still for so long; mostly 0.
+        behind_ms: How far the engine's clock is behind that time, which stands still meanwhile; mostly 0.
     """
 
     store_id: str
@@ -540,7 +541,7 @@ Durability = Literal["none", "seconds", "process", "disk", "quorum"]
 
 
 class Traits(msgspec.Struct, frozen=True, gc=False):
-    """What this engine is, where engines may differ.
+    """The properties in which engines may differ.
 
     Attributes:
         engine: Its name.
@@ -575,8 +576,8 @@ _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
 class Test(msgspec.Struct, frozen=True, gc=False):
     """One test of one field. ``operands`` are encoded values.
 
-    A ``raw`` test takes every field as bytes, JSON as its text. Numbers, also those that are raw bytes of decimal
-    digits, are ordered as numbers among themselves.
+    A ``raw`` test reads every field as bytes, JSON as its text. Numbers, raw bytes of decimal digits included, are
+    ordered as numbers among themselves.
     """
 
     __test__ = False  # Not for pytest to collect.
@@ -639,7 +640,7 @@ class Filter(msgspec.Struct, frozen=True, gc=False):
         return all(test.matches(stored) for test in self.tests)
 
     def as_condition(self) -> FieldEquals:
-        """This filter as a guard: one equality of one field."""
+        """Convert this filter, which must be one equality of one field, to a guard."""
         test = self.tests[0]
         if len(self.tests) != 1 or test.comparison != "eq":
             raise InvalidValue("a guard on a field is one equality: limpet.field('state') == 'pending'")
@@ -647,7 +648,7 @@ class Filter(msgspec.Struct, frozen=True, gc=False):
 
 
 class Resealed(msgspec.Struct, frozen=True):
-    """What a step of sealing anew did. Pass ``cursor`` as ``after`` to go on; None when it was the last."""
+    """The result of one call of `reseal`. Pass ``cursor`` as ``after`` to go on; None when it was the last."""
 
     looked_at: int
     resealed: int
@@ -655,7 +656,7 @@ class Resealed(msgspec.Struct, frozen=True):
 
 
 class Seals(msgspec.Struct, frozen=True):
-    """How much is sealed with a key: entries, and changes that are still in the log."""
+    """How much a key has encrypted: entries, and changes that are still in the log."""
 
     key_id: str
     is_current: bool

@@ -89,7 +89,7 @@ class Record:
         request_id: str | None = None,
     ) -> bool:
         """Write a field, and others with it, if it holds what is expected. Of all who try, one wins."""
-        draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)._briefly()
+        draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)._make_brief()
         outcome = await draft._attempt()
         if not isinstance(outcome, Refusal):
             return True

@@ -7,17 +7,18 @@ above, in `limpet.opening`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qsl, unquote
 
 import msgspec
 
 from limpet.clock import Clock
-from limpet.engine import Engine
+from limpet.engine import Engine, Finding
 from limpet.errors import InvalidValue
 
-__all__ = ["KEYS_VARIABLE", "Address", "Opener", "open_address"]
+__all__ = ["KEYS_VARIABLE", "Address", "Examiner", "Opener", "find_examiner", "open_address"]
 
 KEYS_VARIABLE: Final = "LIMPET_ENCRYPTION_KEYS"
 """The environment variable that holds the encryption keys of a process."""
@@ -66,6 +67,8 @@ class Address(msgspec.Struct, frozen=True):
     def allow(self, *names: str) -> None:
         """Refuse options nobody reads: a misspelt one would be silently without effect."""
         for name in self.options:
+            if name == "clock" and name not in names:
+                raise InvalidValue(f"{self}: the option clock is for redis: and nats: URLs; pass clock= to limpet.open")
             if name not in names:
                 raise InvalidValue(f"{self}: unknown option {name!r}, known: {', '.join(names) or 'none'}")
 
@@ -93,6 +96,7 @@ def _without_password(url: str) -> str:
 
 
 Opener = Callable[[Address, Clock], Awaitable[Engine]]
+Examiner = Callable[[Path], Iterator[Finding]]
 
 _BUILT_IN: Final = {
     "memory": "limpet.engines.memory",
@@ -102,6 +106,7 @@ _BUILT_IN: Final = {
     "nats": "limpet.engines.nats.engine",
     "http": "limpet.engines.http",
 }
+_EXAMINERS: Final = {"sqlite": "limpet.engines.sqlite.examine"}
 _WITH_DRIVER: Final = ("sqlite", "postgresql", "postgres")
 _ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
 
@@ -134,3 +139,12 @@ async def open_address(address: Address, clock: Clock) -> Engine:
     guess = difflib.get_close_matches(address.scheme, known, n=1)
     hint = f"did you mean {guess[0]!r}? " if guess else ""
     raise InvalidValue(f"unknown engine {address.scheme!r}: {hint}known: {', '.join(known)}")
+
+
+def find_examiner(address: Address) -> Examiner | None:
+    """The checks of an engine's file that need no open store; None for an engine that has none."""
+    module = _EXAMINERS.get(_ALSO.get(address.scheme, address.scheme))
+    if module is None:
+        return None
+    examiner: Examiner = importlib.import_module(module).examine
+    return examiner

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import limpet
-from limpet.cli.output import span
+from limpet.clock import format_duration
 from tests.cli.support import Limpet, command, finished, looked_at, start, terminal
 
 
@@ -123,7 +123,7 @@ def test_output_is_utf_8_whatever_the_locale_says(url: str, run: Limpet) -> None
     [(0, "0.0s"), (9.96, "10.0s"), (59.9, "59.9s"), (60, "1m"), (61.4, "1m1s"), (5400, "1h30m"), (90_061, "1d1h1m1s")],
 )
 def test_a_duration_is_shown_as_it_is_written(seconds: float, written: str) -> None:
-    assert span(seconds) == written
+    assert format_duration(seconds) == written
 
 
 # At a terminal ----------------------------------------------------------------

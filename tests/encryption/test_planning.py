@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet.conformance.support import Failing
-from limpet.encryption.engine import UNSETTLED_MAX, EncryptedEngine
+from limpet.encryption.engine import RECENTLY_SENT_MAX, EncryptedEngine
 from limpet.engine import Engine
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Commit, Guard, Patch, Put, Refusal, Version
@@ -166,13 +166,13 @@ async def test_a_store_settles_what_was_lost(engine: str) -> None:
 
 
 async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
-    failing = Failing(behind, after=2 * UNSETTLED_MAX)
+    failing = Failing(behind, after=2 * RECENTLY_SENT_MAX)
     engine = await sealed_over(failing)
-    for number in range(2 * UNSETTLED_MAX):
+    for number in range(2 * RECENTLY_SENT_MAX):
         with pytest.raises(Ambiguous):
             await engine.commit("ns", Batch((), (Patch(f"{number}", {"a": b"1"}),)))
 
-    assert len(engine._unsettled) == UNSETTLED_MAX
+    assert len(engine._recently_sent) == RECENTLY_SENT_MAX
 
 
 # In one process ---------------------------------------------------------------

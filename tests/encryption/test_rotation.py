@@ -19,12 +19,12 @@ from limpet.encryption.engine import EncryptedEngine
 from limpet.encryption.keyring import key_id_of_meta, key_id_of_value
 from limpet.keys import Span
 from limpet.model import FAMILIES
-from limpet.semantic.seal import rows_of
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import SemanticStore
 from tests.encryption.support import line, replace_file
 from tests.encryption.workers import KEYS, Worker
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, WRITER, audit
+from tests.semantic.support import CHECKPOINT, WRITER, audit
 
 WORKERS = 2
 STILL = 150
@@ -112,7 +112,7 @@ async def keys_in_use(store: limpet.Store) -> set[str]:
     assert isinstance(sealed, EncryptedEngine)
     found: set[str] = set()
     for family in set(FAMILIES) - {"lock", "receipt"}:
-        part = await sealed._engine.scan(store.name, Span("", None), family=family)
+        part = await sealed._inner.scan(store.name, Span("", None), family=family)
         found |= {key_id_of_value(entry.stored) for entry in part.entries if entry.stored is not None}
         found |= {key_id_of_meta(entry.meta_json) for entry in part.entries if entry.meta_json is not None}
         assert part.entries
@@ -195,14 +195,14 @@ async def test_a_key_that_is_dropped_while_a_read_is_under_way_still_opens_it(
         await store.put("a", 1)
         sealed = store._session.engine
         assert isinstance(sealed, EncryptedEngine)
-        fetch = getattr(sealed._engine, verb)
+        fetch = getattr(sealed._inner, verb)
 
         async def fetch_and_drop(*args: Any, **options: Any) -> Any:
             found = await fetch(*args, **options)
             keyring.replace({"new": new})
             return found
 
-        monkeypatch.setattr(sealed._engine, verb, fetch_and_drop)
+        monkeypatch.setattr(sealed._inner, verb, fetch_and_drop)
         act: dict[str, Any] = {
             "read": lambda: sealed.read(store.name, ["a"]),
             "scan": lambda: sealed.scan(store.name, Span("", None)),

@@ -155,7 +155,7 @@ async def test_of_all_who_swap_exactly_one_wins(states: StateStore, root: str) -
 
 
 async def test_only_bytes_are_fields(states: StateStore, root: str) -> None:
-    with pytest.raises(InvalidValue, match="field 'n' is bytes, not of type int"):
+    with pytest.raises(InvalidValue, match="field 'n' must be bytes, not of type int"):
         await states.put(f"{root}.a", {"n": 1})  # type: ignore[dict-item]
     with pytest.raises(InvalidValue, match="'n'"):
         await states.set_field(f"{root}.a", "n", "text")  # type: ignore[arg-type]

@@ -36,9 +36,9 @@ from limpet.faces.shared import (
     work_off,
 )
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import Hasty
 from tests.nats.support import client
 from tests.processes import PATIENCE_S
+from tests.semantic.support import Hasty
 
 OpenAgent = Callable[..., Awaitable[StateStore]]
 SHORT_S = 0.05

@@ -24,7 +24,7 @@ from limpet.faces.state import (
     state_list,
     state_set,
 )
-from limpet.isolation.postgres import granting
+from limpet.isolation.postgres import grant_sql
 from tests.faces.support import Pools, exactly
 from tests.servers import free_port
 
@@ -97,7 +97,7 @@ async def test_a_role_that_was_granted_a_schema_can_do_all_a_butler_does(
 ) -> None:
     await state_set(await pools.pool(schema), "key", 1)
     role = await pools.role()
-    await admin.execute(granting(role, schema=schema))
+    await admin.execute(grant_sql(role, schema=schema))
     pool = await pools.pool(schema, server_settings={"role": role})
 
     assert await state_set(pool, "key", 2) == 2
@@ -112,7 +112,7 @@ async def test_a_role_that_was_granted_a_schema_can_do_all_a_butler_does(
 async def test_a_role_that_may_only_read_can_get_and_list(pools: Pools, schema: str, admin: Any) -> None:
     await state_set(await pools.pool(schema), "key", 1)
     role = await pools.role()
-    await admin.execute(granting(role, schema=schema, read_only=True))
+    await admin.execute(grant_sql(role, schema=schema, read_only=True))
     pool = await pools.pool(schema, server_settings={"role": role})
 
     assert await state_get(pool, "key") == 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import limpet
 from limpet.engines.nats.engine import NatsEngine
-from limpet.engines.nats.stream import Space
+from limpet.engines.nats.stream import NamespaceStream
 from limpet.engines.nats.writer import Writer
 from tests.proxy import Proxy
 
@@ -26,12 +26,12 @@ def engine_of(store: limpet.Store) -> NatsEngine:
     return engine
 
 
-def space_of(store: limpet.Store) -> Space:
-    return engine_of(store)._spaces[store.name].space
+def stream_of(store: limpet.Store) -> NamespaceStream:
+    return engine_of(store)._namespaces[store.name].stream
 
 
 def writer_of(store: limpet.Store) -> Writer:
-    return engine_of(store)._spaces[store.name].writer
+    return engine_of(store)._namespaces[store.name].writer
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from limpet.engines.nats import connection as nats_link
 from limpet.errors import TransientError
 from limpet.model import Event
 from tests.engines import unique
-from tests.nats.support import space_of
+from tests.nats.support import stream_of
 from tests.servers import Nats, nats_cluster
 
 KILLS = 20 if os.environ.get("LIMPET_NATS_LONG") else 2
@@ -64,15 +64,15 @@ async def patient(call: Any) -> Any:
 
 
 async def leader_of(store: limpet.Store, servers: list[Nats]) -> Nats:
-    info = await patient(lambda: space_of(store).info())
+    info = await patient(lambda: stream_of(store).info())
     return servers[int(info["cluster"]["leader"].removeprefix("n"))]
 
 
 async def test_reads_come_from_the_leader_of_three_copies(cluster: list[Nats]) -> None:
     store = await opened(cluster, unique())
     try:
-        assert (await space_of(store).info())["config"]["num_replicas"] == 3
-        assert not space_of(store).direct
+        assert (await stream_of(store).info())["config"]["num_replicas"] == 3
+        assert not stream_of(store).direct
         for number in range(30):
             entry = await store.put("key", number)
             assert await store.entry("key") == entry
@@ -117,8 +117,8 @@ async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], mo
     # An election takes longer than a store is patient. Here every call is repeated until it is answered, so that
     # nothing is left that may or may not have happened.
     monkeypatch.setattr(nats_link, "REQUEST_S", 1.0)
-    for place in ("session", "retry"):
-        monkeypatch.setattr(f"limpet.{place}.ATTEMPTS", 500)
+    for entry_id in ("session", "retry"):
+        monkeypatch.setattr(f"limpet.{entry_id}.ATTEMPTS", 500)
     load = Load(unique())
     stores = [await opened(cluster, load.namespace) for _ in range(3)]
     async with stores[0].watch() as one, stores[1].watch() as other, asyncio.TaskGroup() as tasks:

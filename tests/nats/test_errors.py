@@ -8,7 +8,7 @@ import nats.errors
 import pytest
 
 import limpet
-from limpet.engines.nats.connection import LinkLost, Refused, Silent, Unheard
+from limpet.engines.nats.connection import ApiError, ConnectionLost, NoReply, NoResponders
 from limpet.errors import InvalidValue, LimpetError, PermissionDenied, Unavailable
 from tests.engines import unique
 from tests.nats.support import engine_of, server
@@ -17,14 +17,14 @@ from tests.nats.support import engine_of, server
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        (LinkLost(), Unavailable),
-        (Silent(), Unavailable),
-        (Unheard(), Unavailable),
+        (ConnectionLost(), Unavailable),
+        (NoReply(), Unavailable),
+        (NoResponders(), Unavailable),
         # Not enough room, no leader, a stream that was removed meanwhile.
-        (Refused(10023, "insufficient resources"), Unavailable),
-        (Refused(10008, "JetStream system temporarily unavailable"), Unavailable),
-        (Refused(10059, "stream not found"), Unavailable),
-        (Refused(10052, "invalid configuration"), InvalidValue),
+        (ApiError(10023, "insufficient resources"), Unavailable),
+        (ApiError(10008, "JetStream system temporarily unavailable"), Unavailable),
+        (ApiError(10059, "stream not found"), Unavailable),
+        (ApiError(10052, "invalid configuration"), InvalidValue),
         (nats.errors.AuthorizationError(), PermissionDenied),
         (nats.errors.Error("nats: 'Authorization Violation'"), PermissionDenied),
         (nats.errors.NoServersError(), Unavailable),
@@ -39,7 +39,7 @@ from tests.nats.support import engine_of, server
 )
 async def test_each_error_has_its_error(error: Exception, expected: type[LimpetError]) -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        translated = engine_of(store)._translated(error)
+        translated = engine_of(store)._translate(error)
 
     assert type(translated) is expected
     assert "a part of a key" not in str(translated)

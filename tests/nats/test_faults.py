@@ -71,7 +71,7 @@ async def test_a_lost_answer_is_found_though_others_have_written_since(
         key = {"add": "count", "put": "plain", "delete": "plain", "touch": "plain"}.get(verb, "job")
         first = await other.entry(key)
         wait = asyncio.Event()
-        look = store._session.engine.link  # type: ignore[attr-defined]
+        look = store._session.engine.connection  # type: ignore[attr-defined]
 
         async def link_when_told() -> Any:
             await wait.wait()
@@ -80,7 +80,7 @@ async def test_a_lost_answer_is_found_though_others_have_written_since(
         proxy.fault("lose")
         doing: asyncio.Future[Any] = asyncio.ensure_future(VERBS[verb](store, lock))
         while not proxy.is_done:
-            monkeypatch.setattr(store._session.engine, "link", link_when_told)
+            monkeypatch.setattr(store._session.engine, "connection", link_when_told)
             await asyncio.sleep(0)
         # It has done its part when it has passed the request on. The server does its own in a moment.
         while (await other.entry(key)) == first:  # noqa: ASYNC110 - it is another process
@@ -113,11 +113,11 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy, monk
         async def away() -> Any:
             raise OSError("nobody is there")
 
-        batch = store.batch().put("key", 1)._batch()
+        batch = store.batch().put("key", 1)._make_batch()
         with monkeypatch.context() as patch:
             writing = asyncio.ensure_future(engine.commit(store.name, batch))
             await asyncio.sleep(0)
-            patch.setattr(engine, "link", away)
+            patch.setattr(engine, "connection", away)
             with pytest.raises(Ambiguous) as unknown:
                 await writing
 
@@ -136,8 +136,8 @@ async def test_a_server_that_does_not_answer_is_unavailable(proxy: Proxy, monkey
     monkeypatch.setattr(nats_link, "REQUEST_S", 0.3)
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         await store.put("key", 0)
-        link = await engine_of(store).link()
-        monkeypatch.setattr(link, "_flush", link._out.clear)
+        connection = await engine_of(store).connection()
+        monkeypatch.setattr(connection, "_flush", connection._out.clear)
 
         with pytest.raises(Unavailable):
             await engine_of(store).read(store.name, ["key"])
@@ -151,17 +151,17 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         limpet.open(server(), namespace=store.name, sweep=False) as other,
     ):
         await store.put("other", 1)
-        link = await engine_of(store).link()
-        tell, kept = link.tell, list[tuple[Any, ...]]()
+        connection = await engine_of(store).connection()
+        send, kept = connection.send, list[tuple[Any, ...]]()
 
-        def tell_or_keep(subject: str, *rest: bytes) -> None:
+        def send_or_keep(subject: str, *rest: bytes) -> None:
             # All but the alarms, which have no headers.
             if len(rest) > 1 and rest[1]:
                 kept.append((subject, *rest))
             else:
-                tell(subject, *rest)
+                send(subject, *rest)
 
-        monkeypatch.setattr(link, "tell", tell_or_keep)
+        monkeypatch.setattr(connection, "send", send_or_keep)
         draft = store.batch().put("short", 1, ttl=0.01)
         putting = asyncio.ensure_future((draft.put("shorter", 2, ttl=0.005) if several else draft).commit())
         async with asyncio.timeout(120):
@@ -172,7 +172,7 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         assert await other.sweep() == 0
         monkeypatch.undo()
         for each in kept:
-            tell(*each)
+            send(*each)
         await putting
 
         assert (await other.status()).keys == 2 + several

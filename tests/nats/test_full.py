@@ -12,16 +12,16 @@ import pytest
 
 import limpet
 from limpet.engines.nats import connection as nats_link
-from limpet.engines.nats.connection import Link, Refused
-from limpet.engines.nats.stream import Lost
-from limpet.engines.nats.writer import Unsure
+from limpet.engines.nats.connection import ApiError, Connection
+from limpet.engines.nats.publisher import MaybeStored
+from limpet.engines.nats.stream import ReplyLost
 from limpet.errors import Ambiguous, Conflict, LimpetError, Unavailable
 from tests.engines import unique
-from tests.nats.support import server, space_of, writer_of
+from tests.nats.support import server, stream_of, writer_of
 from tests.servers import Nats, jetstream, nats
 
 ROUNDS_MAX = 30
-NO_ROOM = Refused(10023, "insufficient resources")
+NO_ROOM = ApiError(10023, "insufficient resources")
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ async def test_what_a_caller_is_told_of_a_batch_is_true(small: Nats) -> None:
             for batch, code in told.items():
                 found = [await store.entry(f"{batch}/{part}") for part in range(3)]
                 seen[code, 3 - found.count(None)] += 1
-            await space_of(store).api(f"STREAM.DELETE.{space_of(store).stream}")
+            await stream_of(store).api(f"STREAM.DELETE.{stream_of(store).name}")
         if seen["ambiguous", 1] + seen["ambiguous", 2]:
             break
 
@@ -103,18 +103,18 @@ async def test_a_write_of_one_key_is_stored_or_unavailable(small: Nats, syncs: b
 @contextmanager
 def stored_in_part(store: limpet.Store, count: int, *, answers: bool = True) -> Iterator[None]:
     """Let the server store so many messages of a batch and no more, and say that there was no room, or nothing."""
-    writer = writer_of(store)
-    send, room = writer._send_batch, count
+    publisher = writer_of(store).publisher
+    send, room = publisher.send_batch, count
 
-    async def send_part(link: Link, messages: list[Any]) -> int:
+    async def send_part(connection: Connection, messages: list[Any]) -> int:
         nonlocal room
         if room:
-            await send(link, messages[:room])
+            await send(connection, messages[:room])
             room = 0
-        raise Unsure(NO_ROOM) if answers else Lost
+        raise MaybeStored(NO_ROOM) if answers else ReplyLost
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_send_batch", send_part)
+        patch.setattr(publisher, "send_batch", send_part)
         yield
 
 
@@ -194,19 +194,19 @@ async def test_a_batch_that_is_stored_in_part_twice_is_finished_all_the_same(sto
 @pytest.mark.parametrize("count", COUNTS)
 async def test_a_batch_without_a_name_is_finished_by_the_store_itself(store: limpet.Store, count: int) -> None:
     """The store asks again by the id that the engine gave it."""
-    writer = writer_of(store)
-    send, sent = writer._send_batch, 0
+    publisher = writer_of(store).publisher
+    send, sent = publisher.send_batch, 0
 
-    async def send_part_once(link: Link, messages: list[Any]) -> int:
+    async def send_part_once(connection: Connection, messages: list[Any]) -> int:
         nonlocal sent
         sent += 1
-        number = await send(link, messages[:count] if sent == 1 else messages)
+        number = await send(connection, messages[:count] if sent == 1 else messages)
         if sent == 1:
-            raise Lost
+            raise ReplyLost
         return number
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(writer, "_send_batch", send_part_once)
+        patch.setattr(publisher, "send_batch", send_part_once)
         await draft_of(store, None).commit()
 
     assert await held(store) == AFTER
@@ -256,6 +256,6 @@ async def test_a_taken_value_is_answered_or_unknown(store: limpet.Store, count: 
     if count == 1:
         assert await store.take("c", request_id="mine") == "old"
     else:
-        with pytest.raises(Ambiguous, match="what 'c' held is gone"):
+        with pytest.raises(Ambiguous, match="the value of 'c' is gone"):
             await store.take("c", request_id="mine")
     assert await store.get("c") is None

@@ -18,7 +18,7 @@ from limpet.engines.nats.messages import Subjects, decode_name, encode_name
 from limpet.errors import Corrupt, InvalidValue, PermissionDenied, Unavailable, ValueTooLarge
 from limpet.model import FAMILIES
 from tests.engines import unique
-from tests.nats.support import client, engine_of, server, space_of
+from tests.nats.support import client, engine_of, server, stream_of
 from tests.servers import jetstream, nats
 
 KEYS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=40)
@@ -54,7 +54,7 @@ def test_plain_names_stay_readable(key: str, words: str) -> None:
 
 def test_every_subject_leads_back_to_its_entry() -> None:
     subjects = Subjects("b")
-    for place in [
+    for entry_id in [
         ("data", "l.x"),
         ("lock", "data.x"),
         ("receipt", "a"),
@@ -62,12 +62,12 @@ def test_every_subject_leads_back_to_its_entry() -> None:
         ("recoverable", "g"),
         ("data", "$LMP.b.l.x"),
     ]:
-        assert subjects.place(subjects.of(place)) == place  # type: ignore[arg-type]
+        assert subjects.entry_id(subjects.of(entry_id)) == entry_id  # type: ignore[arg-type]
     for family in FAMILIES:
-        place = family, "a.b c"
-        assert subjects.alarmed(subjects.alarm(place, 1_700_000_000_123)) == (1_700_000_000_123, place)
+        entry_id = family, "a.b c"
+        assert subjects.parse_alarm(subjects.alarm(entry_id, 1_700_000_000_123)) == (1_700_000_000_123, entry_id)
     for other in (subjects.floor, subjects.carrier(1), subjects.alarm(("data", "x"), 5)):
-        assert subjects.place(other) is None
+        assert subjects.entry_id(other) is None
 
 
 async def test_a_bucket_tool_sees_keys_and_values_and_nothing_else() -> None:
@@ -135,12 +135,12 @@ async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> No
 
         window = limpet.Window(changes=10, age_ms_min=0)
         assert await engine_of(store).trim(store.name, window) == 0
-        assert (await space_of(store).info())["state"]["consumer_count"] == 0
+        assert (await stream_of(store).info())["state"]["consumer_count"] == 0
 
         for number in range(30):
             await store.put(f"many/{number}", number)
         assert await engine_of(store).trim(store.name, window) == 23
-        assert (await space_of(store).info())["state"]["consumer_count"] == 1
+        assert (await stream_of(store).info())["state"]["consumer_count"] == 1
 
 
 async def test_ends_leave_the_stream_when_they_were_trimmed_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ async def test_ends_leave_the_stream_when_they_were_trimmed_long_ago(monkeypatch
         engine = engine_of(store)
         await engine.trim(store.name, limpet.Window(changes=1, age_ms_min=0))
 
-        info = await space_of(store).info()
+        info = await stream_of(store).info()
 
         # What stays, and how far the log was trimmed.
         assert info["state"]["messages"] <= 3
@@ -172,7 +172,7 @@ async def test_alarms_leave_the_stream_when_they_have_rung() -> None:
         await store._session.sweeper.sweep(store.name)
         await store._session.sweeper.sweep(store.name)
 
-        left = await space_of(store).get({"seq": 1, "next_by_subj": space_of(store).subjects.alarms})
+        left = await stream_of(store).get({"seq": 1, "next_by_subj": stream_of(store).subjects.alarms})
 
         assert left is None
         assert (await store.status()).keys == 20
@@ -207,7 +207,7 @@ async def test_a_bucket_of_another_program_is_refused_and_left_as_it_is(settings
         await bucket.put("key", b"theirs")
 
         for call in (store.get("key"), store.put("key", 1), store.put("new", 1), store.keys()):
-            with pytest.raises(InvalidValue, match=r"not made by Limpet.*choose another bucket_prefix or namespace"):
+            with pytest.raises(InvalidValue, match=r"not created by Limpet.*choose another bucket_prefix or namespace"):
                 await call
 
         assert (await bucket.get("key")).value == b"theirs"
@@ -222,7 +222,7 @@ async def test_a_stream_like_ours_with_other_subjects_is_refused() -> None:
         answer = await other.request(f"$JS.API.STREAM.CREATE.KV_limpet-{name}", json.dumps(config).encode())
         assert "error" not in json.loads(answer.data)
 
-        with pytest.raises(InvalidValue, match="not made by Limpet"):
+        with pytest.raises(InvalidValue, match="not created by Limpet"):
             await store.put("key", 1)
 
 
@@ -264,11 +264,11 @@ async def test_an_option_that_nobody_knows_is_refused(query: str) -> None:
 
 async def test_a_wrong_password_is_told_without_showing_it() -> None:
     with nats(lambda folder: jetstream(folder) + "authorization { user: ann, password: right }\n") as locked:
-        place = locked.url.removeprefix("nats://")
+        entry_id = locked.url.removeprefix("nats://")
         with pytest.raises(PermissionDenied) as wrong:
-            await limpet.open(f"nats://ann:wrong@{place}", sweep=False)
+            await limpet.open(f"nats://ann:wrong@{entry_id}", sweep=False)
         assert "wrong" not in str(wrong.value)
-        async with limpet.open(f"nats://ann:right@{place}", sweep=False) as store:
+        async with limpet.open(f"nats://ann:right@{entry_id}", sweep=False) as store:
             assert (await store.put("key", 1)).version == 1
 
 
@@ -293,10 +293,10 @@ async def test_what_a_user_may_not_do_is_denied(tmp_path: Path) -> None:
     ] }
     """
     with nats(lambda folder: jetstream(folder) + users) as guarded:
-        place = guarded.url.removeprefix("nats://")
+        entry_id = guarded.url.removeprefix("nats://")
         async with (
-            limpet.open(f"nats://all:x@{place}", sweep=False) as store,
-            limpet.open(f"nats://reader:x@{place}", sweep=False) as reader,
+            limpet.open(f"nats://all:x@{entry_id}", sweep=False) as store,
+            limpet.open(f"nats://reader:x@{entry_id}", sweep=False) as reader,
         ):
             await store.put("key", 1)
             assert await reader.get("key") == 1

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 import pytest
 
 import limpet
-from limpet.engines.nats.messages import Message, Place
+from limpet.engines.nats.messages import EntryId, Message
 from limpet.retry import JITTER_S_MAX, jitter_s
 from tests.engines import unique
-from tests.nats.support import server, space_of
+from tests.nats.support import server, stream_of
 from tests.processes import ROOT
 
 PROCESSES = 4
@@ -83,20 +83,20 @@ async def test_a_write_goes_on_however_often_others_are_first(several: bool, mon
         limpet.open(server(), namespace=store.name, sweep=False) as other,
     ):
         await store.put("hot", 0)
-        space = space_of(store)
-        look, looks = space.last, 0
+        stream = stream_of(store)
+        look, looks = stream.last, 0
 
-        async def look_too_early(place: Place) -> Message | None:
+        async def look_too_early(entry_id: EntryId) -> Message | None:
             nonlocal looks
-            found = await look(place)
-            if place == ("data", "hot"):
+            found = await look(entry_id)
+            if entry_id == ("data", "hot"):
                 looks += 1
                 if looks <= 100:
                     await other.add("hot")
             return found
 
-        monkeypatch.setattr(space, "last", look_too_early)
-        space.known.clear()
+        monkeypatch.setattr(stream, "last", look_too_early)
+        stream.known.clear()
 
         draft = store.batch().add("hot", 1000)
         await (draft.put("beside", 1) if several else draft).commit()

@@ -13,12 +13,12 @@ import pytest
 import limpet
 from limpet.codec import encode
 from limpet.engines.nats import messages as nats_wire
-from limpet.engines.nats.connection import Unheard
-from limpet.engines.nats.messages import PAST_MAX, Message, Place
+from limpet.engines.nats.connection import NoResponders
+from limpet.engines.nats.messages import PAST_MAX, EntryId, Message
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Put
 from tests.engines import unique
-from tests.nats.support import engine_of, proxy_of, server, space_of, writer_of
+from tests.nats.support import engine_of, proxy_of, server, stream_of, writer_of
 from tests.proxy import Proxy
 
 
@@ -45,7 +45,7 @@ async def unheard(
     """A call that was applied and whose answer is lost. It cannot look what became of it before this is left."""
     store, other = stores
     engine = engine_of(store)
-    wait, connect = asyncio.Event(), engine.link
+    wait, connect = asyncio.Event(), engine.connection
     before = await other.entry(key)
 
     async def link_when_told() -> Any:
@@ -59,7 +59,7 @@ async def unheard(
             async with asyncio.timeout(120):
                 while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
                     await asyncio.sleep(0)
-                patch.setattr(engine, "link", link_when_told)
+                patch.setattr(engine, "connection", link_when_told)
                 # It has done its part when it has passed the request on. The server does its own in a moment.
                 while (await other.entry(key)) == before:  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.01)
@@ -76,7 +76,7 @@ async def crowd(store: limpet.Store, count: int, key: str = "hot") -> None:
 
 
 async def past_of(store: limpet.Store, key: str = "hot") -> list[str]:
-    message = await space_of(store).last(("data", key))
+    message = await stream_of(store).last(("data", key))
     assert message is not None
     return [item.partition(",")[0] for item in message.past.split(";") if item]
 
@@ -172,20 +172,20 @@ async def test_a_write_that_is_applied_after_it_was_looked_for_is_not_doubled(
     """A new leader answered the look before it had applied all that it took over: the second request came too late."""
     store, other = stores
     await store.add("hot", 1)
-    space = space_of(store)
-    look = space.last
+    stream = stream_of(store)
+    look = stream.last
     old = await look(("data", "hot"))
     looks = 0
 
-    async def look_too_early(place: Place) -> Message | None:
+    async def look_too_early(entry_id: EntryId) -> Message | None:
         nonlocal looks
-        found = await look(place)
-        if place != ("data", "hot"):
+        found = await look(entry_id)
+        if entry_id != ("data", "hot"):
             return found
         looks += 1
         return old if looks == 1 else found
 
-    monkeypatch.setattr(space, "last", look_too_early)
+    monkeypatch.setattr(stream, "last", look_too_early)
     async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await asyncio.sleep(0)
 
@@ -200,23 +200,23 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
     """The first was not there yet when it was looked for. It may still come, so nobody may say that it did not."""
     store, other = stores
     await store.add("hot", 1)
-    space, writer = space_of(store), writer_of(store)
-    look, send = space.last, writer._send_one
+    stream, publisher = stream_of(store), writer_of(store).publisher
+    look, send = stream.last, publisher.send_one
     old = await look(("data", "hot"))
     sent = 0
 
-    async def look_too_early(place: Place) -> Message | None:
-        return old if sent < 2 else await look(place)
+    async def look_too_early(entry_id: EntryId) -> Message | None:
+        return old if sent < 2 else await look(entry_id)
 
     async def send_once(*args: Any) -> Any:
         nonlocal sent
         sent += 1
         if sent == 2:
-            raise Unheard("503")
+            raise NoResponders("503")
         return await send(*args)
 
-    monkeypatch.setattr(space, "last", look_too_early)
-    monkeypatch.setattr(writer, "_send_one", send_once)
+    monkeypatch.setattr(stream, "last", look_too_early)
+    monkeypatch.setattr(publisher, "send_one", send_once)
     async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await asyncio.sleep(0)
 
@@ -249,7 +249,7 @@ async def test_a_retry_after_all_is_forgotten_is_refused(
     """A machine slept for an hour between a request and its retry, and the server has dropped the receipt."""
     store, other = stores
     await store.add("hot", 1)
-    space, engine = space_of(store), engine_of(store)
+    stream, engine = stream_of(store), engine_of(store)
     writes = (Add("hot", 1000), Put("beside", encode(1))) if several else (Add("hot", 1000),)
 
     async def away() -> Any:
@@ -260,20 +260,20 @@ async def test_a_retry_after_all_is_forgotten_is_refused(
         writing = asyncio.ensure_future(engine.commit(store.name, Batch((), writes)))
         while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
             await asyncio.sleep(0)
-        patch.setattr(engine, "link", away)
+        patch.setattr(engine, "connection", away)
         with pytest.raises(Ambiguous) as unknown:
             await writing
     name, since = unknown.value.request_id, unknown.value.since
     assert name is not None
     retry = Batch((), writes, request_id=name, retry_since=since)
     await other.add("hot", 1)
-    now_ms = space.now_ms
-    monkeypatch.setattr(space, "now_ms", lambda: now_ms() + 3_600_000)
-    monkeypatch.setattr(space_of(other), "now_ms", lambda: now_ms() + 3_600_000)
+    now_ms = stream.now_ms
+    monkeypatch.setattr(stream, "now_ms", lambda: now_ms() + 3_600_000)
+    monkeypatch.setattr(stream_of(other), "now_ms", lambda: now_ms() + 3_600_000)
     await other.add("hot", 1)
     await other.put("beside", 2)
-    if (receipt := await space.last(("receipt", name))) is not None:
-        await space.purge(space.subjects.of(("receipt", name)), receipt.seq)
+    if (receipt := await stream.last(("receipt", name))) is not None:
+        await stream.purge(stream.subjects.of(("receipt", name)), receipt.seq)
 
     for _ in range(2):
         with pytest.raises(Ambiguous):

@@ -12,13 +12,13 @@ import pytest
 import limpet
 from limpet.engines.nats import connection as nats_link
 from limpet.engines.nats import mirror as nats_mirror
-from limpet.engines.nats import stream as nats_space
-from limpet.engines.nats.messages import Message, Place
+from limpet.engines.nats import stream as nats_stream
+from limpet.engines.nats.messages import EntryId, Message
 from limpet.engines.nats.mirror import Follower
 from limpet.errors import Unavailable
 from limpet.model import Window
 from tests.engines import unique
-from tests.nats.support import engine_of, server, space_of
+from tests.nats.support import engine_of, server, stream_of
 from tests.servers import Nats, nats
 
 KEYS = 12
@@ -39,7 +39,7 @@ CALLS: dict[str, Call] = {
     "due": lambda store: engine_of(store).due(store.name),
     "trim": lambda store: engine_of(store).trim(store.name, Window(age_ms=1, age_ms_min=0)),
     "read": lambda store: engine_of(store).read(store.name, ["0", "1"]),
-    "commit": lambda store: engine_of(store).commit(store.name, store.batch().put("0", 1).put("1", 1)._batch()),
+    "commit": lambda store: engine_of(store).commit(store.name, store.batch().put("0", 1).put("1", 1)._make_batch()),
 }
 
 
@@ -56,7 +56,7 @@ async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pyt
     monkeypatch.setattr(nats_mirror, "STALL_S", 0.1)
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
-        monkeypatch.setattr(Follower, "_heard", lambda *_: None)
+        monkeypatch.setattr(Follower, "_on_message", lambda *_: None)
 
         with pytest.raises(Unavailable, match=r"delivered no message for 0\.5 s, at message 0 of \d+"):
             async with asyncio.timeout(LONGEST_S):
@@ -70,11 +70,11 @@ async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pyt
 async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large namespace on a slow machine: only the time without a message counts."""
     monkeypatch.setattr(nats_mirror, "PROGRESS_S", 3.0)
-    take = Follower._heard
+    take = Follower._on_message
     held: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
-        monkeypatch.setattr(Follower, "_heard", lambda *message: held.put_nowait(message))
+        monkeypatch.setattr(Follower, "_on_message", lambda *message: held.put_nowait(message))
 
         async def deliver_slowly() -> None:
             while True:
@@ -95,19 +95,19 @@ async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_load_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started from the beginning each time, it would never end where it is interrupted often."""
-    heard, count = Follower._heard, 0
+    heard, count = Follower._on_message, 0
 
     def hear_with_gaps(self: Follower, *message: Any) -> None:
         nonlocal count
         count += 1
         if count % 5 == 0:
-            self.rest()
+            self.stop()
         else:
             heard(self, *message)
 
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
-        monkeypatch.setattr(Follower, "_heard", hear_with_gaps)
+        monkeypatch.setattr(Follower, "_on_message", hear_with_gaps)
 
         async with asyncio.timeout(LONGEST_S):
             assert len(await _scan(store)) == KEYS
@@ -141,11 +141,11 @@ async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -
     """There is more to send than the system takes without the server's reading it."""
     store = await limpet.open(own.url, namespace=unique(), sweep=False)
     await store.put("key", 0)
-    link = await engine_of(store).link()
+    connection = await engine_of(store).connection()
     own.signal(signal.SIGSTOP)
     try:
         for _ in range(40):
-            link.tell("nobody", b"x" * 1_000_000)
+            connection.send("nobody", b"x" * 1_000_000)
         await asyncio.sleep(0.1)
 
         async with asyncio.timeout(LONGEST_S):
@@ -155,22 +155,22 @@ async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -
 
 
 async def test_keys_that_never_stand_still_cannot_be_read_at_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_space, "READ_S", 0.3)
+    monkeypatch.setattr(nats_stream, "READ_S", 0.3)
     async with (
         limpet.open(server(), namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
     ):
         await store.put("hot", 0)
-        space = space_of(store)
-        look = space.last
+        stream = stream_of(store)
+        look = stream.last
 
-        async def look_and_change(place: Place) -> Message | None:
-            found = await look(place)
+        async def look_and_change(entry_id: EntryId) -> Message | None:
+            found = await look(entry_id)
             await other.add("hot")
             return found
 
         with monkeypatch.context() as patch:
-            patch.setattr(space, "last", look_and_change)
+            patch.setattr(stream, "last", look_and_change)
             with pytest.raises(Unavailable, match="read fewer keys at once"):
                 await engine_of(store).read(store.name, ["hot", "cold"])
 

@@ -227,13 +227,13 @@ async def fingerprint(tenants: Tenants) -> list[Any]:
     place = {"schema": f"'{schema}'::regnamespace", "victim": tenants.victim, "attacker": tenants.attacker}
     parts = [
         f"SELECT '{table}', t::text FROM {schema}.{table} t"
-        + (f" WHERE namespace <> '{MINE}'" if table in grants._NAMESPACED else "")
-        for table in grants._WRITES
+        + (f" WHERE namespace <> '{MINE}'" if table in grants._NAMESPACED_TABLES else "")
+        for table in grants._TABLE_RIGHTS
     ]
     for catalog, condition in _CATALOGS.items():
         parts.append(f"SELECT '{catalog}', (to_jsonb(c) - {_COUNTS})::text FROM {catalog} c WHERE ")
         parts[-1] += condition.format_map(place)
     async with connected() as connection:
         rows: list[Any] = await connection.fetch(" UNION ALL ".join(parts) + " ORDER BY 1, 2")
-    assert {row[0] for row in rows} >= {*grants._WRITES, *_CATALOGS} - {"pg_auth_members"}
+    assert {row[0] for row in rows} >= {*grants._TABLE_RIGHTS, *_CATALOGS} - {"pg_auth_members"}
     return rows

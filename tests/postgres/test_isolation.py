@@ -708,8 +708,12 @@ def test_a_granted_role_can_do_everything(schema: str, role: str, namespaces: tu
 
 
 RIGHTS = [
-    *((f"{right} ON {{schema}}.{table}") for table, rights in grants._WRITES.items() for right in rights.split(", ")),
-    *(f"EXECUTE ON FUNCTION {{schema}}.{name}" for name in grants._WRITING),
+    *(
+        (f"{right} ON {{schema}}.{table}")
+        for table, rights in grants._TABLE_RIGHTS.items()
+        for right in rights.split(", ")
+    ),
+    *(f"EXECUTE ON FUNCTION {{schema}}.{name}" for name in grants._WRITE_FUNCTIONS),
     "USAGE ON SCHEMA {schema}",
 ]
 
@@ -797,7 +801,7 @@ def test_an_owner_who_is_no_superuser_keeps_working_behind_forced_policies(schem
                 return found
 
         walls = {name: is_forced for name, is_forced in now(forced())}
-        assert walls == dict.fromkeys(grants._NAMESPACED, True)
+        assert walls == dict.fromkeys(grants._NAMESPACED_TABLES, True)
 
 
 def test_nothing_in_a_schema_of_ours_was_forgotten(schema: str) -> None:
@@ -823,7 +827,7 @@ def test_nothing_in_a_schema_of_ours_was_forgotten(schema: str) -> None:
             return tables, {row[0] for row in views}, {row[0] for row in functions}
 
     tables, views, functions = now(made())
-    assert tables == set(grants._WRITES)
+    assert tables == set(grants._TABLE_RIGHTS)
     assert views == {"plugin_kv_storage", "state"}
     assert functions == set(grants._FUNCTIONS)
 
@@ -916,7 +920,7 @@ def test_a_role_that_no_grant_can_hold_is_refused(schema: str, role: str, standi
 
     assert done.exit_code == 7
     assert f"role {role} is, or is a member of, the owner of the tables" in done.stderr
-    assert "no grant can hold it back" in done.stderr
+    assert "no grant can restrict it" in done.stderr
     assert rights_of(role, schema) == []
 
 
@@ -953,7 +957,7 @@ def test_a_grant_gives_up_on_tables_that_somebody_holds(schema: str, role: str) 
 
     done = now(held())
     assert done.exit_code == 6
-    assert "held the tables for five seconds, and nothing was granted" in done.stderr
+    assert "the tables were locked for five seconds and nothing was granted" in done.stderr
 
 
 def test_everybodys_right_to_leave_things_in_public_is_taken_away(role: str) -> None:
@@ -1058,14 +1062,14 @@ def test_the_name_of_a_role_is_never_taken_for_sql(schema: str, role: str) -> No
 @pytest.mark.parametrize("role", ["", "a" * 64, "ü" * 32, "nul\0", "lone\ud800", "public", "none", "pg_monitor"])
 def test_a_name_that_no_role_can_have_is_refused(role: str) -> None:
     """To PostgreSQL even "public" in quotes is everybody, and a name that is too long is somebody else's."""
-    for script in (grants.granting, grants.revoking):
+    for script in (grants.grant_sql, grants.revoke_sql):
         with pytest.raises(InvalidValue, match="role"):
             script(role, schema="s")
 
 
 @pytest.mark.parametrize("schema", ["", "a" * 64, "nul\0", "pg_catalog"])
 def test_a_name_that_no_schema_can_have_is_refused(schema: str) -> None:
-    for script in (grants.granting, grants.revoking):
+    for script in (grants.grant_sql, grants.revoke_sql):
         with pytest.raises(InvalidValue, match="schema"):
             script("r", schema=schema)
 
@@ -1073,7 +1077,7 @@ def test_a_name_that_no_schema_can_have_is_refused(schema: str) -> None:
 @pytest.mark.parametrize("namespace", ["", "A", "a b", "a'", "a" * 101, "ä", "*"])
 def test_a_name_that_no_namespace_can_have_is_refused(namespace: str) -> None:
     with pytest.raises(InvalidNamespace):
-        grants.granting("r", schema="s", namespaces=["fine", namespace])
+        grants.grant_sql("r", schema="s", namespaces=["fine", namespace])
 
 
 def test_roles_with_long_names_do_not_share_a_policy() -> None:
@@ -1091,7 +1095,7 @@ def test_printing_connects_to_nothing() -> None:
     done = Limpet("postgresql://admin:hunter2@192.0.2.1/app?schema=trivia")("grant", "trivia")
 
     assert done.exit_code == 0
-    assert done.stdout == grants.granting("trivia", schema="trivia")
+    assert done.stdout == grants.grant_sql("trivia", schema="trivia")
     assert "hunter2" not in done.stdout
 
 
@@ -1111,7 +1115,7 @@ def test_json_tells_what_was_granted(schema: str, role: str) -> None:
         (role, schema, None, "write", True),
         (role, schema, None, "none", True),
     ]
-    assert printed["sql"] == grants.granting(role, schema=schema, namespaces=["a", "b"], read_only=True)
+    assert printed["sql"] == grants.grant_sql(role, schema=schema, namespaces=["a", "b"], read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -1120,9 +1124,9 @@ def test_json_tells_what_was_granted(schema: str, role: str) -> None:
         (("grant", "r", "--revoke", "-n", "a"), 2, "--revoke takes everything back"),
         (("grant", "r", "--revoke", "--read-only"), 2, "--revoke takes everything back"),
         (("grant", "r", "--revoke", "--login"), 2, "--revoke takes everything back"),
-        (("-n", "a", "grant", "r"), 2, "--namespace stands behind grant"),
+        (("-n", "a", "grant", "r"), 2, "give --namespace after grant"),
         (("grant", "r", "--url", "sqlite:///x.db"), 7, "sqlite:///x.db has no roles"),
-        (("grant", "public"), 7, "PostgreSQL keeps for itself"),
+        (("grant", "public"), 7, "is reserved by PostgreSQL"),
         (("grant", "r", "-n", "A"), 7, "'A'"),
         (("grant", "no_such_role", "--revoke", "--apply"), 7, 'role "no_such_role" does not exist'),
     ],
@@ -1158,4 +1162,4 @@ def test_a_server_that_does_not_answer_is_told_without_the_password() -> None:
 def test_a_namespace_of_the_environment_does_not_narrow_a_grant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMPET_NAMESPACE", "alpha")
 
-    assert Limpet("postgresql://db/app")("grant", "r").stdout == grants.granting("r", schema="public")
+    assert Limpet("postgresql://db/app")("grant", "r").stdout == grants.grant_sql("r", schema="public")

@@ -32,7 +32,7 @@ def engine_of(store: limpet.Store) -> RedisEngine:
 
 
 async def command(store: limpet.Store, *words: Any) -> Any:
-    """Say something to the server, beside the store."""
+    """Send a command to the server, beside the store."""
     engine = engine_of(store)
-    async with engine._borrow_connection() as line:
-        return await line.ask(*words)
+    async with engine._borrow_connection() as connection:
+        return await connection.request(*words)

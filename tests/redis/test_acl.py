@@ -1,4 +1,4 @@
-"""A user of certain namespaces meets the server's wall at every other."""
+"""A user that was granted some namespaces is refused every other by the server itself."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def grant(server: Redis, user: str, *options: str, query: str = "") -> Non
 
 
 async def use_everything(store: limpet.Store) -> None:
-    """Every verb that the engine has a command for."""
+    """Use every verb for which the engine runs a command."""
     await store.put("plain", {"n": 1})
     await store.put("for a while", 1, ttl=60)
     await store.create("raw", b"\xff\0")
@@ -148,10 +148,10 @@ async def test_what_is_not_granted_is_refused(server: Redis, attack: tuple[Any, 
         await admin.record("record").put({"of": "secrets"})
     await grant(server, "bot", "-n", "games")
 
-    with Client.from_url(url_as(server, "bot")) as client, pytest.raises((NoPermissionError, ResponseError)) as told:
+    with Client.from_url(url_as(server, "bot")) as client, pytest.raises((NoPermissionError, ResponseError)) as refused:
         client.execute_command(*attack)
 
-    assert re.search("permission|ACL|executing the script can't", str(told.value))
+    assert re.search("permission|ACL|executing the script can't", str(refused.value))
     async with limpet.open(server.url, namespace="secrets", sweep=False) as admin:
         assert await admin.get("key") == "secret"
 
@@ -168,7 +168,7 @@ async def test_a_reader_reads_and_writes_nothing(server: Redis) -> None:
     async with limpet.open(url_as(server, "grafana"), namespace="games", sweep=False) as store:
         assert await store.get("key") == 1
         assert await store.get("for a while") == 1
-        # A read that meets this records the time, where it may.
+        # A writer would record the time of this expiry.
         assert await store.get("expired") is None
         assert await store.get("record") == {"n": 1}
         assert (await store.keys()).keys == ["for a while", "key", "record"]
@@ -208,7 +208,7 @@ async def test_without_a_hash_tag_the_keys_are_others(server: Redis) -> None:
             await store.namespace("secrets").get("key")
 
 
-def test_the_command_is_printed_and_nothing_is_asked() -> None:
+def test_the_command_is_printed_without_connecting() -> None:
     result = Limpet("redis://nowhere.invalid:1/0")("grant", "bot", "-n", "games")
 
     assert result.exit_code == 0
@@ -219,12 +219,12 @@ def test_the_command_is_printed_and_nothing_is_asked() -> None:
 @pytest.mark.parametrize("name", ["", "a b", 'a"b', "a\nb", "a\\b", "a'b"])
 def test_a_name_that_no_user_can_have_is_refused(name: str) -> None:
     with pytest.raises(InvalidValue):
-        acl.granting(name)
+        acl.grant_acl(name)
     with pytest.raises(InvalidValue):
-        acl.revoking(name)
+        acl.revoke_acl(name)
 
 
 @pytest.mark.parametrize("name", ["*", "a*", "{a}", "a ~*", ""])
 def test_a_name_that_no_namespace_can_have_is_refused(name: str) -> None:
     with pytest.raises(InvalidNamespace):
-        acl.granting("bot", namespaces=[name])
+        acl.grant_acl("bot", namespaces=[name])

@@ -120,6 +120,11 @@ async def test_a_cluster_needs_the_hash_tag(cluster: list[Redis]) -> None:
         await limpet.open(f"{cluster[0].url}?hash_tag=none")
 
 
+async def test_a_cluster_has_no_test_clock(cluster: list[Redis]) -> None:
+    with pytest.raises(InvalidValue, match="clock=test is not for a cluster"):
+        await limpet.open(f"{cluster[0].url}?clock=test")
+
+
 async def test_a_new_epoch_is_one_of_all_servers(cluster: list[Redis]) -> None:
     names = [f"epoch-{number}" for number in range(12)]
     async with limpet.open(cluster[0].url, sweep=False) as store:

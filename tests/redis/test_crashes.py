@@ -108,7 +108,7 @@ async def test_after_a_failover_no_revision_is_given_out_again(pair: tuple[Redis
         assert entry.revision > lost + 100_000
         # The lock was taken before; its holder is still fenced in, and nobody gets its token again.
         await promoted.put("fenced", 1, fence=lock)
-        await promoted._session.engine.commit("default", promoted.batch().delete("fenced")._batch())
+        await promoted._session.engine.commit("default", promoted.batch().delete("fenced")._make_batch())
     finally:
         await promoted.close()
         with contextlib.suppress(Exception):

@@ -62,7 +62,7 @@ async def test_a_late_group_is_refused_whole(proxy: Proxy) -> None:
         entries = await asyncio.gather(*(store.put(f"key/{number}", number) for number in range(20)))
         answer = await asyncio.to_thread(proxy.deliver)
 
-        assert b"late" in answer
+        assert b"superseded" in answer
         assert [entry.version for entry in entries] == [1] * 20
         assert (await store.status()).revision == 21
 
@@ -98,11 +98,11 @@ async def test_a_lone_put_whose_caller_is_cancelled_is_finished_and_its_line_goe
 
             assert (await store.put("other", turns)).version == turns + 1
             assert await store.get("other") == turns
-        lines = len(engine_of(store)._servers)
+        connections = len(engine_of(store)._replication_ids)
         changes = [event async for event in store.history("key")]
 
     assert [event.entry.version for event in changes if event.entry] == [*range(1, len(changes) + 1)]
-    assert lines <= 2
+    assert connections <= 2
 
 
 async def test_a_lone_put_that_has_begun_is_finished_by_a_close() -> None:
@@ -125,7 +125,7 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy) -> N
         proxy.fault("lose")
         engine = store._session.engine
         with pytest.raises(Ambiguous) as unknown:
-            await engine.commit(store.name, store.batch().put("key", 1)._batch())
+            await engine.commit(store.name, store.batch().put("key", 1)._make_batch())
 
         assert unknown.value.request_id is not None
         commit = await store.outcome(unknown.value.request_id)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines.redis.connection import Line
+from limpet.engines.redis.connection import Connection
 from limpet.faces.fields import StateStore
 from tests.engines import unique
 from tests.redis.support import server
@@ -18,17 +18,17 @@ WHOLE_BYTES = sum(len(name) + len(value) for name, value in FIELDS.items())
 
 
 class Replies:
-    """Counts the bytes that the lines of this process hear."""
+    """Counts the bytes that the connections of this process receive."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._bytes = 0
-        received = Line.data_received
+        received = Connection.data_received
 
-        def data_received(line: Line, data: bytes) -> None:
+        def data_received(connection: Connection, data: bytes) -> None:
             self._bytes += len(data)
-            received(line, data)
+            received(connection, data)
 
-        monkeypatch.setattr(Line, "data_received", data_received)
+        monkeypatch.setattr(Connection, "data_received", data_received)
 
     async def size_bytes(self, call: Awaitable[Any]) -> int:
         """How much a call is answered with."""

@@ -22,7 +22,7 @@ from nats.aio.client import Client
 from limpet.clock import ManualClock
 from limpet.opening import open_session
 from limpet.server.dispatch import Call, Dispatcher
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from limpet.session import Session
 from tests.servers import Nats
 
@@ -53,7 +53,12 @@ class Plugins:
     """A connection to NATS with more patience than a plugin has, and what serves it."""
 
     def __init__(
-        self, client: Client, session: Session, served: Subjects, observer: Observer, turn: Callable[[float], None]
+        self,
+        client: Client,
+        session: Session,
+        served: PluginSubjects,
+        observer: Observer,
+        turn: Callable[[float], None],
     ) -> None:
         self.client = client
         self.session = session
@@ -87,12 +92,12 @@ async def opened(url: str, clock: Any = None) -> AsyncIterator[Session]:
 
 
 @contextlib.asynccontextmanager
-async def serving(session: Session, *, nats_url: str | None = None, **options: Any) -> AsyncIterator[Subjects]:
+async def serving(session: Session, *, nats_url: str | None = None, **options: Any) -> AsyncIterator[PluginSubjects]:
     """A server on a connection of its own."""
     connection = await driver.connect(nats_url or nats_server().url, allow_reconnect=False)
     observers, more = options.pop("observers", ()), options.pop("dispatcher", {})
     dispatcher = Dispatcher(session.limited(65_536), "nats", observers=observers, **more)
-    served = Subjects(dispatcher, connection, **options)
+    served = PluginSubjects(dispatcher, connection, **options)
     await served.start()
     try:
         yield served
@@ -148,9 +153,9 @@ async def plugins_on(engine: str, folder: Path, config: pytest.Config) -> AsyncI
 _database_ms: Final = [time.time_ns() // 1_000_000]
 
 
-async def _clear(served: Subjects) -> None:
+async def _clear(served: PluginSubjects) -> None:
     """The next test uses the same schema: making one takes longer than most tests."""
-    for store in [*served._desk._stores.values()]:
+    for store in [*served._dispatcher._stores.values()]:
         for key in [entry.key async for entry in store.scan()]:
             await store.delete(key)
         await store.sweep()

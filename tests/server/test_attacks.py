@@ -18,8 +18,8 @@ import httpx2
 import pytest
 
 import limpet
-from limpet.server.service import _bound
-from limpet.server.settings import Place
+from limpet.server.service import _listen
+from limpet.server.settings import ListenAddress
 from tests.server.test_serve import HTTP, Running, serving
 
 PATIENCE_S = 120.0
@@ -199,7 +199,7 @@ def test_as_many_files_are_opened_as_the_system_allows(url: str) -> None:
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no such option")
 async def test_a_caller_that_takes_nothing_of_its_answer_is_left_by_the_system() -> None:
     accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
-    with _bound(Place("127.0.0.1", 0)) as listening:
+    with _listen(ListenAddress("127.0.0.1", 0)) as listening:
         async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             served = await accepted

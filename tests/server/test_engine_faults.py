@@ -19,7 +19,7 @@ from tests.engines import unique, url_of
 from tests.faults import VERBS, prepared, seen
 from tests.proxy import Fault, HttpProxy
 from tests.server.engine_support import Behind, running
-from tests.servers import Served, served
+from tests.servers import LimpetServer, served
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ async def test_ambiguous_tells_under_which_name_to_ask(proxy: HttpProxy) -> None
         proxy.fault("lose")
 
         with pytest.raises(Ambiguous) as unknown:
-            await store._session.engine.commit(store.name, store.batch().put("key", 1)._batch())
+            await store._session.engine.commit(store.name, store.batch().put("key", 1)._make_batch())
 
         assert unknown.value.request_id is not None
         assert unknown.value.since == 1
@@ -140,9 +140,9 @@ async def test_a_server_that_does_not_answer_in_time_leaves_the_outcome_open() -
 
 
 def _came_again(app: Any) -> bool:
-    """Whether a retry waits. The server's own books tell."""
-    attempts = app.routes[1].endpoint.__self__._attempts
-    return any(work._callbacks and len(work._callbacks) > 1 for _, work in attempts._under_way.values())
+    """Whether a retry waits, by the server's own list of running commits."""
+    in_flight = app.routes[1].endpoint.__self__._in_flight
+    return any(commit._callbacks and len(commit._callbacks) > 1 for _, commit in in_flight._commits.values())
 
 
 class _Slow(Behind):
@@ -216,12 +216,12 @@ class _Failing(Behind):
 
 
 @pytest.fixture(scope="module")
-def mortal() -> Iterator[Served]:
+def mortal() -> Iterator[LimpetServer]:
     with served() as server:
         yield server
 
 
-async def test_a_server_killed_under_load_loses_and_doubles_nothing(mortal: Served) -> None:
+async def test_a_server_killed_under_load_loses_and_doubles_nothing(mortal: LimpetServer) -> None:
     """Some callers hear that it is not known, and can ask when the server is back."""
     async with limpet.open(f"{mortal.url}/file-killed", namespace=unique(), sweep=False) as store:
         await store.put("first", 0)
@@ -250,7 +250,7 @@ async def test_a_server_killed_under_load_loses_and_doubles_nothing(mortal: Serv
         assert len(set(acknowledged)) == len(acknowledged)
 
 
-async def test_a_watch_goes_on_when_its_server_was_restarted(mortal: Served) -> None:
+async def test_a_watch_goes_on_when_its_server_was_restarted(mortal: LimpetServer) -> None:
     async with (
         limpet.open(f"{mortal.url}/file-watched", namespace=unique(), sweep=False) as store,
         store.watch("key/*") as watch,

@@ -97,7 +97,7 @@ async def test_a_token_is_shown_nowhere(server: Running, caplog: pytest.LogCaptu
         engine = engine_of(store)
         with pytest.raises(PermissionDenied) as refused:
             await engine.read("other", ["key"])
-        shown = [repr(store), repr(engine), str(refused.value).replace(f"{SECRET} may not", "")]
+        shown = [repr(store), repr(engine), str(refused.value).replace(SECRET, "", 1)]
 
     assert not any(SECRET in text for text in [*shown, caplog.text])
 
@@ -344,7 +344,7 @@ async def test_a_wait_that_is_given_up_leaves_the_server_too(server: Running) ->
     """Or those who left would be waited for until their time is over."""
     async with limpet.open(server.as_(SECRET), namespace="trivia", sweep=False) as store:
         waiting = asyncio.create_task(engine_of(store).changes("trivia", 0, wait_s=600))
-        wakeup = server.session.engine._behind._place.wakeup  # type: ignore[attr-defined]
+        wakeup = server.session.engine._engine._place.wakeup  # type: ignore[attr-defined]
         async with asyncio.timeout(120):
             while "trivia" not in wakeup._waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

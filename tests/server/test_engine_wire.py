@@ -1,4 +1,4 @@
-"""The nouns of a store as msgpack: what was sent arrives, and what is not one of them is refused without a trace."""
+"""The values of a store as msgpack: what was sent arrives, and anything else is refused without a trace."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from limpet.model import (
     Window,
 )
 from limpet.protocol import engine_msgpack as wire
-from limpet.server import validate as nouns
+from limpet.server import validate
 from tests.server.engine_support import Running, application, packed
 
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
@@ -289,7 +289,7 @@ def test_a_batch_that_no_draft_makes_is_refused(name: str) -> None:
     batch = wire.decode_batch(wire.encode_batch(NOT_ALLOWED[name]))
 
     with pytest.raises(LimpetError) as refused:
-        nouns.checked_batch(batch, value_bytes_max=1_000_000, any_lock=False)
+        validate.check_batch(batch, value_bytes_max=1_000_000, any_lock=False)
     assert refused.value.outcome == "rejected"
     assert "hunter2" not in str(refused.value)
 
@@ -297,13 +297,13 @@ def test_a_batch_that_no_draft_makes_is_refused(name: str) -> None:
 def test_a_batch_that_a_draft_makes_is_taken() -> None:
     batch = Batch((Guard("k", Version(0)), Guard("l", HeldBy(3), "lock")), (PUT, Touch("l", 9, "lock")), "r")
 
-    assert nouns.checked_batch(batch, value_bytes_max=1_000_000, any_lock=False) == batch
+    assert validate.check_batch(batch, value_bytes_max=1_000_000, any_lock=False) == batch
 
 
 def test_nobody_makes_up_the_hash_of_a_request() -> None:
     """A receipt answers whoever names its id and its hash, so two requests never have the same."""
     first, second = Batch((), (PUT,), "r", b"hash", 1000), Batch((), (Delete("k"),), "r", b"hash", 1000)
-    hashes = {nouns.checked_batch(batch, value_bytes_max=10, any_lock=False).digest for batch in (first, second)}
+    hashes = {validate.check_batch(batch, value_bytes_max=10, any_lock=False).digest for batch in (first, second)}
 
     assert len(hashes) == 2
 

@@ -14,7 +14,7 @@ from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, InvalidValue, RateLimited
 from limpet.server import limits
 from limpet.server.dispatch import Dispatcher, TrustedCaller
-from limpet.server.limits import Limit, Limits, Quotas, Rates, gates_of, limits_of
+from limpet.server.limits import Limit, NamespaceLimits, Quotas, Rates, gates_of, limits_of
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from tests.engines import url_of
@@ -118,7 +118,7 @@ async def test_a_refused_request_changes_nothing(store: Store, clock: ManualCloc
 
 
 async def test_very_many_namespaces_take_no_more_room_than_many(store: Store, clock: ManualClock) -> None:
-    rates = Rates(Limits(Limit(rate=1), {}), clock)
+    rates = Rates(NamespaceLimits(Limit(rate=1), {}), clock)
     rates._buckets._max = 100
     for number in range(1000):
         await rates.check(
@@ -269,7 +269,7 @@ async def test_writing_the_same_keys_over_and_over_does_not_use_up_a_quota(store
 
 
 async def test_a_quota_that_nobody_hears_the_end_of_heals_by_itself(store: Store, clock: ManualClock) -> None:
-    quotas = Quotas(Limits(Limit(keys=2), {}), clock)
+    quotas = Quotas(NamespaceLimits(Limit(keys=2), {}), clock)
     row = OPERATIONS["set"]
     lost = [request_of(row.request, {"key": str(number), "value": 1}) for number in range(2)]
     for asked in lost:

@@ -229,7 +229,7 @@ async def test_publish_only_requests_can_be_understood_from_the_log(
 ) -> None:
     """With the subject, the plugin, the operation, the code and the reason; and counted under that code."""
     metrics = Metrics(sqlite_nats.session, names="both")
-    sqlite_nats.served._desk._observers = [sqlite_nats.observer, Logs(), metrics]
+    sqlite_nats.served._dispatcher._observers = [sqlite_nats.observer, Logs(), metrics]
     await sqlite_nats.ask("set", "trivia", key="k", value=1)
     lines.clear()
     for subject, body in (

@@ -48,8 +48,8 @@ class Counted:
 
     def __init__(self, store: Store, names: Names = "limpet", **options: Any) -> None:
         self.metrics = Metrics(store._session, names=names, **options)
-        kept = AuditedNamespaces(observers=[self.metrics.observe])
-        self.dispatcher = Dispatcher(store._session, "nats", observers=[self.metrics], semantic=kept.of)
+        audited = AuditedNamespaces(observers=[self.metrics.observe])
+        self.dispatcher = Dispatcher(store._session, "nats", observers=[self.metrics], semantic=audited.semantic_store)
         store._session.sweeper.listeners.append(self.metrics.swept)
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ``limpet grant --nats`` prints, on a server of NATS that goes by it."""
+"""The output of ``limpet grant --nats``, as the configuration of a real nats-server."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 import limpet
 from limpet.errors import InvalidNamespace, InvalidValue
-from limpet.isolation.nats import granting, inbox_of, password_of
+from limpet.isolation.nats import grant_config, inbox_prefix, password_variable
 from limpet.server.dispatch import Dispatcher
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from tests.cli.support import Limpet
 from tests.server.subjects_support import PATIENCE_S, eventually, opened
 from tests.servers import Nats
@@ -26,21 +26,21 @@ PLUGINS = ("trivia", "quote-db")
 
 
 @pytest.fixture(scope="module")
-def walled() -> Iterator[Nats]:
-    """A server of NATS with what the command prints in its configuration."""
+def isolated() -> Iterator[Nats]:
+    """A NATS server that is configured with the output of the command."""
     printed = Limpet("memory:")("grant", "--nats", *PLUGINS)
     assert printed.exit_code == 0
     with pytest.MonkeyPatch.context() as environment:
         for user in (*PLUGINS, "limpet"):
-            environment.setenv(password_of(user), f"secret-of-{user}")
-        server = Nats(Path(tempfile.mkdtemp(prefix="limpet-walls-")), printed.stdout)
+            environment.setenv(password_variable(user), f"secret-of-{user}")
+        server = Nats(Path(tempfile.mkdtemp(prefix="limpet-isolation-")), printed.stdout)
         server.start()
     yield server
     server.stop()
 
 
 class Guest:
-    """A user of that server, and what the server forbids it."""
+    """A user of that server, and the errors by which the server refused it."""
 
     def __init__(self) -> None:
         self.forbidden: list[str] = []
@@ -53,7 +53,7 @@ class Guest:
 @contextlib.asynccontextmanager
 async def joined(server: Nats, user: str, **options: Any) -> AsyncIterator[Guest]:
     guest = Guest()
-    options = {"inbox_prefix": inbox_of(user)} | options
+    options = {"inbox_prefix": inbox_prefix(user)} | options
     guest.client = await driver.connect(
         server.url, user=user, password=f"secret-of-{user}", error_cb=guest.note, **options
     )
@@ -64,12 +64,12 @@ async def joined(server: Nats, user: str, **options: Any) -> AsyncIterator[Guest
 
 
 @pytest.fixture
-async def served(walled: Nats, tmp_path: Path) -> AsyncIterator[Subjects]:
+async def served(isolated: Nats, tmp_path: Path) -> AsyncIterator[PluginSubjects]:
     async with (
         opened(f"sqlite:///{tmp_path}/state.db") as session,
-        joined(walled, "limpet", inbox_prefix="_INBOX") as server,
+        joined(isolated, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = Subjects(Dispatcher(session.limited(65_536), "nats"), server.client)
+        subjects = PluginSubjects(Dispatcher(session.limited(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()
@@ -80,8 +80,8 @@ def kv_of(guest: Guest, plugin: str) -> Any:
     return limpet.PluginClient(guest.client, plugin, timeout=PATIENCE_S, list_timeout=PATIENCE_S).kv
 
 
-async def test_a_plugin_with_these_permissions_can_do_everything(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "trivia") as guest:
+async def test_a_plugin_with_these_permissions_can_do_everything(isolated: Nats, served: PluginSubjects) -> None:
+    async with joined(isolated, "trivia") as guest:
         kv = kv_of(guest, "trivia")
         async with aclosing(kv.watch(initial=True)) as watching:
             assert (await anext(watching)).op == "synced"
@@ -107,35 +107,37 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize(("act", "subject"), ATTACKS)
-async def test_a_plugin_reaches_nothing_of_another(walled: Nats, served: Subjects, act: str, subject: str) -> None:
-    async with joined(walled, "trivia") as victim, joined(walled, "quote-db") as attacker:
+async def test_a_plugin_reaches_nothing_of_another(
+    isolated: Nats, served: PluginSubjects, act: str, subject: str
+) -> None:
+    async with joined(isolated, "trivia") as victim, joined(isolated, "quote-db") as attacker:
         kv = kv_of(victim, "trivia")
         await kv.set("secret", "of trivia alone")
-        heard: list[Any] = []
+        received: list[Any] = []
 
-        async def hear(message: Any) -> None:
-            heard.append(message)
+        async def receive(message: Any) -> None:
+            received.append(message)
 
         if act == "publish":
             await attacker.client.publish(subject, b'{"key":"secret","value":"gone"}')
         else:
-            await attacker.client.subscribe(subject, queue="limpet" if act == "join" else "", cb=hear)
+            await attacker.client.subscribe(subject, queue="limpet" if act == "join" else "", cb=receive)
         await eventually(lambda: attacker.forbidden)
 
         assert await kv.get("secret") == "of trivia alone"
-        assert heard == []
+        assert received == []
         assert "permissions violation" in attacker.forbidden[0].lower()
 
 
-async def test_a_plugin_with_a_shared_inbox_hears_no_answer(walled: Nats, served: Subjects) -> None:
-    """Whoever forgets the inbox of its own may ask, and nobody hears what is answered."""
-    async with joined(walled, "trivia", inbox_prefix="_INBOX") as guest:
+async def test_a_plugin_with_a_shared_inbox_gets_no_reply(isolated: Nats, served: PluginSubjects) -> None:
+    """Without its own inbox prefix a plugin can send requests, but the server may not publish the reply there."""
+    async with joined(isolated, "trivia", inbox_prefix="_INBOX") as guest:
         with pytest.raises(TimeoutError):
             await guest.client.request("db.kv.trivia.list", b"{}", timeout=0.2)
 
 
-async def test_the_server_is_not_let_to_answer_into_the_subjects_of_a_plugin(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "trivia") as victim, joined(walled, "quote-db") as attacker:
+async def test_the_server_may_not_reply_into_the_subjects_of_a_plugin(isolated: Nats, served: PluginSubjects) -> None:
+    async with joined(isolated, "trivia") as victim, joined(isolated, "quote-db") as attacker:
         await kv_of(victim, "trivia").set("k", 1)
         await kv_of(attacker, "quote-db").set("k", {"key": "k", "value": 2})
         for reply in ("db.kv.trivia.set", "$SRV.PING"):
@@ -145,8 +147,8 @@ async def test_the_server_is_not_let_to_answer_into_the_subjects_of_a_plugin(wal
         assert await kv_of(victim, "trivia").get("k") == 1
 
 
-async def test_a_watch_is_not_delivered_to_another(walled: Nats, served: Subjects) -> None:
-    async with joined(walled, "quote-db") as attacker:
+async def test_a_watch_is_not_delivered_to_another(isolated: Nats, served: PluginSubjects) -> None:
+    async with joined(isolated, "quote-db") as attacker:
         for deliver in ("_INBOX_trivia.x", "db.kv.trivia.set"):
             body = json.dumps({"deliver": deliver}).encode()
             reply = await attacker.client.request("db.kv.quote-db.watch", body, timeout=PATIENCE_S)
@@ -159,16 +161,16 @@ async def test_a_watch_is_not_delivered_to_another(walled: Nats, served: Subject
 def test_the_names_of_everybody_are_checked() -> None:
     for name in ("Trivia", "a.b", "*", "", 'a"b'):
         with pytest.raises(InvalidNamespace):
-            granting([name])
+            grant_config([name])
     with pytest.raises(InvalidValue):
-        granting(["limpet"])
+        grant_config(["limpet"])
     for prefix in ("", "a..b", "db.*", 'db"', "db.kv."):
         with pytest.raises(InvalidValue):
-            granting(["trivia"], prefix=prefix)
+            grant_config(["trivia"], prefix=prefix)
 
 
 def test_the_prefix_and_the_server_can_be_named() -> None:
-    block = granting(["b", "a", "a"], prefix="rosey.db.kv", server="store")
+    block = grant_config(["b", "a", "a"], prefix="rosey.db.kv", server="store")
 
     assert block.count("user:") == 3
     assert '"rosey.db.kv.a.*"' in block
@@ -178,9 +180,9 @@ def test_the_prefix_and_the_server_can_be_named() -> None:
 
 def test_the_command_prints_json_too_and_refuses_what_does_not_go_with_it() -> None:
     run = Limpet("memory:")
-    told = json.loads(run("grant", "--nats", "trivia", "--json").stdout)
-    assert told["plugins"] == ["trivia"]
-    assert told["configuration"] == granting(["trivia"])
+    report = json.loads(run("grant", "--nats", "trivia", "--json").stdout)
+    assert report["plugins"] == ["trivia"]
+    assert report["configuration"] == grant_config(["trivia"])
 
     assert run("grant", "--nats", "trivia", "--apply").exit_code == 2
     assert run("grant", "one", "two").exit_code == 2

@@ -26,7 +26,7 @@ from limpet.semantic.store import SemanticStore
 from limpet.server.access import TRUST_S, Issued, Scope, Tokens, create_token, revoke_token
 from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.service import Service
-from limpet.server.settings import Place, Settings
+from limpet.server.settings import ListenAddress, Settings
 from limpet.sweep import SWEEP_S
 from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
@@ -78,9 +78,9 @@ async def served(place: Broken) -> AsyncIterator[tuple[httpx2.AsyncClient, Issue
     async with limpet.open(place.url, namespace=OWN_NAMESPACE, sweep=False) as own:
         issued = await create_token(own, "shop", [SCOPE])
         async with (
-            Service(Settings(url=place.url, http=Place("127.0.0.1", 0), auth="tokens")) as service,
+            Service(Settings(url=place.url, http=ListenAddress("127.0.0.1", 0), auth="tokens")) as service,
             httpx2.AsyncClient(
-                base_url=service.places["http"],
+                base_url=service.addresses["http"],
                 headers={"Authorization": f"Bearer {issued.secret}"},
                 timeout=PATIENCE_S,
             ) as client,
@@ -131,12 +131,12 @@ async def test_a_server_goes_on_by_itself_when_a_table_is_back(
         await revoke_token(own, issued.id)
         await status_becomes(client, theme, 401)
 
-    for what in ("following the tokens", "asking the engine whether it serves"):
+    for what in ("following the tokens", "probing the engine"):
         lines = lines_about(what, caplog)
         assert len(lines) % 2 == 0, lines
         assert all("failed and is tried again" in line for line in lines[::2])
         assert all("works again" in line for line in lines[1::2])
-    assert lines_about("asking the engine whether it serves", caplog)
+    assert lines_about("probing the engine", caplog)
 
 
 async def swept(client: httpx2.AsyncClient) -> None:

@@ -17,12 +17,13 @@ from limpet.errors import Conflict, InvalidValue, PermissionDenied
 from limpet.plugin.client import error_of
 from limpet.semantic.alarm import ConflictAlarm
 from limpet.semantic.audit import Audit
-from limpet.semantic.seal import rows_of, verify
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import SemanticStore
+from limpet.semantic.verify import verify
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.requests import KV_PAGE_MAX
 from limpet.server.service import Service
-from limpet.server.settings import Place, Settings
+from limpet.server.settings import ListenAddress, Settings
 from limpet.store import Store
 from tests.server.http_support import Face, Scoped, face
 from tests.server.subjects_support import Plugins, nats_server, serving
@@ -361,8 +362,8 @@ async def test_a_page_ends_where_a_message_does(sqlite_nats: Plugins) -> None:
 
 async def test_a_conflict_that_no_message_can_hold_is_told_without_its_value(sqlite_nats: Plugins) -> None:
     """What HTTP lets in may be larger than what NATS carries, and silence would tell nothing."""
-    kept = SemanticStore(Store(sqlite_nats.session, "my-plugin"))
-    await kept.kv_put(KEY, {"text": "x" * 990_000}, writer="a:b", semantics={"purpose": "cursor"})
+    semantic = SemanticStore(Store(sqlite_nats.session, "my-plugin"))
+    await semantic.kv_put(KEY, {"text": "x" * 990_000}, writer="a:b", semantics={"purpose": "cursor"})
     sqlite_nats.served._connection._max_payload = 900_000
 
     told = await sqlite_nats.ask("kv_put", key=KEY, **PUT, expectedVersion=7)
@@ -390,8 +391,8 @@ def audit() -> Audit:
 
 @pytest.fixture
 async def audited() -> AsyncIterator[Face]:
-    kept = AuditedNamespaces(audit(), ["shop"])
-    async with face(dispatcher={"gates": [kept], "semantic": kept.of}) as found:
+    audited = AuditedNamespaces(audit(), ["shop"])
+    async with face(dispatcher={"gates": [audited], "semantic": audited.semantic_store}) as found:
         yield found
 
 
@@ -462,7 +463,7 @@ def sealers() -> int:
 
 
 def settings(url: str, **others: Any) -> Settings:
-    return Settings(url=url, http=Place("127.0.0.1", 0), audit=["platform"], **others)
+    return Settings(url=url, http=ListenAddress("127.0.0.1", 0), audit=["platform"], **others)
 
 
 async def test_a_server_seals_the_trail_and_lets_no_client_write_past_it(
@@ -474,10 +475,10 @@ async def test_a_server_seals_the_trail_and_lets_no_client_write_past_it(
 
     async with Service(settings(url, nats=bus, prefix="audited.kv")) as service:
         assert sealers() == 1
-        async with httpx2.AsyncClient(base_url=service.places["http"]) as http:
+        async with httpx2.AsyncClient(base_url=service.addresses["http"]) as http:
             assert (await http.put(place, json=PUT)).status_code == 201
             assert (await http.put("v1/platform/entries/k", json=1)).status_code == 403
-        async with limpet.open(service.places["http"], namespace="platform") as far:
+        async with limpet.open(service.addresses["http"], namespace="platform") as far:
             assert await far.get(KEY) == {"token": SECRET}
             by_hand = SemanticStore(far, audit=audit())
             for write in (far.put("k", 1), far.delete(KEY), by_hand.kv_delete(KEY, writer="a")):
@@ -515,8 +516,8 @@ async def test_an_audited_namespace_takes_keys(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_nats: Plugins) -> None:
-    kept = AuditedNamespaces(audit(), ["platform"])
-    options: dict[str, Any] = {"gates": [kept], "semantic": kept.of}
+    audited = AuditedNamespaces(audit(), ["platform"])
+    options: dict[str, Any] = {"gates": [audited], "semantic": audited.semantic_store}
     async with serving(sqlite_nats.session, prefix="trail.kv", dispatcher=options):
         body = json.dumps({"key": KEY, **PUT}).encode()
         assert (await sqlite_nats.say("trail.kv.platform.kv_put", body))["success"]
@@ -533,8 +534,8 @@ async def test_a_server_counts_semantic_writes_and_hears_of_conflicts_that_go_on
     clock = ManualClock()
     alarm = ConflictAlarm(clock=clock, writes_min=5)
     monkeypatch.setattr("limpet.server.service.ConflictAlarm", lambda **_: alarm)
-    served = Settings(url=f"sqlite:///{tmp_path}/state.db", http=Place("127.0.0.1", 0))
-    async with Service(served) as service, httpx2.AsyncClient(base_url=service.places["http"]) as http:
+    served = Settings(url=f"sqlite:///{tmp_path}/state.db", http=ListenAddress("127.0.0.1", 0))
+    async with Service(served) as service, httpx2.AsyncClient(base_url=service.addresses["http"]) as http:
         for _ in range(6):
             await http.put(f"v1/platform/semantic/{KEY}", json={**PUT, "expectedVersion": 7})
             clock.advance(60)

@@ -20,8 +20,8 @@ import nats
 import pytest
 
 import limpet
-from limpet.server.service import _bound
-from limpet.server.settings import Place
+from limpet.server.service import _listen
+from limpet.server.settings import ListenAddress
 from tests.cli.support import Limpet
 
 PATIENCE_S = 120.0
@@ -32,18 +32,18 @@ class Running:
 
     def __init__(self, process: subprocess.Popen[str], faces: int) -> None:
         self.process = process
-        self.places: dict[str, str] = {}
+        self.addresses: dict[str, str] = {}
         assert process.stderr is not None
         self.said: list[str] = []
-        while len(self.places) < faces and (line := process.stderr.readline()):
+        while len(self.addresses) < faces and (line := process.stderr.readline()):
             self.said.append(line)
             if line.startswith("limpet: serving "):
                 name, _, place = line.removeprefix("limpet: serving ").strip().partition(" at ")
-                self.places[name] = place
+                self.addresses[name] = place
 
     @property
     def http(self) -> str:
-        return self.places["http"]
+        return self.addresses["http"]
 
     def ended(self) -> tuple[int, str]:
         """How it ended, and what it said last."""
@@ -57,7 +57,7 @@ def serving(url: str, *options: str, **environment: str) -> Iterator[Running]:
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             running = Running(process, faces=("--http" in options) + ("--nats" in options))
-            assert running.places, "".join(running.said)
+            assert running.addresses, "".join(running.said)
             yield running
         finally:
             process.kill()
@@ -232,7 +232,7 @@ def test_a_port_that_is_taken_is_told(url: str) -> None:
 async def test_an_answer_waits_for_no_acknowledgement() -> None:
     """Or the body of every answer would come 40 ms after its head, wherever the loop is asyncio's own."""
     accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
-    with _bound(Place("127.0.0.1", 0)) as listening:
+    with _listen(ListenAddress("127.0.0.1", 0)) as listening:
         async with await asyncio.start_server(lambda _, writer: accepted.set_result(writer), sock=listening):
             _, writer = await asyncio.open_connection(*listening.getsockname())
             served = await accepted

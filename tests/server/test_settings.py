@@ -13,7 +13,7 @@ from limpet.cli.arguments import Setup
 from limpet.cli.serve import _settings, serve_command
 from limpet.errors import InvalidValue
 from limpet.server.limits import Limit
-from limpet.server.settings import Place, Settings, read_file
+from limpet.server.settings import ListenAddress, Settings, read_file
 
 
 def settings_of(*words: str, **environment: str) -> Settings:
@@ -37,14 +37,14 @@ def settings_of(*words: str, **environment: str) -> Settings:
 def test_alone_it_serves_http_on_this_machine() -> None:
     settings = settings_of()
 
-    assert settings.http == Place("127.0.0.1", 8080)
+    assert settings.http == ListenAddress("127.0.0.1", 8080)
     assert (settings.nats, settings.auth, settings.prefix) == (None, "none", "db.kv")
     assert settings.url == "sqlite:///limpet.db"
 
 
 def test_with_nats_http_is_served_only_where_asked_for() -> None:
     assert settings_of("--nats", "nats://127.0.0.1:4222").http is None
-    assert settings_of("--nats", "nats://127.0.0.1:4222", "--http", ":9000").http == Place("127.0.0.1", 9000)
+    assert settings_of("--nats", "nats://127.0.0.1:4222", "--http", ":9000").http == ListenAddress("127.0.0.1", 9000)
 
 
 def test_the_command_line_counts_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_command_line_counts_before_the_environment_and_that_before_the_file
         *("--config", str(file), "--prefix", "c"), LIMPET_SERVE_HTTP="127.0.0.1:2", LIMPET_SERVE_PREFIX="b"
     )
 
-    assert (settings.url, settings.http, settings.prefix) == ("sqlite:///other.db", Place("127.0.0.1", 2), "c")
+    assert (settings.url, settings.http, settings.prefix) == ("sqlite:///other.db", ListenAddress("127.0.0.1", 2), "c")
     assert settings.read_only
     assert settings.limits.default == Limit(rate=10)
     assert settings.limits.namespaces == {"trivia": Limit(rate=10, keys=5)}
@@ -86,7 +86,7 @@ def test_names_are_given_by_flags_a_variable_or_a_list_in_the_file(tmp_path: Pat
 
 
 def test_a_server_on_this_machine_is_called_by_names_of_this_machine() -> None:
-    settings = Settings(url="memory:", http=Place("127.0.0.2", 0), host=["Limpet.Internal."])
+    settings = Settings(url="memory:", http=ListenAddress("127.0.0.2", 0), host=["Limpet.Internal."])
 
     assert settings.hosts == ["localhost", "127.0.0.1", "::1", "127.0.0.2", "limpet.internal"]
 
@@ -116,11 +116,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["8080", "host", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:65536", "127.0.0.1:-1"])
 def test_a_place_is_a_host_and_a_port(text: str) -> None:
     with pytest.raises(InvalidValue, match=re.escape("HOST:PORT")):
-        Place.parse(text)
+        ListenAddress.parse(text)
 
 
 @pytest.mark.parametrize(
-    ("text", "is_here"),
+    ("text", "is_loopback"),
     [
         ("127.0.0.1:80", True),
         ("127.9.9.9:80", True),
@@ -133,18 +133,18 @@ def test_a_place_is_a_host_and_a_port(text: str) -> None:
         ("example.org:80", False),
     ],
 )
-def test_it_is_known_who_can_reach_a_place(text: str, is_here: bool) -> None:
-    place = Place.parse(text)
+def test_it_is_known_who_can_reach_an_address(text: str, is_loopback: bool) -> None:
+    address = ListenAddress.parse(text)
 
-    assert place.is_here is is_here
-    assert Place.parse(place.shown) == place
+    assert address.is_loopback is is_loopback
+    assert ListenAddress.parse(str(address)) == address
 
 
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"http": None}, "nobody could reach"),
-        ({"http": Place.parse("0.0.0.0:80")}, "other machines"),
+        ({"http": None}, "no interface"),
+        ({"http": ListenAddress.parse("0.0.0.0:80")}, "other machines"),
         ({"certificate": "a"}, "both"),
         ({"prefix": "db.*"}, "subject"),
         ({"prefix": "db..kv"}, "subject"),
@@ -154,14 +154,14 @@ def test_it_is_known_who_can_reach_a_place(text: str, is_here: bool) -> None:
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], problem: str) -> None:
-    settings = Settings(**{"url": "memory:", "http": Place("127.0.0.1", 0), **given})
+    settings = Settings(**{"url": "memory:", "http": ListenAddress("127.0.0.1", 0), **given})
 
     with pytest.raises(InvalidValue, match=problem):
         settings.check()
 
 
 def test_other_machines_are_served_with_tokens_or_when_somebody_insists() -> None:
-    everywhere = Place.parse("0.0.0.0:80")
+    everywhere = ListenAddress.parse("0.0.0.0:80")
 
     Settings(url="memory:", http=everywhere, auth="tokens").check()
     Settings(url="memory:", http=everywhere, insecure=True).check()

@@ -11,7 +11,7 @@ from typing import Any
 import nats.errors
 import pytest
 
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from tests.server.subjects_support import Plugins, connected, eventually, opened, plugins_on, serving
 
 pytest_plugins = ["tests.server.subjects_fixtures"]
@@ -447,13 +447,13 @@ async def test_kv_error_database_failure(nats: Plugins) -> None:
 
 async def test_an_unexpected_error_is_told_without_its_words(sqlite_nats: Plugins, monkeypatch: Any) -> None:
     from limpet.server import operations
-    from limpet.server.nats_info import Endpoint
+    from limpet.server.nats_requests import NatsEndpoint
 
     async def broken(*_: Any) -> Json:
         raise RuntimeError("the value was 12345")
 
     row = operations.OPERATIONS["get"]._replace(run=broken)
-    monkeypatch.setitem(sqlite_nats.served._endpoints, "get", Endpoint(row, row.request))
+    monkeypatch.setitem(sqlite_nats.served._endpoints, "get", NatsEndpoint(row, row.request))
 
     data = await sqlite_nats.ask("get", key="k")
 
@@ -596,7 +596,7 @@ async def test_a_prefix_that_is_none_is_refused(prefix: str) -> None:
 
     async with connected() as client:
         with pytest.raises(InvalidValue):
-            Subjects(None, client, prefix=prefix)  # type: ignore[arg-type]
+            PluginSubjects(None, client, prefix=prefix)  # type: ignore[arg-type]
 
 
 async def test_requests_about_one_key_are_answered_as_they_were_sent(nats: Plugins) -> None:
@@ -638,7 +638,7 @@ async def test_more_requests_than_run_at_once_are_all_answered(tmp_path: Any) ->
         replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=120) for body in bodies))
         assert {reply.data for reply in replies} == {b'{"success":true}'}
         await eventually(lambda: served._running == 0)
-        assert len(served._order) == 0
+        assert len(served._queue) == 0
 
 
 async def test_a_server_that_has_no_room_for_more_says_so(tmp_path: Any, monkeypatch: Any) -> None:
@@ -801,7 +801,7 @@ def test_every_test_that_the_document_names_is_there() -> None:
 
 # How many tests of a kind there are to be, and where they stand. Coverage is held by ``./dev test``.
 KINDS = {
-    "unit": (40, ("order", "settings", "limits", "logs", "metrics", "access")),
+    "unit": (40, ("key_queue", "settings", "limits", "logs", "metrics", "access")),
     "integration": (25, ("subjects", "subjects_verbs", "subjects_servers", "plugin_client")),
     "performance": (5, ("subjects_work",)),
     "security": (10, ("subjects_security", "nats_acl")),

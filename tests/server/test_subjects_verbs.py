@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 
-from limpet.server.nats_info import Endpoint
+from limpet.server.nats_requests import NatsEndpoint
 from limpet.server.operations import OPERATIONS
-from limpet.server.subjects import Subjects
+from limpet.server.subjects import PluginSubjects
 from tests.server.subjects_support import Plugins, connected, eventually, opened, serving
 
 pytest_plugins = ["tests.server.subjects_fixtures"]
@@ -214,7 +214,7 @@ async def test_what_does_not_end_in_time_is_cut_off_and_told(tmp_path: Any, name
 
     async with opened(f"sqlite:///{tmp_path}/state.db") as session, serving(session) as served, connected() as client:
         row = OPERATIONS[name]._replace(run=stuck)
-        served._endpoints[name] = Endpoint(row, row.request)
+        served._endpoints[name] = NatsEndpoint(row, row.request)
         body = b'{"key":"k","value":1,"request_id":"mine"}'
         asked = [asyncio.ensure_future(client.request(f"db.kv.a.{name}", body, timeout=120)) for _ in range(3)]
         await eventually(lambda: served._running == 3)
@@ -241,7 +241,7 @@ async def test_only_so_many_wait_for_locks(tmp_path: Any, monkeypatch: pytest.Mo
 async def test_a_server_can_begin_again_on_the_same_connection(tmp_path: Any) -> None:
     async with opened(f"sqlite:///{tmp_path}/state.db") as session, serving(session) as served, connected() as client:
         await served.drain()
-        again = Subjects(served._desk, served._connection)
+        again = PluginSubjects(served._dispatcher, served._connection)
         await again.start()
         reply = await client.request("db.kv.a.set", b'{"key":"k","value":1}', timeout=120)
         await again.drain()

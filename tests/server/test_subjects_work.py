@@ -83,7 +83,7 @@ async def test_kv_requests_leave_nothing_behind(sqlite_nats: Plugins) -> None:
     await eventually(lambda: not served._tasks)
 
     assert (served._running, len(served._backlog), served._backlog_bytes) == (0, 0, 0)
-    assert not any(vars(served._order).values())
+    assert not any(vars(served._queue).values())
 
 
 async def test_kv_cleanup_performance(nats: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:

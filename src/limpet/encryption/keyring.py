@@ -1,10 +1,11 @@
-"""Sealing: what is stored is encrypted before an engine sees it, and bound to the place it is stored in.
+"""Keys and encryption: values are encrypted before an engine stores them, and bound to their entry.
 
-A keyring has keys by their ids. What is written is sealed with the current one, by AES-GCM and a random nonce, and
-says which that was; so what older keys sealed stays readable while they are in the ring. Namespace, family, key and
-part go into the seal. What was sealed for one place opens in no other, and what was changed opens nowhere.
+A keyring has keys by their ids. A value is encrypted by AES-GCM with the current key and a random nonce, and the
+ciphertext names its key. So values of older keys stay readable while these keys are in the ring. Namespace, family, key
+and part are authenticated with the ciphertext. A ciphertext that was copied to another entry does not decrypt there,
+and one that was altered does not decrypt at all.
 
-A seal says nothing about when: whoever may write the database can put back what was once in the same place.
+Time is not authenticated: an attacker that can write to the database can put back an older value of the same entry.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from limpet.urls import KEYS_VARIABLE
 
 __all__ = ["PLAIN", "Keyring", "Part", "Ring", "new_key"]
 
-log = logging.getLogger("limpet.sealing")
+log = logging.getLogger("limpet.encryption")
 
 KEY_BYTES: Final = 32
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
 DIGEST_BYTES: Final = 16
 PLAIN: Final = "plain"
-"""Stands in a ring for what is not sealed: as an old key does, it is read and never written."""
+"""The id that stands for no encryption. Like an old key in a ring, it allows reading, and new writes never use it."""
 
 Part = Literal["value", "meta", "result"]
-"""What of an entry is sealed: its value, its meta, and of a receipt the values that it answers with."""
+"""The encrypted parts of an entry: its value, its meta and, in a receipt, the values that its request returned."""
 
 _ID: Final = re.compile(r"[a-z0-9_.-]{1,32}\Z")
-# Neither JSON nor UTF-8 starts so. The last byte is the version of what follows.
+# No JSON and no UTF-8 text starts with these bytes. The last byte is the version of the format.
 _MAGIC: Final = b"\x8fLs\x01"
-_BOUND_TO: Final = "limpet sealed 1"
+_BINDING: Final = "limpet sealed 1"
 _META: Final = re.compile(rb'\{ ?"\$sealed": ?"([A-Za-z0-9+/=]+)" ?\}\Z')
 
 _pack = msgspec.msgpack.Encoder(order="sorted").encode
@@ -56,7 +57,7 @@ _VALUE, _RECORD, _PATCHED = b"v", b"r", b"p"
 
 
 class _Key:
-    """One key of a ring. Nothing shows it."""
+    """One key of a ring. No repr or message contains it."""
 
     __slots__ = ("_aead", "_mac", "id")
 
@@ -65,22 +66,22 @@ class _Key:
 
         self.id = key_id
         self._aead: Any = _aead(key)
-        # Of its own, so that no hash of a request tells anything of what is sealed.
+        # A separate MAC key, so that request digests reveal nothing about encrypted values.
         self._mac = hmac.digest(key, b"limpet request digest", "sha256")
 
-    def seal(self, plain: bytes, bound: tuple[str, ...]) -> bytes:
+    def encrypt(self, plain: bytes, binding: tuple[str, ...]) -> bytes:
         name, nonce = self.id.encode(), os.urandom(NONCE_BYTES)
-        sealed: bytes = self._aead.encrypt(nonce, plain, _pack((*bound, self.id)))
-        return b"%b%c%b%b%b" % (_MAGIC, len(name), name, nonce, sealed)
+        ciphertext: bytes = self._aead.encrypt(nonce, plain, _pack((*binding, self.id)))
+        return b"%b%c%b%b%b" % (_MAGIC, len(name), name, nonce, ciphertext)
 
-    def open(self, nonce: bytes, sealed: bytes, bound: tuple[str, ...]) -> bytes:
-        plain: bytes = self._aead.decrypt(nonce, sealed, _pack((*bound, self.id)))
+    def decrypt(self, nonce: bytes, ciphertext: bytes, binding: tuple[str, ...]) -> bytes:
+        plain: bytes = self._aead.decrypt(nonce, ciphertext, _pack((*binding, self.id)))
         return plain
 
-    def digest(self, words: tuple[object, ...]) -> bytes:
+    def digest(self, items: tuple[object, ...]) -> bytes:
         import hmac
 
-        return hmac.digest(self._mac, _pack(words), "sha256")[:DIGEST_BYTES]
+        return hmac.digest(self._mac, _pack(items), "sha256")[:DIGEST_BYTES]
 
 
 def _aead(key: bytes) -> Any:
@@ -92,7 +93,7 @@ def _aead(key: bytes) -> Any:
 
 
 class Ring:
-    """The keys of one moment: which seals, and which open."""
+    """The keys of a keyring at one moment: the current one encrypts, and all of them decrypt."""
 
     __slots__ = ("_current", "_keys", "accepts_plain")
 
@@ -103,7 +104,7 @@ class Ring:
 
     @property
     def current(self) -> str:
-        """The id of the key that seals."""
+        """The id of the key that encrypts."""
         return self._current.id
 
     @property
@@ -114,133 +115,137 @@ class Ring:
     def __contains__(self, key_id: str) -> bool:
         return key_id in self._keys
 
-    def seal(self, plain: bytes, namespace: str, family: Family, key: str, part: Part) -> bytes:
-        """Seal something for its place."""
-        return self._current.seal(plain, (_BOUND_TO, namespace, family, key, part))
+    def encrypt(self, plain: bytes, namespace: str, family: Family, key: str, part: Part) -> bytes:
+        """Encrypt one part of this entry."""
+        return self._current.encrypt(plain, (_BINDING, namespace, family, key, part))
 
-    def open(self, sealed: bytes, namespace: str, family: Family, key: str, part: Part) -> bytes:
-        """What was sealed for this place. Raises `Corrupt`."""
-        key_id = key_id_of(sealed)
-        at = len(_MAGIC) + 1 + len(key_id)
-        held = self._keys.get(key_id)
-        if held is None:
-            shown = repr(key_id) if _ID.match(key_id) else "that is none"
-            raise Corrupt(f"{_place(namespace, key)}: its {part} is sealed with key {shown}, which this keyring lacks")
+    def decrypt(self, encrypted: bytes, namespace: str, family: Family, key: str, part: Part) -> bytes:
+        """Decrypt one part of this entry. Raises `Corrupt`."""
+        key_id = key_id_of(encrypted)
+        start = len(_MAGIC) + 1 + len(key_id)
+        decrypting = self._keys.get(key_id)
+        if decrypting is None:
+            name = f"key {key_id!r}" if _ID.match(key_id) else "a key of an invalid id"
+            raise Corrupt(f"{_describe(namespace, key)}: its {part} is encrypted with {name}, which this keyring lacks")
+        nonce, ciphertext = encrypted[start : start + NONCE_BYTES], encrypted[start + NONCE_BYTES :]
         try:
-            bound = (_BOUND_TO, namespace, family, key, part)
-            return held.open(sealed[at : at + NONCE_BYTES], sealed[at + NONCE_BYTES :], bound)
+            return decrypting.decrypt(nonce, ciphertext, (_BINDING, namespace, family, key, part))
         except Exception as error:
-            # The library has one exception for a wrong tag and others for what is too short to have one.
+            # The library raises one error for a wrong tag, and others for bytes that are too short to have a tag.
             raise Corrupt(
-                f"{_place(namespace, key)}: its {part} does not open with key {key_id!r}: it was altered, cut off or "
-                "moved here from another place, or the key is another one of this name"
+                f"{_describe(namespace, key)}: its {part} cannot be decrypted with key {key_id!r}: it was altered, "
+                "truncated or copied from another entry, or another key has this id"
             ) from error
 
-    # Values, meta and results in the form that engines keep ------------------------
+    # Values, meta and results in the form that engines store -----------------------
 
-    def seal_value(self, stored: Stored, namespace: str, family: Family, key: str, *, is_patch: bool = False) -> bytes:
-        """A value of any kind as raw bytes. That a field write made it is sealed in, for the log to tell."""
+    def encrypt_value(
+        self, stored: Stored, namespace: str, family: Family, key: str, *, is_patch: bool = False
+    ) -> bytes:
+        """A value of any kind as raw bytes. They also record whether a field write made it, for the log."""
         if isinstance(stored, bytes):
             plain = _VALUE + stored
         else:
             plain = (_PATCHED if is_patch else _RECORD) + _pack(dict(stored))
-        return b"\0" + self.seal(plain, namespace, family, key, "value")
+        return b"\0" + self.encrypt(plain, namespace, family, key, "value")
 
-    def open_value(self, stored: Stored, namespace: str, family: Family, key: str) -> tuple[Stored, bool]:
+    def decrypt_value(self, stored: Stored, namespace: str, family: Family, key: str) -> tuple[Stored, bool]:
         """The value, and whether a field write made it."""
-        if not is_sealed(stored):
-            return self._plain(stored, namespace, key, "value"), False
-        plain = self.open(stored[1:], namespace, family, key, "value")  # type: ignore[index]
+        if not is_encrypted(stored):
+            return self._accept_plain(stored, namespace, key, "value"), False
+        plain = self.decrypt(stored[1:], namespace, family, key, "value")  # type: ignore[index]
         if plain[:1] == _VALUE:
             return plain[1:], False
         return _unpack_fields(plain[1:]), plain[:1] == _PATCHED
 
-    def seal_meta(self, meta_json: bytes, namespace: str, family: Family, key: str) -> bytes:
-        """A meta as another one, which holds nothing but the seal."""
-        sealed = self.seal(meta_json, namespace, family, key, "meta")
-        return b'{"$sealed":"%b"}' % base64.b64encode(sealed)
+    def encrypt_meta(self, meta_json: bytes, namespace: str, family: Family, key: str) -> bytes:
+        """A meta as another JSON object, which contains only the encrypted bytes."""
+        encrypted = self.encrypt(meta_json, namespace, family, key, "meta")
+        return b'{"$sealed":"%b"}' % base64.b64encode(encrypted)
 
-    def open_meta(self, meta_json: bytes, namespace: str, family: Family, key: str) -> bytes:
-        """The meta that was sealed."""
-        sealed = _sealed_meta(meta_json)
-        if sealed is None:
-            return self._plain(meta_json, namespace, key, "meta")
-        return self.open(sealed, namespace, family, key, "meta")
+    def decrypt_meta(self, meta_json: bytes, namespace: str, family: Family, key: str) -> bytes:
+        """The meta that `encrypt_meta` encrypted."""
+        encrypted = _encrypted_meta(meta_json)
+        if encrypted is None:
+            return self._accept_plain(meta_json, namespace, key, "meta")
+        return self.decrypt(encrypted, namespace, family, key, "meta")
 
-    def seal_results(self, results: list[Stored | None], namespace: str, request_id: str) -> bytes:
-        """The values that a repeated request is answered with."""
+    def encrypt_results(self, results: list[Stored | None], namespace: str, request_id: str) -> bytes:
+        """The values that a repeated request returns again."""
         plain = _pack([dict(one) if isinstance(one, Mapping) else one for one in results])
-        return self.seal(plain, namespace, "receipt", request_id, "result")
+        return self.encrypt(plain, namespace, "receipt", request_id, "result")
 
-    def open_results(self, sealed: bytes, namespace: str, request_id: str) -> list[bytes | dict[str, bytes] | None]:
-        """What `seal_results` sealed."""
-        return _unpack_results(self.open(sealed, namespace, "receipt", request_id, "result"))
+    def decrypt_results(
+        self, encrypted: bytes, namespace: str, request_id: str
+    ) -> list[bytes | dict[str, bytes] | None]:
+        """The values that `encrypt_results` encrypted."""
+        return _unpack_results(self.decrypt(encrypted, namespace, "receipt", request_id, "result"))
 
     def digest(self, namespace: str, request_id: str, digest: bytes) -> bytes:
-        """A hash of a request that tells nothing to whoever lacks the key, not even that two are alike."""
+        """A hash of a request that reveals nothing without the key, not even that two requests are alike."""
         return self._current.digest((namespace, request_id, digest))
 
     def digests(self, namespace: str, request_id: str, digest: bytes) -> set[bytes]:
-        """The hashes that a request may have got, under the current key and under older ones."""
+        """The hashes that a request may have, by the current key and by older ones."""
         return {key.digest((namespace, request_id, digest)) for key in self._keys.values()}
 
-    def _plain(self, stored: S, namespace: str, key: str, part: Part) -> S:
+    def _accept_plain(self, stored: S, namespace: str, key: str, part: Part) -> S:
         if self.accepts_plain:
             return stored
         raise Corrupt(
-            f"{_place(namespace, key)}: its {part} is not encrypted. If it was written before encryption was turned "
+            f"{_describe(namespace, key)}: its {part} is not encrypted. If it was written before encryption was turned "
             f"on, add '{PLAIN}' to the keys and run 'limpet keys rotate'"
         )
 
 
-def _place(namespace: str, key: str) -> str:
-    shown = repr(key)
-    return f"{shown if len(shown) <= 120 else shown[:116] + '...'} in namespace {namespace!r}"
+def _describe(namespace: str, key: str) -> str:
+    text = repr(key)
+    return f"{text if len(text) <= 120 else text[:116] + '...'} in namespace {namespace!r}"
 
 
-def is_sealed(stored: Stored) -> bool:
-    """Whether a value, as an engine keeps it, has the form of a sealed one."""
+def is_encrypted(stored: Stored) -> bool:
+    """Whether a value, as an engine stores it, has the form of an encrypted one."""
     return isinstance(stored, bytes) and stored.startswith(b"\0" + _MAGIC)
 
 
-def key_id_of(sealed: bytes, *, start: int = 0) -> str:
-    """The id of the key that sealed this."""
-    at = start + len(_MAGIC) + 1
-    id_bytes = sealed[at - 1] if len(sealed) >= at else 0
-    return sealed[at : at + id_bytes].decode(errors="replace")
+def key_id_of(encrypted: bytes, *, start: int = 0) -> str:
+    """The id of the key that encrypted this."""
+    id_start = start + len(_MAGIC) + 1
+    id_bytes = encrypted[id_start - 1] if len(encrypted) >= id_start else 0
+    return encrypted[id_start : id_start + id_bytes].decode(errors="replace")
 
 
 def key_id_of_value(stored: Stored) -> str:
-    """The id of the key that sealed a value, as an engine keeps it; ``plain`` when none did."""
-    return key_id_of(stored, start=1) if isinstance(stored, bytes) and is_sealed(stored) else PLAIN
+    """The id of the key that encrypted a value, as an engine stores it; ``plain`` if none did."""
+    return key_id_of(stored, start=1) if isinstance(stored, bytes) and is_encrypted(stored) else PLAIN
 
 
 def key_id_of_meta(meta_json: bytes) -> str:
-    """The id of the key that sealed a meta, as an engine keeps it; ``plain`` when none did."""
-    sealed = _sealed_meta(meta_json)
-    return PLAIN if sealed is None else key_id_of(sealed)
+    """The id of the key that encrypted a meta, as an engine stores it; ``plain`` if none did."""
+    encrypted = _encrypted_meta(meta_json)
+    return PLAIN if encrypted is None else key_id_of(encrypted)
 
 
-def _sealed_meta(meta_json: bytes) -> bytes | None:
-    """The seal in a meta. A database may have put spaces into it."""
+def _encrypted_meta(meta_json: bytes) -> bytes | None:
+    """The encrypted bytes in a meta. A database may have added spaces to the JSON."""
     found = _META.match(meta_json)
     if found is None:
         return None
     try:
-        sealed = base64.b64decode(found[1], validate=True)
+        encrypted = base64.b64decode(found[1], validate=True)
     except (ValueError, binascii.Error):
         return None
-    return sealed if sealed.startswith(_MAGIC) else None
+    return encrypted if encrypted.startswith(_MAGIC) else None
 
 
 # Keyrings ---------------------------------------------------------------------
 
 
 class Keyring:
-    """The keys of an encrypted store. The current one seals what is written; all of them open what is read.
+    """The keys of an encrypted store. The current key encrypts new writes; all keys decrypt.
 
-    A keyring may be replaced while stores use it. One that was read from a file follows the file: when that changes,
-    the next call of a store finds the new keys.
+    The keys may be replaced while stores use the keyring. A keyring from a file follows the file: after it changes, the
+    next call of a store uses the new keys.
     """
 
     def __init__(self, keys: Mapping[str, bytes], *, current: str | None = None, plain: bool = False) -> None:
@@ -248,48 +253,48 @@ class Keyring:
 
         Args:
             keys: Keys of 32 bytes by their ids: 1 to 32 of ``a-z 0-9 _ . -``.
-            current: The id of the key that seals; the first when not given.
-            plain: Whether what is not encrypted is read as it is, while a store is being encrypted.
+            current: The id of the key that encrypts; the first if not given.
+            plain: Whether values that are not encrypted may be read, while a store is being encrypted.
         """
         self._lock = threading.Lock()
         self._file: Path | None = None
-        self._seen: tuple[int, int, int] | None = None
-        self._ring = _checked(keys, current, plain)
+        self._loaded_stamp: tuple[int, int, int] | None = None
+        self._ring = _make_ring(keys, current, plain)
 
     @classmethod
     def parse(cls, text: str) -> Keyring:
-        """A keyring of text: ``id:key`` in base64, one a line or between commas, the current one first."""
-        keys, plain = _parsed(text, "the keys")
+        """A keyring from text: ``id:key`` in base64, separated by lines or commas, the current key first."""
+        keys, plain = _parse_keys(text, "the keys")
         return cls(keys, plain=plain)
 
     @classmethod
     def from_env(cls, name: str = KEYS_VARIABLE) -> Keyring:
-        """A keyring of the text in an environment variable."""
+        """A keyring from the text in an environment variable."""
         text = os.environ.get(name)
         if not text:
             raise InvalidValue(
                 f"the environment variable {name} holds no encryption keys: make one by 'limpet keys new'"
             )
-        keys, plain = _parsed(text, name)
+        keys, plain = _parse_keys(text, name)
         return cls(keys, plain=plain)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> Keyring:
-        """A keyring of the text in a file. Lines that start with ``#`` are remarks."""
+        """A keyring from the text in a file. Lines that start with ``#`` are comments."""
         file = Path(path)
         try:
-            seen = _stamp(file)
+            stamp = _stamp(file)
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValue(f"cannot read the encryption keys in {str(file)!r}: {_why(error)}") from error
-        keys, plain = _parsed(text, str(file))
+            raise InvalidValue(f"cannot read the encryption keys in {str(file)!r}: {_reason(error)}") from error
+        keys, plain = _parse_keys(text, str(file))
         keyring = cls(keys, plain=plain)
-        keyring._file, keyring._seen = file, seen
+        keyring._file, keyring._loaded_stamp = file, stamp
         return keyring
 
     @property
     def current(self) -> str:
-        """The id of the key that seals."""
+        """The id of the key that encrypts."""
         return self.ring().current
 
     @property
@@ -299,31 +304,31 @@ class Keyring:
 
     def replace(self, keys: Mapping[str, bytes], *, current: str | None = None, plain: bool = False) -> None:
         """Use other keys from the next call on, in all stores that were opened with this keyring."""
-        self._ring = _checked(keys, current, plain)
+        self._ring = _make_ring(keys, current, plain)
 
     def ring(self) -> Ring:
-        """The keys of this moment."""
+        """The keys at this moment."""
         if self._file is not None:
-            self._follow(self._file)
+            self._reload_if_changed(self._file)
         return self._ring
 
-    def _follow(self, file: Path) -> None:
-        """Read the file again when it is another. One that cannot be read leaves the keys as they are."""
+    def _reload_if_changed(self, file: Path) -> None:
+        """Read the file again if it has changed. If it cannot be read, the keys stay as they are."""
         try:
             stamp = _stamp(file)
         except OSError:
             return
-        if stamp == self._seen:
+        if stamp == self._loaded_stamp:
             return
         with self._lock:
-            if stamp == self._seen:
+            if stamp == self._loaded_stamp:
                 return
-            self._seen = stamp
+            self._loaded_stamp = stamp
             try:
-                keys, plain = _parsed(file.read_text(encoding="utf-8"), "the file")
-                self._ring = _checked(keys, None, plain)
+                keys, plain = _parse_keys(file.read_text(encoding="utf-8"), "the file")
+                self._ring = _make_ring(keys, None, plain)
             except (OSError, UnicodeDecodeError, InvalidValue) as error:
-                log.warning("the encryption keys stay as they were: their file cannot be used: %s", _why(error))
+                log.warning("the encryption keys stay as they were: their file cannot be used: %s", _reason(error))
 
     def __repr__(self) -> str:
         return f"Keyring({', '.join(self._ring.ids)}; current {self._ring.current})"
@@ -337,7 +342,7 @@ def new_key() -> tuple[str, str]:
     return f"k{day}-{os.urandom(2).hex()}", base64.b64encode(os.urandom(KEY_BYTES)).decode()
 
 
-def _checked(keys: Mapping[str, bytes], current: str | None, plain: bool) -> Ring:
+def _make_ring(keys: Mapping[str, bytes], current: str | None, plain: bool) -> Ring:
     if not keys:
         raise InvalidValue("a keyring holds at least one key: make one by 'limpet keys new'")
     given: Iterable[tuple[object, object]] = keys.items()
@@ -354,8 +359,8 @@ def _checked(keys: Mapping[str, bytes], current: str | None, plain: bool) -> Rin
     return Ring(keys, first, plain)
 
 
-def _parsed(text: str, name: str) -> tuple[dict[str, bytes], bool]:
-    """Keys as they are written: an id, a colon and the key in base64. No message shows any of it."""
+def _parse_keys(text: str, name: str) -> tuple[dict[str, bytes], bool]:
+    """Parse keys, each an id, a colon and the key in base64. No message contains any of the text."""
     keys: dict[str, bytes] = {}
     plain = False
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
@@ -381,12 +386,12 @@ def _parsed(text: str, name: str) -> tuple[dict[str, bytes], bool]:
 
 
 def _stamp(file: Path) -> tuple[int, int, int]:
-    """What tells one content of a file from another, without reading it."""
+    """Facts that change when the content of a file changes, without reading it."""
     found = file.stat()
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _why(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
     return "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

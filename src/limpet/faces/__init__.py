@@ -1,1 +1,1 @@
-"""The faces: interfaces that programs already speak, each thin over the store."""
+"""Smaller interfaces over the store, for programs that already use them."""

@@ -1,11 +1,11 @@
 """Records of byte fields under dotted keys: the state of tasks, for workers and the sweeper behind them.
 
-A key is ``gbe.state.tasks.email-send.job_1``. Its first segment is the namespace, the rest is the
-key in it. On Redis the segments are joined by colons, so that ``HGETALL {gbe}:state:tasks:…`` shows
-the fields there; everywhere else the key is as it is written.
+A key is ``gbe.state.tasks.email-send.job_1``. Its first segment is the namespace, the rest is the key in it. On Redis
+the segments are joined by colons, so that ``HGETALL {gbe}:state:tasks:…`` shows the fields there; everywhere else the
+key is stored as it is written.
 
-Fields are raw bytes, and nothing looks into them, but for two that are both decimal digits: those
-are compared as numbers, because as text "9" comes after "10".
+Fields are raw bytes and are not interpreted, with one exception: two fields of decimal digits are compared as numbers,
+because as text "9" comes after "10".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StateStoreConfig(msgspec.Struct, frozen=True):
 
     Attributes:
         url: The URL of an engine: ``redis://…``, ``postgresql://…``, ``sqlite:///…``, ``memory:``.
-        sweep: Whether this process ends what has expired.
+        sweep: Whether this process removes expired records.
     """
 
     url: str
@@ -47,14 +47,14 @@ class StateStoreConfig(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Fields, and how many seconds they still have; None means for ever."""
+    """Fields, and in how many seconds they expire; None means never."""
 
     fields: dict[str, bytes]
     ttl: float | None = None
 
 
 class ScanFilter(msgspec.Struct, frozen=True):
-    """What a scan looks for in one field. A record without the field passes no test but ``ne``."""
+    """A test of one field in a scan. A record without the field passes only ``ne``."""
 
     field: str
     op: Literal["eq", "ne", "lt", "le", "gt", "ge"]
@@ -63,7 +63,7 @@ class ScanFilter(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> Filter:
-        """This as a filter of the store."""
+        """The same test as a filter of the store."""
         return Filter((Test(self.field, self.op, (b"\0" + _check_bytes(self.field, self.value),), raw=True),))
 
 
@@ -76,12 +76,12 @@ class StateStore:
 
     @classmethod
     async def connect(cls, config: StateStoreConfig | str) -> Self:
-        """Open the store that a config, or a URL, names."""
+        """Open the store of a config or a URL."""
         config = StateStoreConfig(config) if isinstance(config, str) else config
         return cls(await open_store(config.url, sweep=config.sweep))
 
     async def close(self) -> None:
-        """Let go of it."""
+        """Close the store."""
         await self._store.close()
 
     async def __aenter__(self) -> Self:
@@ -91,7 +91,7 @@ class StateStore:
         await self.close()
 
     async def ping(self) -> bool:
-        """Whether the engine answers."""
+        """Whether the engine replies."""
         try:
             await self._store.status()
         except TransientError:
@@ -101,8 +101,8 @@ class StateStore:
     # Whole records ------------------------------------------------------------
 
     async def get(self, key: str) -> Record | None:
-        """The record under a key, with the time it has left; None when there is none."""
-        store, name = self._place(key)
+        """The record under a key, with the time it has left; None when it is absent."""
+        store, name = self._resolve(key)
         entry = await store.record(name).entry()
         if entry is None:
             return None
@@ -112,27 +112,27 @@ class StateStore:
         return _record(entry, max(0.0, (entry.expires_ms - now_ms) / 1000))
 
     async def put(self, key: str, record: Record | Mapping[str, bytes], ttl: float | timedelta | None = None) -> None:
-        """Replace the whole record, in one step. Fields that it had and has not now are gone."""
-        fields, lasting = (record.fields, record.ttl) if isinstance(record, Record) else (record, None)
-        store, name = self._place(key)
-        await store.record(name).put(_bytes_only(fields), ttl=lasting if ttl is None else ttl)
+        """Replace the whole record, in one step. Fields that are not in the new record are removed."""
+        fields, record_ttl = (record.fields, record.ttl) if isinstance(record, Record) else (record, None)
+        store, name = self._resolve(key)
+        await store.record(name).put(_check_fields(fields), ttl=record_ttl if ttl is None else ttl)
 
     async def delete(self, key: str) -> bool:
         """End a record. False when there was none."""
-        store, name = self._place(key)
+        store, name = self._resolve(key)
         return await store.delete(name)
 
     async def touch(self, key: str, ttl: float | timedelta | None) -> bool:
-        """Change only how long a record lasts; None lets it last for ever. False when there is none."""
-        store, name = self._place(key)
-        commit = await store.batch().touch(name, ttl)._briefly().commit()
+        """Change only when a record expires; None for never. False when it is absent."""
+        store, name = self._resolve(key)
+        commit = await store.batch().touch(name, ttl)._make_brief().commit()
         return commit.entries[0] is not None
 
     # Fields -------------------------------------------------------------------
 
     async def get_field(self, key: str, field: str) -> bytes | None:
         """One field; None when there is no such record or field."""
-        store, name = self._place(key)
+        store, name = self._resolve(key)
         entry = await store.record(name).entry()
         return None if entry is None else _record(entry, None).fields.get(field)
 
@@ -147,9 +147,9 @@ class StateStore:
         *,
         fence: Fencing | Fence | None = None,
     ) -> None:
-        """Write some fields and leave the others alone; None clears one. The record is made when there is none."""
-        store, name = self._place(key)
-        draft = store.batch().set(name, _with_clearings(fields))._briefly()
+        """Write some fields and leave the others alone; None clears one. An absent record is made."""
+        store, name = self._resolve(key)
+        draft = store.batch().set(name, _replace_none(fields))._make_brief()
         await (draft if fence is None else draft.fence(fence)).commit()
 
     async def compare_and_swap(
@@ -161,18 +161,18 @@ class StateStore:
         *,
         set: Mapping[str, bytes | None] | None = None,
     ) -> bool:
-        """Write a field, and others with it, if it holds what is expected. Of all who try, one wins.
+        """Write a field, and others with it, if it holds the expected value. Of several callers, one wins.
 
         Args:
             key: The record.
             field: The field that decides.
-            expected: What it must hold; None means that it must not exist.
-            new: What it will hold.
+            expected: The value that it must hold; None means that it must not exist.
+            new: The value to write.
             set: Further fields to write in the same step; None clears one.
         """
-        store, name = self._place(key)
+        store, name = self._resolve(key)
         wanted: bytes | Sentinel = ABSENT if expected is None else _check_bytes(field, expected)
-        further = None if set is None else _with_clearings(set)
+        further = None if set is None else _replace_none(set)
         return await store.record(name).swap(field, wanted, _check_bytes(field, new), set=further)
 
     # Finding ------------------------------------------------------------------
@@ -180,9 +180,9 @@ class StateStore:
     async def scan(
         self, prefix: str, filter: ScanFilter | None = None, *, fields: Collection[str] | None = None
     ) -> AsyncIterator[tuple[str, Record]]:
-        """The records whose keys start so, in the order of their keys. The prefix names the namespace.
+        """The records under a prefix, in order of their keys. The prefix names the namespace.
 
-        With ``fields``, the records have these alone, and nothing is made of the others.
+        With ``fields``, the records have only these fields, and the others are not decoded.
         """
         space, dot, rest = check_key(prefix).partition(".")
         if filter is not None and not isinstance(filter, ScanFilter):
@@ -190,7 +190,7 @@ class StateStore:
         if isinstance(fields, str | bytes):
             raise InvalidValue("fields is a list of names, such as ['state'], not one name")
         if not dot:
-            raise InvalidKey(prefix, "a scan names the first segment, which is the namespace: 'gbe.'")
+            raise InvalidKey(prefix, "a prefix needs a whole first segment, which is the namespace: 'gbe.'")
         store = self._store.namespace(check_namespace(space))
         now_ms = (await store.status()).now_ms
         left = None if filter is None or filter.max_results is None else check_number(filter.max_results, "max_results")
@@ -199,14 +199,14 @@ class StateStore:
                 return
             if entry.kind != "record":
                 continue
-            lasting = None if entry.expires_ms is None else max(0.0, (entry.expires_ms - now_ms) / 1000)
+            ttl = None if entry.expires_ms is None else max(0.0, (entry.expires_ms - now_ms) / 1000)
             left = None if left is None else left - 1
-            yield f"{space}.{entry.key.replace(self._separator, '.')}", _record(entry, lasting, fields)
+            yield f"{space}.{entry.key.replace(self._separator, '.')}", _record(entry, ttl, fields)
 
     async def index(self, prefix: str, field: str) -> bool:
         """Keep an index of a field, so that scans that filter by it need not read every record.
 
-        It is of the whole namespace that the prefix names. Fields of decimal digits are in it as numbers.
+        It covers the whole namespace that the prefix names. Fields of decimal digits are indexed as numbers.
         """
         return await self._store.namespace(check_namespace(check_key(prefix).partition(".")[0])).index(field)
 
@@ -215,25 +215,27 @@ class StateStore:
         return Task(self, f"{root}.{task_type}.{task_id}", task_type, task_id)
 
     async def now_ms(self, key: str) -> int:
-        """The time that decides, in milliseconds since 1970: the engine's own."""
-        store, _ = self._place(key)
+        """The time of the engine, in milliseconds since 1970."""
+        store, _ = self._resolve(key)
         return (await store.status()).now_ms
 
-    def _place(self, key: str) -> tuple[Store, str]:
+    def _resolve(self, key: str) -> tuple[Store, str]:
         """The namespace of a key, and the key in it."""
         space, dot, rest = check_key(key).partition(".")
         if not dot or not rest:
-            raise InvalidKey(key, "it has a first segment, which is the namespace, a dot and more: 'gbe.state.x'")
+            raise InvalidKey(key, "it needs a first segment, which is the namespace, a dot and more: 'gbe.state.x'")
         return self._store.namespace(check_namespace(space)), self._inner(key, rest)
 
     def _inner(self, key: str, rest: str) -> str:
         if ":" in rest:
-            raise InvalidKey(key, "segments are joined by dots, and a colon is what Redis has for a dot")
+            raise InvalidKey(
+                key, "segments are joined by dots; a colon is not allowed, because it stands for a dot on Redis"
+            )
         return rest.replace(".", self._separator)
 
 
 def _record(entry: Entry, ttl: float | None, only: Collection[str] | None = None) -> Record:
-    """Its fields as bytes; what others wrote there as JSON is its text."""
+    """The fields of an entry as bytes; JSON that others wrote there is its text."""
     assert isinstance(entry.stored, Mapping)
     stored = entry.stored.items()
     return Record({name: item.removeprefix(b"\0") for name, item in stored if only is None or name in only}, ttl)
@@ -241,15 +243,15 @@ def _record(entry: Entry, ttl: float | None, only: Collection[str] | None = None
 
 def _check_bytes(name: str, value: object) -> bytes:
     if not isinstance(value, bytes):
-        raise InvalidValue(f"field {name!r} is bytes, not of type {type(value).__name__}: encode it first")
+        raise InvalidValue(f"field {name!r} must be bytes, not of type {type(value).__name__}: encode it first")
     return value
 
 
-def _bytes_only(fields: Mapping[str, bytes]) -> dict[str, bytes]:
+def _check_fields(fields: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 
-def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Sentinel]:
+def _replace_none(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Sentinel]:
     return {name: ABSENT if value is None else _check_bytes(name, value) for name, value in as_fields(fields).items()}
 
 
@@ -259,8 +261,8 @@ def _with_clearings(fields: Mapping[str, bytes | None]) -> dict[str, bytes | Sen
 class Task:
     """The state of one task, and the steps that a worker takes with it.
 
-    Whoever claims a task gets a token, and each further step is taken only while that token is the
-    task's. So a worker that was thought dead, and whose task was given to another, changes nothing.
+    A worker that claims a task gets a token, and each further step needs the token that the task has then. So a worker
+    that was thought dead, and whose task was given to another, changes nothing.
     """
 
     def __init__(self, states: StateStore, key: str, task_type: str, task_id: str) -> None:
@@ -270,17 +272,17 @@ class Task:
         self.task_id = task_id
 
     async def create(self, **fields: str | int | None) -> bool:
-        """Make the task, pending. False when there is one already."""
+        """Make the task, pending. False when it exists already."""
         now_ms = await self._states.now_ms(self.key)
-        about: Plain = {
+        described: Plain = {
             "task_type": self.task_type,
             "task_id": self.task_id,
             "created_at": now_ms,
             "updated_at": now_ms,
         }
-        store, name = self._states._place(self.key)
+        store, name = self._states._resolve(self.key)
         try:
-            await store.create(name, Fields(_encoded({**about, **fields, "state": "pending"})))
+            await store.create(name, Fields(_encode({**described, **fields, "state": "pending"})))
         except Conflict:
             return False
         return True
@@ -291,26 +293,26 @@ class Task:
         return None if record is None else {name: value.decode() for name, value in record.fields.items()}
 
     async def claim(self, worker: str, *, timeout_s: float) -> str | None:
-        """Take a pending task, in one step: its token, or None when somebody else has it."""
+        """Take a pending task, in one step: its token, or None when another worker has it."""
         now_ms = await self._states.now_ms(self.key)
         token = new_request_id()
         times = {"updated_at": now_ms, "timeout_at": now_ms + _ms(timeout_s, "timeout_s")}
-        fields = _encoded_or_cleared({"worker": worker, "claim": token, **times})
+        fields = _encode_or_clear({"worker": worker, "claim": token, **times})
         taken = await self._states.compare_and_swap(self.key, "state", b"pending", b"claimed", set=fields)
         return token if taken else None
 
     async def step(self, token: str, number: int, *, timeout_s: float) -> bool:
-        """Tell that a step is done. False when the task is somebody else's by now."""
+        """Record that a step is done. False when another worker has the task by now."""
         now_ms = await self._states.now_ms(self.key)
         more: Plain = {"state": "running", "current_step": number, "timeout_at": now_ms + _ms(timeout_s, "timeout_s")}
         return await self._move(token, token, now_ms, more)
 
     async def complete(self, token: str, *, result_ref: str | None = None) -> bool:
-        """Tell that it is done. Of all who ever held it, one is told True."""
+        """Record that the task is completed. Of all workers that ever held it, one gets True."""
         return await self._finish(token, "completed", {"result_ref": result_ref})
 
     async def fail(self, token: str, error: str) -> bool:
-        """Tell that it failed."""
+        """Record that the task failed."""
         return await self._finish(token, "failed", {"error": error})
 
     async def _finish(self, token: str, state: TaskState, more: Mapping[str, str | None]) -> bool:
@@ -318,7 +320,7 @@ class Task:
         return await self._move(token, f"{state} {token}", now_ms, {"state": state, "timeout_at": None, **more})
 
     async def _move(self, token: str, after: str, now_ms: int, more: Plain) -> bool:
-        fields = _encoded_or_cleared({**more, "updated_at": now_ms})
+        fields = _encode_or_clear({**more, "updated_at": now_ms})
         token = check_text(token, "the token of a task")
         return await self._states.compare_and_swap(self.key, "claim", token.encode(), after.encode(), set=fields)
 
@@ -330,13 +332,13 @@ async def requeue_stuck(
     *,
     threshold_s: float,
 ) -> int:
-    """Give back tasks that nobody has touched for too long: one pass of a sweeper.
+    """Give back tasks that were not updated for too long: one pass of a sweeper.
 
-    A task is pending again before it is published, and only by the sweeper who saw it as it was; so two
-    sweepers at once publish it once. One that dies in between leaves it to the next pass.
+    A task is made pending before it is published, with a compare-and-swap; so two sweepers at once publish it once. If
+    a sweeper dies in between, the next pass finds the task again.
 
     Returns:
-        How many this pass gave back.
+        How many tasks this pass gave back.
     """
     given_back = 0
     now_ms = await states.now_ms(f"{prefix.rstrip('.')}.x")
@@ -344,34 +346,34 @@ async def requeue_stuck(
     async for key, record in states.scan(prefix, stuck, fields=("state", "updated_at")):
         if record.fields.get("state", b"").decode() in TERMINAL:
             continue
-        anew: dict[str, bytes | None] = {"state": b"pending", "claim": None, "worker": None, "timeout_at": None}
+        reset: dict[str, bytes | None] = {"state": b"pending", "claim": None, "worker": None, "timeout_at": None}
         seen = record.fields["updated_at"]
-        if await states.compare_and_swap(key, "updated_at", seen, b"%d" % now_ms, set=anew):
+        if await states.compare_and_swap(key, "updated_at", seen, b"%d" % now_ms, set=reset):
             await publish(key, await states.get(key) or record)
             given_back += 1
     return given_back
 
 
 def _ms(seconds: object, what: str) -> int:
-    """So many seconds in milliseconds; those of a time to live and no more."""
+    """Seconds as milliseconds, at most as many as a time to live may have."""
     found = check_wait(seconds, what)
     if found > TTL_S_MAX:
-        raise InvalidValue(f"{what} is more than a hundred years")
+        raise InvalidValue(f"{what} must not be more than a hundred years")
     return int(1000 * found)
 
 
-def _encoded(fields: Plain) -> dict[str, bytes]:
+def _encode(fields: Plain) -> dict[str, bytes]:
     return {name: _text(name, value) for name, value in fields.items() if value is not None}
 
 
-def _encoded_or_cleared(fields: Plain) -> dict[str, bytes | None]:
+def _encode_or_clear(fields: Plain) -> dict[str, bytes | None]:
     return {name: None if value is None else _text(name, value) for name, value in fields.items()}
 
 
 def _text(name: str, value: object) -> bytes:
     """A field of a task: text, or a number as text."""
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise InvalidValue(f"field {name!r} of a task is a str or an int, not something of type {type(value).__name__}")
+        raise InvalidValue(f"field {name!r} of a task must be a str or an int, not of type {type(value).__name__}")
     try:
         return str(value).encode()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The semantic face under its pinned name; `limpet.semantic` is its package."""
+"""The semantic store under its pinned name; `limpet.semantic` is its package."""
 
 from limpet import semantic
 from limpet.semantic import *  # noqa: F403

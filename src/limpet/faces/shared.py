@@ -1,12 +1,10 @@
 """State that agents share: bytes under dotted keys, with expiry, watching and locks.
 
-All agents that open the same place in the same namespace see the same state. A key has no
-spaces and no dot at either end; a pattern is ``*``, ``prefix.*`` or one exact key; a time to
-live of 0 means never.
+All agents that open the same URL and namespace see the same state. A key has no spaces and no dot at either end; a
+pattern is ``*``, ``prefix.*`` or one exact key; a time to live of 0 means never.
 
-The document's store promises less than the one below it: single keys, watchers that may miss
-what they are too slow for. Where an agent needs more, ``fence=lock`` ties a write to a lock,
-and `StateStore.store` is the store itself.
+This interface promises less than the store below it: it writes single keys, and a watcher that is too slow misses
+changes. Where an agent needs more, ``fence=lock`` ties a write to a lock, and `StateStore.store` is the store itself.
 """
 
 from __future__ import annotations
@@ -72,12 +70,12 @@ class Operation(enum.IntEnum):
 
 
 class KeyValue(msgspec.Struct, frozen=True):
-    """A key as it is, or what happened to it.
+    """A key with its value, or a change of it.
 
     Attributes:
         key: The key.
-        value: Its bytes; none of a key that ended.
-        revision: The number of the change. Every change of the store has a greater one than those before.
+        value: Its bytes; empty for a key that ended.
+        revision: The number of the change. Each change of the store has a greater one than all before it.
         operation: ``PUT``, or ``DELETE`` when the key ended, by hand or by its time.
         created: When the key began, UTC.
         modified: When it was written last, or when it ended, UTC.
@@ -98,7 +96,7 @@ class StateStore:
         self._opening = opening
         self._opened: Store | None = None
         self._ttl = ttl
-        # Watches that have been called for and have not begun yet.
+        # Watches that were requested and have not begun yet.
         self._beginning: set[asyncio.Task[Any]] = set()
 
     @staticmethod
@@ -110,14 +108,14 @@ class StateStore:
         max_value_size: int = VALUE_BYTES_MAX,
         clock: Clock | None = None,
     ) -> StateStore:
-        """Open the store that a URL names.
+        """Open the store of a URL.
 
         Args:
             url: The URL of an engine; as in `limpet.open`.
-            namespace: The agents that name the same one share their state.
+            namespace: Agents that use the same one share their state.
             ttl: How long an entry lasts that is put without a time to live; None for ever.
             max_value_size: The largest value that is accepted, in bytes.
-            clock: Where time comes from, for engines that use the host's; a `ManualClock` in tests.
+            clock: The clock for engines that use that of the host; a `ManualClock` in tests.
         """
         return StateStore(open_store(url, namespace=namespace, max_value_bytes=max_value_size, clock=clock), ttl=ttl)
 
@@ -137,7 +135,7 @@ class StateStore:
         return self
 
     async def close(self) -> None:
-        """End the watches and let go of it. Safe to call twice."""
+        """End the watches and close the store. Safe to call twice."""
         for task in self._beginning:
             task.cancel()
         if self._opened is not None:
@@ -151,31 +149,31 @@ class StateStore:
 
     # Keys and values ----------------------------------------------------------
 
-    async def _watched(self) -> Store:
-        """The store below, once every watch that was called for has begun: what is done next is delivered to it."""
+    async def _store_after_watches(self) -> Store:
+        """The store below, once every requested watch has begun, so that the next change is delivered to them."""
         store = self.store
         if self._beginning:
             await asyncio.wait(self._beginning)
         return store
 
     async def get(self, key: str) -> bytes:
-        """The value under a key. Raises `ErrNotFound` when there is none, or its time is over."""
+        """The value under a key. Raises `ErrNotFound` when it is absent or expired."""
         return (await self.get_key_value(key)).value
 
     async def get_key_value(self, key: str) -> KeyValue:
         """The value with its revision and times. Raises `ErrNotFound`."""
-        entry = await (await self._watched()).entry(_checked(key))
+        entry = await (await self._store_after_watches()).entry(_check_key(key))
         if entry is None:
             raise ErrNotFound(key)
         return _key_value(entry)
 
     async def put(self, key: str, value: bytes, ttl: TTL = 0, *, fence: Fencing | Fence | None = None) -> None:
-        """Put a value under a key, whatever is there.
+        """Put a value under a key, whether or not it exists.
 
         Args:
             key: The key.
             value: The bytes.
-            ttl: Seconds until it expires; 0 for never, or as the store was told when it was opened.
+            ttl: Seconds until it expires; 0 for the default of the store, which is never unless it was opened with one.
             fence: A lock that must still be held.
 
         Raises:
@@ -183,20 +181,20 @@ class StateStore:
             ErrInvalidTTL: The time to live is negative.
             LockLost: The fence no longer holds.
         """
-        # False is not 0 here, but a mistake.
-        lasting = self._ttl if ttl in (0, timedelta(0)) and ttl is not False else ttl
-        store = await self._watched()
-        await store.put(_checked(key), _bytes(value), ttl=lasting, fence=fence)
+        # False equals 0 in Python, and is a mistake here.
+        store_ttl = self._ttl if ttl in (0, timedelta(0)) and ttl is not False else ttl
+        store = await self._store_after_watches()
+        await store.put(_check_key(key), _check_bytes(value), ttl=store_ttl, fence=fence)
 
     async def delete(self, key: str, *, fence: Fencing | Fence | None = None) -> bool:
         """End a key. False when there was none."""
-        store = await self._watched()
-        return await store.delete(_checked(key), fence=fence)
+        store = await self._store_after_watches()
+        return await store.delete(_check_key(key), fence=fence)
 
     async def keys(self, pattern: str = "*") -> list[str]:
         """The keys that match a pattern, in order: ``*`` all, ``prefix.*`` those that start so, or one exact key."""
-        store = await self._watched()
-        if not _checked(pattern).endswith("*"):
+        store = await self._store_after_watches()
+        if not _check_key(pattern).endswith("*"):
             return [pattern] if await store.entry(pattern) is not None else []
         prefix = pattern[:-1]
         page = await store.keys(prefix, limit=PAGE_MAX)
@@ -209,10 +207,11 @@ class StateStore:
     def watch(self, pattern: str = "*") -> Watch:
         """The changes of the keys that match a pattern, as they happen: an async iterator of `KeyValue`.
 
-        It begins now: what this agent does next is delivered, and what others do from the moment that the next call
-        of this agent is answered, or that the watch is entered with ``async with``. It ends when the store closes.
+        It begins now: the next changes of this agent are delivered. Changes of others are delivered from the moment
+        that the next call of this agent returns, or that the watch is entered with ``async with``. It ends when the
+        store closes.
         """
-        events = self.store.watch(_checked(pattern), overflow="drop")
+        events = self.store.watch(_check_key(pattern), overflow="drop")
         beginning = asyncio.get_running_loop().create_task(events.__aenter__(), name="limpet-watch")
         self._beginning.add(beginning)
         beginning.add_done_callback(self._beginning.discard)
@@ -221,15 +220,15 @@ class StateStore:
     # Locks --------------------------------------------------------------------
 
     async def lock(self, key: str, ttl: float | timedelta) -> Lock:
-        """Take a lock for so many seconds. Raises `ErrLockHeld` when somebody has it.
+        """Take a lock for some seconds. Raises `ErrLockHeld` when another holder has it.
 
-        Locks and values of the same key do not meet.
+        A lock and a value may have the same key: they do not affect each other.
         """
-        return Lock(await self.store.lock(_checked(key), ttl=ttl).acquire())
+        return Lock(await self.store.lock(_check_key(key), ttl=ttl).acquire())
 
     def election(self, key: str, ttl: float | timedelta, *, candidate: str | None = None) -> Election:
         """A candidate to lead, to be used with ``async with``; see `limpet.Store.election`."""
-        return self.store.election(_checked(key), ttl=ttl, candidate=candidate)
+        return self.store.election(_check_key(key), ttl=ttl, candidate=candidate)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({'not open' if self._opened is None else self._opened!r})"
@@ -243,7 +242,7 @@ class MemoryStore(StateStore):
 
 
 class NATSStore(StateStore):
-    """A store in NATS JetStream, where a connection leads that the caller has. It opens a line of its own there."""
+    """A store in NATS JetStream, on the server of an existing connection. It opens its own connection there."""
 
     def __init__(
         self,
@@ -263,18 +262,18 @@ class NATSStore(StateStore):
             max_value_size: The largest value that is accepted, in bytes.
 
         Raises:
-            InvalidValue: More history was asked for than is kept.
+            InvalidValue: More history was requested than is kept.
         """
         if history != 1:
             raise InvalidValue(
-                f"history is 1 on NATS, not {history!r}: a store keeps one message for each key, "
-                "so nothing is kept of a key beyond its last change"
+                f"history must be 1 on NATS, not {history!r}: a store keeps one message for each key, "
+                "which is its last change"
             )
         super().__init__(Opening(lambda: _open_over(conn, bucket, max_value_size)), ttl=ttl)
 
 
 async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
-    """A store where a connection of nats-py leads."""
+    """A store on the server of a connection of nats-py."""
     engine = await importlib.import_module("limpet.engines.nats.engine").adopt(conn, bucket_prefix="")
     session = Session(engine, SystemClock(), value_bytes_max=max_value_size)
     session.sweeper.start()
@@ -282,13 +281,14 @@ async def _open_over(conn: Any, bucket: str, max_value_size: int) -> Store:
 
 
 class Watch:
-    """Changes as they happen. One who is slower than the changes gets the last 64, and is told how many not."""
+    """Changes as they happen. A slow reader gets the last 64, and `dropped` counts those that it missed."""
 
     def __init__(self, events: _Watch, beginning: asyncio.Task[_Watch]) -> None:
         self._events = events
         self._beginning = beginning
         self._loop = beginning.get_loop()
-        # Whoever iterates is told why it could not begin. If nobody does, it is no one's business.
+        # Iteration raises why the watch could not begin. Without an iteration, asyncio would log the error: read it
+        # here.
         beginning.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     @property
@@ -297,13 +297,13 @@ class Watch:
         return self._events.dropped
 
     async def aclose(self) -> None:
-        """End this watch, also for whoever waits in it."""
+        """End this watch, also for a task that waits for its next change."""
         self._beginning.cancel()
         await asyncio.wait([self._beginning])
         await self._events.aclose()
 
     def __del__(self) -> None:
-        # A watch that nobody iterates any more is not followed any longer.
+        # End a watch that was dropped without being closed.
         with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(_abandon, self._events, self._beginning)
 
@@ -330,7 +330,7 @@ class Watch:
             # The store was closed, or this watch.
             raise StopAsyncIteration
         async for event in self._events:
-            # A time to live that was changed is neither a put nor a delete.
+            # A change of the time to live alone is neither a put nor a delete.
             if event.op != "touch":
                 return _change(event)
         raise StopAsyncIteration
@@ -345,7 +345,7 @@ def _abandon(events: _Watch, beginning: asyncio.Task[_Watch]) -> None:
 class Lock:
     """A lock that was taken. It does not renew itself: `refresh` it while the work goes on.
 
-    With ``async with`` it is given back on all paths.
+    ``async with`` releases it on all paths.
     """
 
     def __init__(self, lock: _lock.Lock) -> None:
@@ -353,7 +353,7 @@ class Lock:
 
     @property
     def key(self) -> str:
-        """What is locked."""
+        """The key that is locked."""
         return self._lock.name
 
     @property
@@ -367,11 +367,11 @@ class Lock:
         return self._lock.fence
 
     async def refresh(self) -> None:
-        """Have it for its whole time again, from now on. Raises `ErrLockExpired` or `ErrLockNotHeld`."""
+        """Extend it to its whole time to live, from now on. Raises `ErrLockExpired` or `ErrLockNotHeld`."""
         await self._lock.refresh()
 
     async def unlock(self) -> None:
-        """Give it back. Raises `ErrLockExpired` when its time was over, `ErrLockNotHeld` when it was given back."""
+        """Release it. Raises `ErrLockExpired` when its time was over, `ErrLockNotHeld` when it was released before."""
         await self._lock.release()
 
     async def __aenter__(self) -> Self:
@@ -385,10 +385,10 @@ class Lock:
         try:
             await self.unlock()
         except (TransientError, Ambiguous) as failure:
-            # The lease ends by itself, and what the body did matters more.
+            # The lease ends by itself, and the result of the body matters more.
             self._lock._warn("could not be released, and ends when its time is over", failure)
         except Exception as failure:
-            # What went wrong in the body matters more.
+            # The error of the body matters more.
             if kind is None:
                 raise
             if not isinstance(failure, ErrLockExpired):
@@ -398,8 +398,8 @@ class Lock:
         return repr(self._lock)
 
 
-def _checked(key: str) -> str:
-    """The key, or the pattern, if it keeps to the document's rule."""
+def _check_key(key: str) -> str:
+    """Return the key or the pattern, or raise: no spaces, and no dot at either end."""
     key = check_key(key)
     if any(map(str.isspace, key)):
         raise ErrInvalidKey(key, "it contains a space")
@@ -408,16 +408,16 @@ def _checked(key: str) -> str:
     return key
 
 
-def _bytes(value: object) -> bytes:
+def _check_bytes(value: object) -> bytes:
     if not isinstance(value, bytes):
-        raise InvalidValue(f"a shared value is bytes, not of type {type(value).__name__}: encode it first")
+        raise InvalidValue(f"a shared value must be bytes, not of type {type(value).__name__}: encode it first")
     return value
 
 
 def _key_value(entry: Entry) -> KeyValue:
     if not isinstance(entry.stored, bytes):
         raise TypeMismatch(entry.key, expected="bytes", found="a record")
-    # What others wrote there as JSON is its text.
+    # JSON that others wrote there is returned as its text.
     value = entry.stored.removeprefix(b"\0")
     return KeyValue(entry.key, value, entry.revision, Operation.PUT, entry.created_at, entry.updated_at)
 
@@ -435,10 +435,10 @@ def _change(event: Event) -> KeyValue:
 
 
 async def configuration(store: StateStore, pattern: str) -> AsyncIterator[dict[str, bytes]]:
-    """Everything that matches, as it is now, and again after each change. Ends when the store closes."""
+    """All keys that match with their values, now and again after each change. Ends when the store closes."""
     known: dict[str, bytes] = {}
     is_complete = False
-    async for event in store.store.watch(_checked(pattern), initial=True):
+    async for event in store.store.watch(_check_key(pattern), initial=True):
         if isinstance(event, Synced):
             is_complete = True
         elif event.op in ("delete", "expire"):
@@ -457,33 +457,33 @@ async def work_off(
     ttl: float | timedelta = 60,
     keep: TTL = 86_400,
 ) -> bytes:
-    """Do a task that nobody else is doing: ``tasks.<task>`` ends, and ``results.<task>`` has what came of it.
+    """Do a task that no other worker is doing: ``tasks.<task>`` ends, and ``results.<task>`` gets the result.
 
-    The lock ``task.<task>`` renews itself while the work goes on. Both keys change in one step, and only
-    while it is held: however often a task is tried, one result counts.
+    The lock ``task.<task>`` renews itself while the work goes on. Both keys change in one step, and only while it is
+    held: however often a task is tried, one result counts.
 
     Args:
         store: The store.
-        task: Which one.
-        work: Makes the result of what the task holds.
-        ttl: After how many seconds another may try when this one is not heard of.
+        task: The name of the task.
+        work: Makes the result from the value of the task.
+        ttl: After how many seconds another worker may try when this one has crashed.
         keep: How many seconds the result is kept.
 
     Raises:
-        ErrLockHeld: Somebody is doing it.
-        ErrNotFound: There is no such task, or it has been done.
-        LockLost: This one took too long, and another may be doing it.
+        ErrLockHeld: Another worker is doing it.
+        ErrNotFound: The task does not exist, or has been done.
+        LockLost: This worker was too slow, and another may be doing the task.
     """
     key = f"tasks.{task}"
-    async with store.store.lock(_checked(f"task.{task}"), ttl=ttl) as lock:
-        result = _bytes(await work(await store.get(key)))
-        done = (await store._watched()).batch().fence(lock).put(f"results.{task}", result, ttl=keep)
+    async with store.store.lock(_check_key(f"task.{task}"), ttl=ttl) as lock:
+        result = _check_bytes(await work(await store.get(key)))
+        done = (await store._store_after_watches()).batch().fence(lock).put(f"results.{task}", result, ttl=keep)
         await done.delete(key).commit()
     return result
 
 
 async def cached(store: StateStore, key: str, compute: Callable[[], Awaitable[bytes]], ttl: float | timedelta) -> bytes:
-    """What is under a key, or what is computed when there is nothing, kept for so many seconds."""
+    """The value under a key; when it is absent, it is computed and kept for some seconds."""
     with contextlib.suppress(ErrNotFound):
         return await store.get(key)
     value = await compute()

@@ -1,11 +1,11 @@
-"""The state of a butler: five functions over its PostgreSQL pool, or over any store.
+"""The state of an agent: five functions over its PostgreSQL pool, or over any store.
 
-Each butler has a schema of its own. A pool's connections work in one, and the state is kept
-there, in the namespace ``state``; so a butler sees what is in its schema and nothing else.
-Given a store instead of a pool, the functions work on that store's namespace.
+Each agent ("butler", in the programs that this interface serves) has its own schema. The connections of a pool work in
+one schema, and the state is kept there, in the namespace ``state``; so an agent sees only what is in its schema. Given
+a store instead of a pool, the functions work on the namespace of that store.
 
-A pool is its owner's. The store over it listens to nothing and leaves nothing running, so
-that the owner can close the pool at any moment. What a sweeper would do, its writers do.
+The pool belongs to the caller. The store over it subscribes to nothing and leaves nothing running, so that the caller
+can close the pool at any moment. Its writers do the work of a sweeper.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class CASConflictError(Conflict):
 
 
 async def state_get(pool: asyncpg.Pool | Store, key: str) -> Any:
-    """The value under a key, or None when there is none.
+    """The value under a key, or None when it is absent.
 
-    JSON null is None too; `state_list` tells the two apart. What others put there comes
-    decoded: raw bytes as bytes, a record as a dict of its fields.
+    JSON null is None too; `state_list` distinguishes the two. Values of other interfaces are decoded: raw bytes as
+    bytes, a record as a dict of its fields.
 
     Args:
-        pool: The butler's pool, or a store.
+        pool: The agent's pool, or a store.
         key: The key.
     """
     store = await _store_of(pool)
@@ -73,10 +73,10 @@ async def state_get(pool: asyncpg.Pool | Store, key: str) -> Any:
 
 
 async def state_set(pool: asyncpg.Pool | Store, key: str, value: Any) -> int:
-    """Put a JSON value under a key, whatever is there.
+    """Put a JSON value under a key, whether or not it exists.
 
     Args:
-        pool: The butler's pool, or a store.
+        pool: The agent's pool, or a store.
         key: The key.
         value: Any JSON value.
 
@@ -87,8 +87,8 @@ async def state_set(pool: asyncpg.Pool | Store, key: str, value: Any) -> int:
         InvalidValue: It is not a JSON value.
     """
     store = await _store_of(pool)
-    entry = await store.put(key, _json(value))
-    await _written(store)
+    entry = await store.put(key, _check_json(value))
+    await _trim_after_write(store)
     return entry.version
 
 
@@ -96,7 +96,7 @@ async def state_compare_and_set(pool: asyncpg.Pool | Store, key: str, expected_v
     """Put a JSON value under a key that has the expected version.
 
     Args:
-        pool: The butler's pool, or a store.
+        pool: The agent's pool, or a store.
         key: The key.
         expected_version: What `state_set`, or this function, returned.
         new_value: Any JSON value.
@@ -109,29 +109,29 @@ async def state_compare_and_set(pool: asyncpg.Pool | Store, key: str, expected_v
         InvalidValue: It is not a JSON value, or the version is not an int.
     """
     if type(expected_version) is not int:
-        raise InvalidValue(f"expected_version is an int, not of type {type(expected_version).__name__}")
+        raise InvalidValue(f"expected_version must be an int, not of type {type(expected_version).__name__}")
     store = await _store_of(pool)
-    # A butler may expect any int. No entry is ever of version 0, so that stands for those that a store refuses.
+    # The caller may expect any int. No entry has version 0, so it stands for the ints that a store refuses.
     expected = Version(expected_version if 0 < expected_version <= INT_MAX else 0)
     try:
-        entry = await store.put(key, _json(new_value), expect=expected)
+        entry = await store.put(key, _check_json(new_value), expect=expected)
     except Conflict as conflict:
         found = conflict.actual_version
         raise CASConflictError(key, expected_version, found, current=conflict.current) from None
-    await _written(store)
+    await _trim_after_write(store)
     return entry.version
 
 
 async def state_delete(pool: asyncpg.Pool | Store, key: str) -> None:
-    """End a key. A missing one stays missing.
+    """End a key. An absent one stays absent.
 
     Args:
-        pool: The butler's pool, or a store.
+        pool: The agent's pool, or a store.
         key: The key.
     """
     store = await _store_of(pool)
     await store.delete(key)
-    await _written(store)
+    await _trim_after_write(store)
 
 
 @overload
@@ -158,8 +158,8 @@ async def state_list(
     """All keys, or all keys with their values, in the order of their code points.
 
     Args:
-        pool: The butler's pool, or a store.
-        prefix: Only the keys that start so. No character in it is a wildcard.
+        pool: The agent's pool, or a store.
+        prefix: Only the keys with this prefix. No character in it is a wildcard.
         keys_only: Whether to leave the values out.
 
     Returns:
@@ -177,8 +177,8 @@ async def state_list(
     return keys
 
 
-def _json(value: Any) -> Any:
-    """The value, if a butler may write it. A store takes more: raw bytes, and records."""
+def _check_json(value: Any) -> Any:
+    """Return the value, or raise if it is not JSON. A store accepts more: raw bytes, and records."""
     if isinstance(value, bytes | bytearray | memoryview):
         raise InvalidValue(f"state holds JSON values, not {type(value).__name__}: encode it as text first")
     return dict(value) if isinstance(value, Fields) else value
@@ -188,13 +188,12 @@ def _json(value: Any) -> Any:
 
 
 class _PoolStore(Store):
-    """The store over somebody's pool, with a count of what was written here."""
+    """The store over a pool of the caller, with a count of its writes."""
 
     writes = 0
 
 
-# A pool cannot be referred to weakly. So it is kept until it is closed, or its loop is, and
-# let go when the next one comes.
+# A pool supports no weak references. So it stays here until it is closed, or its loop is, and the next pool is opened.
 _opened: dict[asyncpg.Pool, asyncio.Task[_PoolStore]] = {}
 
 
@@ -202,32 +201,32 @@ async def _store_of(pool: asyncpg.Pool | Store) -> Store:
     """The store itself, or the one that is kept over a pool."""
     if isinstance(pool, Store):
         return pool
-    # Nobody has a pool of a driver that was not imported.
+    # No caller has a pool of a driver that was not imported.
     driver = sys.modules.get("asyncpg")
     if driver is None or not isinstance(pool, driver.Pool):
         kind = f"{type(pool).__module__}.{type(pool).__qualname__}"
         raise InvalidValue(f"the state functions take an asyncpg.Pool or a limpet.Store, not a {kind}")
     if pool.is_closing():
         _opened.pop(pool, None)
-        raise Closed("the pool is closed: make another")
+        raise Closed("the pool is closed: make a new one")
     opening = _opened.get(pool) or _open(pool)
-    # Whoever is cancelled while it opens leaves the opening to the others.
+    # A caller that is cancelled meanwhile must not cancel the opening for the others.
     return opening.result() if opening.done() else await asyncio.shield(opening)
 
 
 def _open(pool: asyncpg.Pool) -> asyncio.Task[_PoolStore]:
-    """Begin to open the store over a pool that has none."""
+    """Begin to open the store over a pool."""
     for known, opened in list(_opened.items()):
         if known.is_closing() or opened.get_loop().is_closed():
             _opened.pop(known, None)
 
-    async def over() -> _PoolStore:
+    async def open_store() -> _PoolStore:
         from limpet.engines.postgres import engine as postgres
 
         clock = SystemClock()
-        # Whoever has set the keys for a process means all that it stores.
+        # The keys of the environment apply to every store of the process.
         keyring = find_keyring(None, None)
-        # Butlers and whatever reads another program's table of that name would each see a state of their own.
+        # If another program has a table of that name, its readers and the agents would see different states.
         engine: Engine = await postgres.open_over(pool, claims=("state",))
         engine = engine if keyring is None else encrypt_engine(engine, keyring, clock)
         return _PoolStore(Session(engine, clock), NAMESPACE)
@@ -236,20 +235,20 @@ def _open(pool: asyncpg.Pool) -> asyncio.Task[_PoolStore]:
         if ended.cancelled() or ended.exception() is not None:
             _opened.pop(pool, None)
 
-    opening = _opened[pool] = asyncio.get_running_loop().create_task(over(), name="limpet-state-opening")
+    opening = _opened[pool] = asyncio.get_running_loop().create_task(open_store(), name="limpet-state-opening")
     opening.add_done_callback(forget_failure)
     return opening
 
 
-async def _written(store: Store) -> None:
-    """Trim the log after a pool's first write and after every thousandth from there: perhaps nobody else does."""
+async def _trim_after_write(store: Store) -> None:
+    """Trim the log after the first write of a pool and after every thousandth: maybe no other process does."""
     if not isinstance(store, _PoolStore):
         return
     store.writes += 1
     if store.writes % TRIM_WRITES != 1:
         return
     try:
-        # Once, which drops more than was written since. The caller waits, and should not wait long.
+        # One call, because the caller waits for it. It drops more than was written since the last one.
         await store._session.engine.trim(store.name, Window())
     except LimpetError as error:
         log.warning("trimming the log of %s failed and will be tried again: %s", store, reason_of(error))

@@ -1,10 +1,11 @@
-"""Walls on NATS: the permissions by which the server itself keeps plugins apart.
+"""Isolation on NATS: permissions by which nats-server itself keeps plugins apart.
 
-A plugin is a user that may publish to its own subjects and listen to its own inbox, and nothing else: it can neither
-ask for another plugin nor hear the answers that another gets. The server of Limpet is a user too. It hears every
-request, and may answer to the inboxes of these plugins and of operators alone, so nobody can have it ask for them.
+A plugin is a user that may publish to its own subjects and subscribe to its own inbox, and nothing else. So it can
+neither send a request in the name of another plugin nor receive another's replies. The Limpet server is a user too. It
+receives every request, and may publish only to the inboxes of these plugins and of operators. So no plugin can use the
+reply subject of its request to make the server send a request for it.
 
-This is text only: a block for the configuration of nats-server. Passwords are left to the environment.
+This module only makes text: a block for the configuration of nats-server. Passwords come from its environment.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Final
 from limpet.errors import InvalidValue
 from limpet.keys import check_namespace
 
-__all__ = ["granting", "inbox_of", "password_of"]
+__all__ = ["grant_config", "inbox_prefix", "password_variable"]
 
 SERVERS: Final = "_LIMPET.>"
 OPERATORS: Final = "_INBOX.>"
@@ -25,44 +26,44 @@ OPERATORS: Final = "_INBOX.>"
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*\Z")
 
 
-def granting(plugins: Sequence[str], *, prefix: str = "db.kv", server: str = "limpet") -> str:
-    """The block of authorization for these plugins and the server's own user.
+def grant_config(plugins: Sequence[str], *, prefix: str = "db.kv", server: str = "limpet") -> str:
+    """The authorization block for these plugins and the user of the Limpet server.
 
     Raises:
         InvalidNamespace: A name that no plugin can have.
-        InvalidValue: A prefix that subjects cannot have, or a plugin with the name of the server's user.
+        InvalidValue: A prefix that no subject can have, or a plugin with the name of the server's user.
     """
     names = [check_namespace(name) for name in sorted({*plugins})]
     if not _PREFIX.match(prefix):
         raise InvalidValue("a prefix is words of letters, digits, '_' and '-', joined by dots, such as db.kv")
     if check_namespace(server) in names:
-        raise InvalidValue(f"{server!r} is the server's own user: give that another name")
-    inboxes = [f"{inbox_of(name)}.>" for name in names]
+        raise InvalidValue(f"{server!r} is the user of the Limpet server: give that another name with --server")
+    inboxes = [f"{inbox_prefix(name)}.>" for name in names]
     users = [
         _user(
             server,
-            # Replies, and the heartbeats of watches; servers end each other's watches.
+            # Replies and heartbeats of watches go to inboxes. Servers end each other's watches.
             publish=[*inboxes, OPERATORS, SERVERS],
             subscribe=[f"{prefix}.>", "$SRV.>", OPERATORS, SERVERS],
         ),
-        *(_user(name, publish=[f"{prefix}.{name}.*"], subscribe=[f"{inbox_of(name)}.>"]) for name in names),
+        *(_user(name, publish=[f"{prefix}.{name}.*"], subscribe=[f"{inbox_prefix(name)}.>"]) for name in names),
     ]
     return "authorization {\n  users: [\n" + "".join(users) + "  ]\n}\n"
 
 
-def inbox_of(plugin: str) -> str:
-    """What a plugin's inboxes start with: what it must tell its driver, as ``inbox_prefix``."""
+def inbox_prefix(plugin: str) -> str:
+    """The prefix of a plugin's inboxes, which the plugin passes to its driver as ``inbox_prefix``."""
     return f"_INBOX_{plugin}"
 
 
-def password_of(user: str) -> str:
+def password_variable(user: str) -> str:
     """The environment variable of nats-server that holds a user's password."""
     return f"{user.upper().replace('-', '_')}_PASSWORD"
 
 
 def _user(name: str, *, publish: Sequence[str], subscribe: Sequence[str]) -> str:
     return (
-        f"    {{\n      user: {json.dumps(name)}, password: ${password_of(name)}\n"
+        f"    {{\n      user: {json.dumps(name)}, password: ${password_variable(name)}\n"
         "      permissions: {\n"
         f"        publish: {{ allow: {json.dumps([*publish])} }}\n"
         f"        subscribe: {{ allow: {json.dumps([*subscribe])} }}\n"

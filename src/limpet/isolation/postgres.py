@@ -1,12 +1,12 @@
-"""Walls on PostgreSQL: the statements by which the server itself keeps tenants apart.
+"""Isolation on PostgreSQL: statements by which the server itself keeps tenants apart.
 
-The wall is a role. It gets rights on one schema and on nothing else, and where tenants share a
-schema, policies for the rows of its namespaces and of no others. Whoever connects as that role
-meets the wall, whatever code runs there; a setting of a session would be no credential.
+A tenant is a role. It gets rights on one schema and nothing else, and where tenants share a schema,
+policies for the rows of its own namespaces. The server applies both to every connection of that role,
+whatever code runs there. A session setting would not do: any code can change one.
 
-This is text only: a script that an administrator can read before it runs. Names are quoted, so
-that any name is a name. Running a script again leaves things as they are, and a later one for the
-same role replaces what an earlier one granted.
+This module only makes text: a script that an administrator can read before it runs. Names are quoted,
+so that any name is safe. Running a script again changes nothing, and a later script for the same role
+replaces what an earlier one granted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from limpet.errors import InvalidValue
 from limpet.keys import check_namespace
 
 NAME_BYTES_MAX: Final = 63
-"""PostgreSQL cuts a longer name off, and would then speak of somebody else."""
+"""PostgreSQL truncates longer names, which could then refer to another role."""
 
-# What the engine needs, and no more. The tables stand in the order in which a commit comes to them:
-# taken in another order, a writer and this script could wait for each other.
-_WRITES: Final = {
+# The rights that the engine needs, and no more. The tables are in the order in which a commit locks them. In another
+# order, a writer and this script could wait for each other.
+_TABLE_RIGHTS: Final = {
     "limpet_schema": "SELECT",
     "limpet_store": "SELECT",
     "limpet_namespaces": "SELECT, INSERT, UPDATE",
     "limpet_entries": "SELECT, INSERT, UPDATE, DELETE",
     "limpet_changes": "SELECT, INSERT, DELETE",
 }
-_NAMESPACED: Final = ("limpet_namespaces", "limpet_entries", "limpet_changes")
-_READING: Final = ("limpet_now_ms",)
-_WRITING: Final = (
+_NAMESPACED_TABLES: Final = ("limpet_namespaces", "limpet_entries", "limpet_changes")
+_READ_FUNCTIONS: Final = ("limpet_now_ms",)
+_WRITE_FUNCTIONS: Final = (
     "limpet_now_ms",
     "limpet_stored",
     "limpet_take",
@@ -42,20 +42,20 @@ _WRITING: Final = (
     "limpet_put_one",
     "limpet_commit",
 )
-_FUNCTIONS: Final = (*_WRITING, "limpet_refuse")
+_FUNCTIONS: Final = (*_WRITE_FUNCTIONS, "limpet_refuse")
 
 
-def granting(
+def grant_sql(
     role: str, *, schema: str, namespaces: Sequence[str] = (), read_only: bool = False, login: bool = False
 ) -> str:
     """The script that lets a role use the store in a schema.
 
     Args:
-        role: Who. It is made if there is no such role.
-        schema: Where the tables are.
-        namespaces: What it may use of the schema. None given means all.
-        read_only: Whether it may only read.
-        login: Whether it may log in. Without, a role that is there already stays as it is.
+        role: The role. The script creates it if it does not exist.
+        schema: The schema of the tables.
+        namespaces: The namespaces of the schema that the role may use; all if none is given.
+        read_only: Whether the role may only read.
+        login: Whether the role may log in. If not given, an existing role keeps what it has.
 
     Raises:
         InvalidValue: A name that no role or schema can have.
@@ -63,40 +63,44 @@ def granting(
     """
     _check("role", role)
     _check("schema", schema)
-    rights = dict.fromkeys(_WRITES, "SELECT") if read_only else _WRITES
-    functions = _READING if read_only else _WRITING
+    rights = dict.fromkeys(_TABLE_RIGHTS, "SELECT") if read_only else _TABLE_RIGHTS
+    functions = _READ_FUNCTIONS if read_only else _WRITE_FUNCTIONS
     who, condition = _quoted(role), _condition(namespaces)
     return _script(
-        ("Whoever writes is waited for, and then waits until this is done.", _lock(schema)),
-        ("The role. It gets no password here.", *_role(role, login)),
-        ("No grant holds back whoever stands above grants.", _refuse_those_above(role, schema)),
-        ("Nobody uses the store unasked.", *_close(schema)),
-        ("Nobody leaves a function in a schema where everybody looks for functions.", _close_public()),
-        ("What this role was granted before.", *_clear(role, schema)),
+        ("Wait for running writers; new ones wait until this is done.", _lock(schema)),
+        ("The role. It gets no password here.", *_create_role(role, login)),
+        ("Refuse a role that no grant can restrict.", _refuse_privileged(role, schema)),
+        ("Only roles with a grant use the store.", *_revoke_from_public(schema)),
+        ("No role adds a function to the schema that every session searches.", _protect_public()),
+        ("Take back what this role was granted before.", *_clear(role, schema)),
         (
-            "What it may do.",
+            "The rights of the role.",
             f"GRANT USAGE ON SCHEMA {_quoted(schema)} TO {who};",
             *(f"GRANT {right} ON {_in(schema, table)} TO {who};" for table, right in rights.items()),
             *(f"GRANT EXECUTE ON FUNCTION {_in(schema, function)} TO {who};" for function in functions),
         ),
         (
-            "The views. Since PostgreSQL 15 they can show their readers what these may see, and nothing else.",
-            _grant_views(role, schema, anyway=not namespaces),
+            "The views. Since PostgreSQL 15 a view can apply the policies of the role that reads it.",
+            _grant_views(role, schema, sees_all=not namespaces),
         ),
         (
-            "The rows that it may see and leave.",
+            "The rows that the role may read and write.",
             *(
                 f"CREATE POLICY {_quoted(_policy(role))} ON {_in(schema, table)} TO {who}"
                 f" USING ({condition}) WITH CHECK ({condition});"
-                for table in _NAMESPACED
+                for table in _NAMESPACED_TABLES
             ),
         ),
-        *([("Nobody sees a row without a policy, the owner included.", *_wall(schema))] if namespaces else []),
+        *(
+            [("No role sees a row without a policy, the owner included.", *_force_policies(schema))]
+            if namespaces
+            else []
+        ),
     )
 
 
-def revoking(role: str, *, schema: str) -> str:
-    """The script that takes from a role what `granting` gave it. The role itself stays.
+def revoke_sql(role: str, *, schema: str) -> str:
+    """The script that takes from a role what `grant_sql` gave it. The role itself stays.
 
     Raises:
         InvalidValue: A name that no role or schema can have.
@@ -104,8 +108,8 @@ def revoking(role: str, *, schema: str) -> str:
     _check("role", role)
     _check("schema", schema)
     return _script(
-        ("Whoever writes is waited for, and then waits until this is done.", _lock(schema)),
-        ("What this role was granted. The role stays, and so does what others were granted.", *_clear(role, schema)),
+        ("Wait for running writers; new ones wait until this is done.", _lock(schema)),
+        ("Take back what this role was granted. The role and the grants of others stay.", *_clear(role, schema)),
     )
 
 
@@ -113,14 +117,14 @@ def revoking(role: str, *, schema: str) -> str:
 
 
 def _script(*parts: tuple[str, ...]) -> str:
-    """Parts of a comment and statements as one transaction."""
-    # No comment holds a name: one with a line break in it would end the comment.
+    """One transaction of parts, each a comment and its statements."""
+    # No comment contains a name: a name with a line break would end the comment.
     head = (
-        "Grants for a store of Limpet, for psql, as a superuser or the owner of the tables.\n"
-        "-- They happen together or not at all, and may be repeated.",
+        "Grants for a Limpet store. Run it in psql, as a superuser or the owner of the tables.\n"
+        "-- It is one transaction, and may be run again.",
         "BEGIN;",
-        # The statements run with an administrator's rights. A function of the same name as one of
-        # theirs, left in a schema that is searched, would too.
+        # The statements run with an administrator's rights, and so would a function that a tenant left in a searched
+        # schema under the name of a function used here.
         "SET LOCAL search_path = pg_catalog, pg_temp;",
         "SET LOCAL lock_timeout = '5s';",
         "SET LOCAL client_min_messages = warning;",
@@ -130,10 +134,10 @@ def _script(*parts: tuple[str, ...]) -> str:
 
 
 def _lock(schema: str) -> str:
-    return f"LOCK TABLE {_listed(schema, _NAMESPACED)} IN ACCESS EXCLUSIVE MODE;"
+    return f"LOCK TABLE {_join_names(schema, _NAMESPACED_TABLES)} IN ACCESS EXCLUSIVE MODE;"
 
 
-def _role(role: str, login: bool) -> list[str]:
+def _create_role(role: str, login: bool) -> list[str]:
     make = _block(f"""
     IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = {_literal(role)}) THEN
         CREATE ROLE {_quoted(role)} NOLOGIN;
@@ -142,8 +146,8 @@ def _role(role: str, login: bool) -> list[str]:
     return [make, f"ALTER ROLE {_quoted(role)} LOGIN;"] if login else [make]
 
 
-def _refuse_those_above(role: str, schema: str) -> str:
-    # Membership counts also where its rights are not inherited: SET ROLE is enough.
+def _refuse_privileged(role: str, schema: str) -> str:
+    # A membership counts even if its rights are not inherited, because SET ROLE gives them.
     return _block(f"""
     IF EXISTS (
         SELECT FROM pg_roles r, pg_class t
@@ -154,22 +158,22 @@ def _refuse_those_above(role: str, schema: str) -> str:
             'pg_read_server_files', 'pg_write_server_files', 'pg_execute_server_program'))
     ) THEN
         RAISE EXCEPTION 'role % is, or is a member of, the owner of the tables or a role with SUPERUSER, BYPASSRLS, '
-            'CREATEROLE or a right to all data or files: no grant can hold it back', {_literal(role)}
+            'CREATEROLE or a right to all data or files: no grant can restrict it', {_literal(role)}
             USING ERRCODE = 'invalid_grant_operation';
     END IF;
 """)
 
 
-def _close(schema: str) -> list[str]:
+def _revoke_from_public(schema: str) -> list[str]:
     return [
-        # What else there is in the schema public is not ours, and others may need to come to it.
+        # The schema public may hold the tables of others, which need their access.
         *([] if schema == "public" else [f"REVOKE ALL ON SCHEMA {_quoted(schema)} FROM PUBLIC;"]),
-        f"REVOKE ALL ON {_listed(schema, _WRITES)} FROM PUBLIC;",
-        f"REVOKE ALL ON FUNCTION {_listed(schema, _FUNCTIONS)} FROM PUBLIC;",
+        f"REVOKE ALL ON {_join_names(schema, _TABLE_RIGHTS)} FROM PUBLIC;",
+        f"REVOKE ALL ON FUNCTION {_join_names(schema, _FUNCTIONS)} FROM PUBLIC;",
     ]
 
 
-def _close_public() -> str:
+def _protect_public() -> str:
     return _block("""
     IF to_regnamespace('public') IS NOT NULL AND has_schema_privilege('public', 'public', 'CREATE') THEN
         REVOKE CREATE ON SCHEMA public FROM PUBLIC;
@@ -179,7 +183,7 @@ def _close_public() -> str:
 
 def _clear(role: str, schema: str) -> list[str]:
     who = _quoted(role)
-    # Its policies are found by the role and not by their name, which stays when a role is renamed.
+    # Find its policies by the role: a policy keeps its name when the role is renamed.
     views_and_policies = f"""
     FOR ours IN{_views(schema)}
     LOOP
@@ -196,39 +200,39 @@ def _clear(role: str, schema: str) -> list[str]:
 """  # noqa: S608 - names are quoted
     return [
         f"REVOKE ALL ON SCHEMA {_quoted(schema)} FROM {who};",
-        f"REVOKE ALL ON {_listed(schema, _WRITES)} FROM {who};",
-        f"REVOKE ALL ON FUNCTION {_listed(schema, _FUNCTIONS)} FROM {who};",
+        f"REVOKE ALL ON {_join_names(schema, _TABLE_RIGHTS)} FROM {who};",
+        f"REVOKE ALL ON FUNCTION {_join_names(schema, _FUNCTIONS)} FROM {who};",
         _block(views_and_policies, "ours regclass", "policy name"),
     ]
 
 
-def _grant_views(role: str, schema: str, *, anyway: bool) -> str:
-    """The views; ``anyway`` if the role may see every row, so that it does not matter with whose eyes they look."""
+def _grant_views(role: str, schema: str, *, sees_all: bool) -> str:
+    """Grant the views, if they apply the policies of their reader or if the role ``sees_all`` rows anyway."""
     body = f"""
     FOR ours IN{_views(schema)}
     LOOP
         EXECUTE format('REVOKE ALL ON %s FROM PUBLIC', ours);
-        IF is_able THEN
+        IF applies_policies THEN
             EXECUTE format('ALTER VIEW %s SET (security_invoker = true)', ours);
         END IF;
-        IF is_able OR {"true" if anyway else "false"} THEN
+        IF applies_policies OR {"true" if sees_all else "false"} THEN
             EXECUTE format('GRANT SELECT ON %s TO %I', ours, {_literal(role)});
         END IF;
     END LOOP;
 """
-    is_able = "is_able boolean := current_setting('server_version_num')::int >= 150000"
-    return _block(body, "ours regclass", is_able)
+    applies_policies = "applies_policies boolean := current_setting('server_version_num')::int >= 150000"
+    return _block(body, "ours regclass", applies_policies)
 
 
 def _views(schema: str) -> str:
-    """A query for our views, which are known by their trigger: the names may be somebody else's."""
+    """A query for our views. They are recognised by their trigger, because a foreign view may have the same name."""
     return f"""
         SELECT v.oid::regclass FROM pg_class v JOIN pg_trigger t ON t.tgrelid = v.oid AND t.tgname = 'limpet_refuse'
         WHERE v.relnamespace = {_literal(_quoted(schema))}::regnamespace AND v.relkind = 'v'"""  # noqa: S608 - quoted
 
 
-def _wall(schema: str) -> list[str]:
-    tables = ", ".join(_literal(_in(schema, table)) for table in _NAMESPACED)
+def _force_policies(schema: str) -> list[str]:
+    tables = ", ".join(_literal(_in(schema, table)) for table in _NAMESPACED_TABLES)
     body = f"""
     FOR ours, owner IN
         SELECT oid::regclass, relowner::regrole FROM pg_class
@@ -242,7 +246,7 @@ def _wall(schema: str) -> list[str]:
         _block(body, "ours regclass", "owner regrole"),
         *(
             f"ALTER TABLE {_in(schema, table)} ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY;"
-            for table in _NAMESPACED
+            for table in _NAMESPACED_TABLES
         ),
     ]
 
@@ -273,9 +277,9 @@ def _check(what: str, name: str) -> None:
         raise InvalidValue(
             f"{what} {name!r} has {size_bytes} bytes; PostgreSQL allows 1 to {NAME_BYTES_MAX} without U+0000"
         )
-    # Quotes do not help: even "public" in quotes is everybody to GRANT.
+    # Quotes do not help: to GRANT, even "public" in quotes is the group of all roles.
     if name.startswith("pg_") or (what == "role" and name in ("public", "none")):
-        raise InvalidValue(f"{what} {name!r} is a name that PostgreSQL keeps for itself: choose another")
+        raise InvalidValue(f"{what} {name!r} is reserved by PostgreSQL: choose another name")
 
 
 def _quoted(name: str) -> str:
@@ -286,21 +290,21 @@ def _in(schema: str, name: str) -> str:
     return f"{_quoted(schema)}.{name}"
 
 
-def _listed(schema: str, names: Sequence[str] | dict[str, str]) -> str:
+def _join_names(schema: str, names: Sequence[str] | dict[str, str]) -> str:
     return ", ".join(_in(schema, name) for name in names)
 
 
 def _literal(text: str) -> str:
     quoted = "'" + text.replace("'", "''") + "'"
-    # What a backslash means in a plain literal is up to a setting of the server.
+    # In a plain literal, the meaning of a backslash depends on a setting of the server.
     return "E" + quoted.replace("\\", "\\\\") if "\\" in text else quoted
 
 
 def _block(body: str, *variables: str) -> str:
-    """Statements that look before they act."""
+    """An anonymous block, for statements with conditions and loops."""
     declared = "DECLARE\n" + "".join(f"    {variable};\n" for variable in variables) if variables else ""
     text = f"\n{declared}BEGIN{body}END\n"
-    # A name may hold whatever ends the block, so that is chosen last.
+    # A name in the text may contain the tag that ends the block, so the tag is chosen last.
     tag = "$limpet$"
     while tag in text:
         tag = f"{tag[:-1]}_$"

@@ -1,8 +1,8 @@
-"""An alarm for conflicts that go on: more than so many of the writes to a namespace, for a whole window.
+"""An alarm for conflicts that go on: a large part of the writes to a namespace, for a whole window.
 
-A conflict now and then is how optimistic writers work. When a tenth of the writes meet one for minutes, several writers
-fight over the same keys and most of their work is done twice. The alarm hears of writes as the observer of a
-`SemanticStore`, and tells somebody once for each time that it lasts.
+A conflict now and then is normal for optimistic writers. When a tenth of the writes meet one for minutes, several
+writers compete for the same keys and most of their work is done twice. The alarm is an observer of a `SemanticStore`,
+and raises one alert for each such period.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import msgspec
 
 from limpet.clock import Clock, SystemClock
 from limpet.errors import InvalidValue
-from limpet.semantic.store import Observation
+from limpet.semantic.observe import Observation
 
 __all__ = ["ConflictAlarm", "ConflictAlert"]
 
 log = logging.getLogger("limpet.semantic")
 
-SLICES: Final = 5
+PARTS: Final = 5
+"""Into how many parts a window is divided."""
 NAMESPACES_MAX: Final = 1000
 
 
@@ -30,9 +31,9 @@ class ConflictAlert(msgspec.Struct, frozen=True):
     """Conflicts that go on.
 
     Attributes:
-        namespace: Whose writes they are.
+        namespace: The namespace.
         rate: Which part of the writes met a conflict, from 0 to 1.
-        conflicts: How many did.
+        conflicts: How many writes met a conflict.
         writes: How many writes there were, conflicts included.
         window_s: In how many seconds.
     """
@@ -44,27 +45,27 @@ class ConflictAlert(msgspec.Struct, frozen=True):
     window_s: float
 
 
-class _Recent:
-    """The latest slices of time of a namespace: the writes of each, and how many of them met a conflict."""
+class _Counters:
+    """The latest parts of the window of a namespace: in each, the writes and how many of them met a conflict."""
 
     def __init__(self) -> None:
-        self.slices: dict[int, list[int]] = {}
-        self.is_told = False
+        self.parts: dict[int, list[int]] = {}
+        self.is_reported = False
 
 
 class ConflictAlarm:
     """Raises an alert when the rate of conflicts stays above a bound.
 
-    It stays there if it is above the bound in each fifth of the window: a burst is over with its fifth, however large
-    it was. That is looked at when a fifth is over and something is written, so nothing runs in the background. Repeated
-    requests that were answered with their first result count as nothing.
+    It must be above the bound in each fifth of the window, so that a burst ends with its fifth, however large it was.
+    The rate is checked at the first write after a fifth is over; nothing runs in the background. A repeated request
+    that got its first result again is not counted.
 
     Args:
-        on_alert: Is told, beside the WARNING in the log of ``limpet.semantic``.
+        on_alert: Called with the alert, beside the WARNING in the log of ``limpet.semantic``.
         above: The bound, from 0 to 1.
-        window_s: For how long it has to stay above it.
-        writes_min: How many writes the window has to have; fewer tell nothing.
-        clock: What tells the time.
+        window_s: For how long the rate has to stay above it.
+        writes_min: How many writes the window needs; fewer raise no alert.
+        clock: The clock.
     """
 
     def __init__(
@@ -77,48 +78,48 @@ class ConflictAlarm:
         clock: Clock | None = None,
     ) -> None:
         if not (0 <= above < 1 and window_s > 0 and writes_min > 0):
-            raise InvalidValue("an alarm has a bound from 0 to below 1, a window above zero, and at least one write")
+            raise InvalidValue("an alarm needs a bound from 0 to below 1, a window above zero, and at least one write")
         self._on_alert = on_alert
         self._above = above
         self._window_s = window_s
         self._writes_min = writes_min
         self._clock = clock or SystemClock()
-        self._held: OrderedDict[str, _Recent] = OrderedDict()
+        self._counters: OrderedDict[str, _Counters] = OrderedDict()
 
     def __call__(self, observation: Observation) -> None:
-        """Hear of a write."""
+        """Count a write."""
         if observation.outcome == "replayed":
             return
-        now = int(self._clock.monotonic() * SLICES / self._window_s)
-        recent = self._recent(observation.namespace)
-        if now not in recent.slices:
-            self._look(observation.namespace, recent, now)
-            recent.slices = {number: counts for number, counts in recent.slices.items() if number > now - SLICES}
-            recent.slices[now] = [0, 0]
-        counts = recent.slices[now]
+        now = int(self._clock.monotonic() * PARTS / self._window_s)
+        counters = self._counters_of(observation.namespace)
+        if now not in counters.parts:
+            self._check_rate(observation.namespace, counters, now)
+            counters.parts = {number: counts for number, counts in counters.parts.items() if number > now - PARTS}
+            counters.parts[now] = [0, 0]
+        counts = counters.parts[now]
         counts[0] += 1
         counts[1] += observation.outcome == "conflict"
 
-    def _recent(self, namespace: str) -> _Recent:
-        found = self._held.setdefault(namespace, _Recent())
-        self._held.move_to_end(namespace)
-        if len(self._held) > NAMESPACES_MAX:
-            # Whoever may make names up must not fill the memory with them.
-            self._held.popitem(last=False)
+    def _counters_of(self, namespace: str) -> _Counters:
+        found = self._counters.setdefault(namespace, _Counters())
+        self._counters.move_to_end(namespace)
+        if len(self._counters) > NAMESPACES_MAX:
+            # A caller that may invent names must not fill the memory with them.
+            self._counters.popitem(last=False)
         return found
 
-    def _look(self, namespace: str, recent: _Recent, now: int) -> None:
-        """Look at the slices that are over."""
-        window = [recent.slices.get(number, [0, 0]) for number in range(now - SLICES, now)]
+    def _check_rate(self, namespace: str, counters: _Counters, now: int) -> None:
+        """Check the parts that are over."""
+        window = [counters.parts.get(number, [0, 0]) for number in range(now - PARTS, now)]
         writes, conflicts = (sum(counts[part] for counts in window) for part in (0, 1))
         lasts = writes >= self._writes_min and all(met > self._above * made for made, met in window)
-        if lasts and not recent.is_told:
-            self._tell(ConflictAlert(namespace, conflicts / writes, conflicts, writes, self._window_s))
-        elif recent.is_told and not lasts:
+        if lasts and not counters.is_reported:
+            self._raise_alert(ConflictAlert(namespace, conflicts / writes, conflicts, writes, self._window_s))
+        elif counters.is_reported and not lasts:
             log.info("conflicts in namespace %s are rare again", namespace, extra={"event": "conflictsOver"})
-        recent.is_told = lasts
+        counters.is_reported = lasts
 
-    def _tell(self, alert: ConflictAlert) -> None:
+    def _raise_alert(self, alert: ConflictAlert) -> None:
         log.warning(
             "conflicts in namespace %s go on: %d of %d writes in %.0f s",
             alert.namespace,
@@ -132,5 +133,5 @@ class ConflictAlarm:
         try:
             self._on_alert(alert)
         except Exception as error:
-            # The write that brought us here is done, and must not look as if it had failed.
-            log.error("nobody took an alert of conflicts in namespace %s: %s", alert.namespace, type(error).__name__)
+            # The write that was observed is done, and must not look as if it had failed.
+            log.error("the alert of conflicts in namespace %s failed: %s", alert.namespace, type(error).__name__)

@@ -1,10 +1,10 @@
-"""The audit trail: who changed what, when and for what, without any value.
+"""The audit trail: who changed what, when and for what purpose, without any value.
 
-Every change of an audited namespace leaves a row, in the very commit that makes the change. Of the value
-before and after it has keyed hashes: whoever reads the trail can tell whether two are equal, and cannot guess
-either. A row is signed, counts on from the one before it of the same key, and names that one's signature.
+Every change of an audited namespace writes a row, in the same commit as the change. A row has keyed hashes of the value
+before and after: a reader of the trail can see whether two values are equal, and cannot guess either. A row is signed,
+has the next number of its key, and names the signature of the row before.
 
-What is kept of a key, in the family ``audit`` of its namespace:
+The trail is kept in the family ``audit`` of its namespace:
 
     head/<key>              how many rows the key has, the signature of the last, and what that left
     new/<key>/<n>           a row that is not sealed yet
@@ -13,8 +13,9 @@ What is kept of a key, in the family ``audit`` of its namespace:
     mark                    up to where the chain was pruned, and the link there
     past/<key>              how many rows of the key were pruned, and the last of them in short
 
-`limpet.semantic.seal` makes the chain, verifies it all and prunes it. An entry with a time to live has a copy in
-the family ``recoverable``, so that it can be recovered for a while after it expired; that is the only value kept here.
+`limpet.semantic.seal` makes the chain, `limpet.semantic.verify` verifies it, and `limpet.semantic.prune` shortens it.
+An entry with a time to live has a copy in the family ``recoverable``, so that it can be recovered for a while after it
+expired; that is the only value kept here. `limpet.semantic.copies` describes the copies.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from typing import Any, Final, Literal
 import msgspec
 
 from limpet.codec import Stored, encode_field
-from limpet.engine import Engine
 from limpet.errors import Conflict, Corrupt, InvalidValue
 from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write
-from limpet.semantic.copies import GRACE_S, log_expiry
+from limpet.semantic.copies import GRACE_S, expired_key, live_copy, live_key, log_expiry, move_copy, read_copies
+from limpet.semantic.families import read_family
 from limpet.semantic.model import Semantics, directive_of
 from limpet.store import Store
 
-__all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "new_key", "signed"]
+__all__ = ["Audit", "Head", "Keys", "Row", "Trail", "head_key", "new_key", "read_head", "sign"]
 
 log = logging.getLogger("limpet.semantic")
 
@@ -47,10 +48,10 @@ Op = Literal["put", "delete", "expire", "recover"]
 
 
 class Audit:
-    """What auditing needs: the key of the hashes, and how long what expired can be recovered.
+    """The keys of an audit trail, and how long an expired entry can be recovered.
 
     Args:
-        secret: The key, 32 bytes or more. Whoever has it can guess at values, and forge rows.
+        secret: The key, 32 bytes or more. With it, values can be guessed and rows forged.
         key_id: Its name, which stands beside every hash.
         older: Keys that were used before, by their names: what they signed stays valid.
         grace_s: How long an entry that expired can be recovered.
@@ -66,12 +67,12 @@ class Audit:
     ) -> None:
         self.keys = Keys(secret, key_id, older or {})
         if not grace_s > 0:
-            raise InvalidValue("the time to recover is more than zero seconds")
+            raise InvalidValue("the time to recover must be more than zero seconds")
         self.grace_ms = round(grace_s * 1000)
 
     @classmethod
     def from_environment(cls, *, grace_s: float = GRACE_S) -> Audit | None:
-        """The audit that the environment sets up; None where it sets up none.
+        """The audit that the environment sets up; None where no key is set.
 
         ``LIMPET_AUDIT_KEYS``, or the file that ``LIMPET_AUDIT_KEYS_FILE`` names, holds pairs ``name:hex``, separated by
         commas or lines. The first key is used from now on; the others have been used before.
@@ -85,7 +86,7 @@ class Audit:
         try:
             secrets = {name: bytes.fromhex(secret) for name, _, secret in pairs}
         except ValueError:
-            raise InvalidValue("LIMPET_AUDIT_KEYS holds pairs of a name, a colon and hexadecimal digits") from None
+            raise InvalidValue("LIMPET_AUDIT_KEYS must hold pairs of a name, a colon and hexadecimal digits") from None
         (key_id, secret), *older = secrets.items()
         return cls(secret, key_id=key_id, older=dict(older), grace_s=grace_s)
 
@@ -101,12 +102,12 @@ class Keys:
         self._secrets = {**older, key_id: secret}
         for name, one in self._secrets.items():
             if len(one) < SECRET_BYTES_MIN:
-                raise InvalidValue(f"the audit key {name!r} has {len(one)} bytes, and needs {SECRET_BYTES_MIN} or more")
+                raise InvalidValue(f"the audit key {name!r} has {len(one)} bytes; it needs {SECRET_BYTES_MIN} or more")
             if not name or ":" in name or "," in name:
-                raise InvalidValue("the name of an audit key is not empty, and has no colon and no comma")
+                raise InvalidValue("the name of an audit key must not be empty, and must hold no colon and no comma")
 
     def digest(self, what: str, content: bytes, key_id: str | None = None) -> str:
-        """A keyed hash of bytes. What is hashed for one purpose is worth nothing for another."""
+        """A keyed hash of bytes for one purpose, ``what``. It is empty when the key is not known."""
         name = self.key_id if key_id is None else key_id
         secret = self._secrets.get(name)
         if secret is None:
@@ -115,14 +116,14 @@ class Keys:
         return f"{name}:{mac.hexdigest()}"
 
     def matches(self, what: str, content: bytes, digest: object) -> bool:
-        """Whether a hash is that of these bytes, under the key that it names."""
+        """Whether a hash is that of these bytes, by the key that the hash names."""
         if not isinstance(digest, str) or not digest:
             return False
         made = self.digest(what, content, digest.partition(":")[0])
         return hmac.compare_digest(made.encode(), digest.encode(errors="replace"))
 
     def of_value(self, namespace: str, key: str, stored: Stored, like: str | None = None) -> str:
-        """The hash of a value under its key; with ``like``, made by the key that made that one."""
+        """The hash of a value under its key; with ``like``, by the secret that made that hash."""
         body = b"\0" + stored if isinstance(stored, bytes) else encode_field({n: f.hex() for n, f in stored.items()})
         content = encode_field([namespace, key]) + body
         return self.digest("value", content, None if like is None else like.partition(":")[0])
@@ -141,7 +142,7 @@ class Row(msgspec.Struct, frozen=True, rename="camel"):
         writer: Who changed it: ``<agent>:<directive>``, or a service account.
         directive: The directive alone.
         purpose: What the entry is for.
-        semantics: All that was said of that.
+        semantics: The semantics of the entry.
         request_id: The request; None for an expiry.
         version: The version after the change; of an end, the last one.
         before: The keyed hash of the value before; None where there was none.
@@ -166,7 +167,7 @@ class Row(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class Head(msgspec.Struct, frozen=True, rename="camel"):
-    """What is kept of a key: the last row in short, and what an expiry would have to tell."""
+    """The last row of a key in short, with what a row of its expiry would need."""
 
     n: int
     row: str
@@ -180,8 +181,8 @@ class Head(msgspec.Struct, frozen=True, rename="camel"):
     spec_ref: str | None = None
 
 
-class Planned(msgspec.Struct, frozen=True):
-    """What is to be written of a change: guards that keep the trail whole, and writes beside that of the data."""
+class PlannedRow(msgspec.Struct, frozen=True):
+    """The row of a change, with the writes for it and the guards that keep the trail whole."""
 
     row: Row
     guards: tuple[Guard, ...]
@@ -198,7 +199,7 @@ def new_key(key: str, n: int) -> str:
     return f"new/{key}/{n:010}"
 
 
-def signed(keys: Keys, namespace: str, what: str, document: dict[str, Any]) -> bytes:
+def sign(keys: Keys, namespace: str, what: str, document: dict[str, Any]) -> bytes:
     """A document with its signature, as it is stored."""
     mac = keys.digest(what, encode_field([namespace, document]))
     return encode_field({**document, "mac": mac})
@@ -212,22 +213,16 @@ class Trail:
         self._store = store
         self._keys = audit.keys
 
-    @property
-    def _engine(self) -> Engine:
-        return self._store._session.engine
-
     def hash_of(self, key: str, stored: Stored) -> str:
         """The keyed hash of a value."""
         return self._keys.of_value(self._store.name, key, stored)
 
     async def heads(self, keys: Sequence[str]) -> list[Entry | None]:
         """The heads of some keys."""
-        asked = [head_key(key) for key in keys]
-        session = self._store._session
-        return await session.retrying(lambda: self._engine.read(self._store.name, asked, family="audit"))
+        return await read_family(self._store, [head_key(key) for key in keys], "audit")
 
     def is_pending(self, entry: Entry | None, head: Entry | None) -> bool:
-        """Whether a key expired and no row tells of it yet."""
+        """Whether a key expired and has no row of that yet."""
         return entry is None and head is not None and read_head(head).ttl_ms is not None
 
     def plan(
@@ -243,18 +238,18 @@ class Trail:
         semantics: Semantics | dict[str, Any],
         request_id: str | None,
         spec_ref: str | None,
-    ) -> Planned:
-        """The row of a change, and what else is to be written with it.
+    ) -> PlannedRow:
+        """The row of a change, with its writes and guards.
 
-        ``found`` is the entry before, ``stored`` the value after; a change that leaves none ends the entry.
+        ``found`` is the entry before, ``stored`` the value after; without it, the change ends the entry.
         """
         name, keys = self._store.name, self._keys
         head = None if head_entry is None else read_head(head_entry)
-        told = semantics.to_dict() if isinstance(semantics, Semantics) else semantics
+        document = semantics.to_dict() if isinstance(semantics, Semantics) else semantics
         before = None
         if found is not None and found.stored is not None:
-            # As the last row has it, so that another key since then makes no difference. Whoever wrote by other
-            # means left a value that the last row knows nothing of.
+            # With the secret of the last row, so that a new secret since then makes no difference. A value that was
+            # written by other means does not match that row, and is hashed with the current secret.
             known = None if head is None or head.after is None else head.after
             before = keys.of_value(name, key, found.stored, like=known)
             before = before if before == known else keys.of_value(name, key, found.stored)
@@ -266,8 +261,8 @@ class Trail:
             op,
             writer,
             directive_of(writer),
-            str(told.get("purpose", "")),
-            told,
+            str(document.get("purpose", "")),
+            document,
             request_id,
             version,
             before,
@@ -276,34 +271,33 @@ class Trail:
             spec_ref,
         )
         ttl_ms = None
-        if stored is not None and told.get("ttlSeconds") is not None:
-            ttl_ms = msgspec.convert(told, Semantics).ttl_ms
-        text = signed(keys, name, "row", msgspec.to_builtins(row))
-        new_head = Head(row.n, _mac(text), op, writer, told, version, row.before, row.after, ttl_ms, spec_ref)
+        if stored is not None and document.get("ttlSeconds") is not None:
+            ttl_ms = msgspec.convert(document, Semantics).ttl_ms
+        text = sign(keys, name, "row", msgspec.to_builtins(row))
+        new_head = Head(row.n, _mac(text), op, writer, document, version, row.before, row.after, ttl_ms, spec_ref)
         writes: list[Write] = [
             Put(new_key(key, row.n), text, family="audit"),
-            Put(head_key(key), signed(keys, name, f"head {key}", msgspec.to_builtins(new_head)), family="audit"),
+            Put(head_key(key), sign(keys, name, f"head {key}", msgspec.to_builtins(new_head)), family="audit"),
         ]
         if stored is not None and ttl_ms is not None:
             writes.append(self._recoverable_copy(key, stored, ttl_ms, row))
         elif op == "delete":
-            writes += [Delete(f"live/{key}", family="recoverable"), Delete(f"over/{key}", family="recoverable")]
+            writes += [Delete(live_key(key), family="recoverable"), Delete(expired_key(key), family="recoverable")]
         guard = Guard(head_key(key), ABSENT if head_entry is None else Revision(head_entry.revision), "audit")
-        return Planned(row, (guard,), tuple(writes))
+        return PlannedRow(row, (guard,), tuple(writes))
 
     def _recoverable_copy(self, key: str, stored: Stored, ttl_ms: int, row: Row) -> Put:
-        """A copy that outlives the entry by the time to recover it."""
         meta = {"n": row.n, "writer": row.writer, "semantics": row.semantics}
         if row.spec_ref is not None:
             meta["specRef"] = row.spec_ref
-        return Put(f"live/{key}", stored, ttl_ms + self.audit.grace_ms, encode_field(meta), family="recoverable")
+        return live_copy(key, stored, ttl_ms, self.audit.grace_ms, meta)
 
     async def record_expiry(self, key: str, head_entry: Entry) -> bool:
-        """Tell of an entry that expired, once. False when somebody else did, or when there is nothing to tell."""
+        """Write the row of an entry that expired, once. False when it is there, or has no expiry to record."""
         head = read_head(head_entry)
         if head.ttl_ms is None:
             return False
-        (recoverable,) = await self._recoverable_copies([f"live/{key}"])
+        (live,) = await read_copies(self._store, [live_key(key)])
         planned = self.plan(
             "expire",
             key,
@@ -317,49 +311,43 @@ class Trail:
             spec_ref=head.spec_ref,
         )
         draft = self._store.batch().include(*planned.writes, guards=(*planned.guards, Guard(key, ABSENT)))
-        if recoverable is not None and recoverable.expires_ms is not None and recoverable.stored is not None:
-            left_ms = recoverable.expires_ms - (await self._store.status()).now_ms
-            draft.include(
-                Delete(recoverable.key, family="recoverable"),
-                guards=[Guard(recoverable.key, Revision(recoverable.revision), "recoverable")],
-            )
-            if left_ms > 0 and recoverable.meta.get("n") == head.n:
-                draft.include(
-                    Put(f"over/{key}", recoverable.stored, left_ms, recoverable.meta_json, family="recoverable")
-                )
+        if live is not None and live.expires_ms is not None and live.stored is not None:
+            # A copy of an earlier row than the last is not what expired, and is only removed.
+            is_last = live.meta.get("n") == head.n
+            now_ms = (await self._store.status()).now_ms
+            writes = move_copy(key, live, now_ms) if is_last else [Delete(live.key, family="recoverable")]
+            draft.include(*writes, guards=[Guard(live.key, Revision(live.revision), "recoverable")])
         try:
             await draft.commit()
         except Conflict:
-            # It is there again, or was told of, or its copy went its way. The next look shows.
+            # The entry is there again, another process recorded its expiry, or its copy changed. The next read shows.
             return False
         log_expiry(key, {"writer": head.writer, "semantics": head.semantics, "version": head.version})
         return True
 
     async def recoverable(self, key: str) -> tuple[Entry, Entry] | None:
-        """What a key held when it expired, and its head; None when that can no longer be recovered."""
+        """The copy of an entry that expired, and the head of its key; None when it can no longer be recovered."""
         (head_entry,) = await self.heads([key])
-        (recoverable,) = await self._recoverable_copies([f"over/{key}"])
-        if head_entry is None or recoverable is None or recoverable.stored is None:
+        (copy,) = await read_copies(self._store, [expired_key(key)])
+        if head_entry is None or copy is None or copy.stored is None:
             return None
         head = read_head(head_entry)
-        if head.op != "expire" or recoverable.meta.get("n") != head.n - 1:
+        if head.op != "expire" or copy.meta.get("n") != head.n - 1:
             return None
-        if head.before != self._keys.of_value(self._store.name, key, recoverable.stored, like=head.before):
-            # Not what expired.
+        if head.before != self._keys.of_value(self._store.name, key, copy.stored, like=head.before):
+            # Its value is not the one that expired.
             return None
-        return recoverable, head_entry
-
-    async def _recoverable_copies(self, keys: Sequence[str]) -> list[Entry | None]:
-        session = self._store._session
-        return await session.retrying(lambda: self._engine.read(self._store.name, keys, family="recoverable"))
+        return copy, head_entry
 
 
 def read_head(entry: Entry) -> Head:
-    """What a head says. Whether it is signed is the business of whoever verifies."""
+    """The head in an entry. Its signature is checked by a verification, not here."""
     try:
         return msgspec.convert(entry.value, Head)
     except msgspec.ValidationError as error:
-        raise Corrupt(f"{entry.key!r} of the audit trail is not as it was written: verify the trail") from error
+        raise Corrupt(
+            f"{entry.key!r} of the audit trail does not have the form in which it was written: verify the trail"
+        ) from error
 
 
 def _mac(text: bytes) -> str:

@@ -1,11 +1,10 @@
-"""Dead letters: writes that were tried until trying was over, kept for somebody to look at.
+"""Dead letters: writes that were given up, kept for a person to decide about.
 
-A letter holds what it takes to write it after all: key, value, writer, semantics, the version that was expected, and
-what went wrong. The value is in it, because nothing could be replayed without; so letters are kept in a namespace of
-their own, under rights of their own, and not for ever. Listing them shows all but the value.
+A letter holds all that a replay needs: key, value, writer, semantics, the version that was expected, and the error. It
+holds the value, because nothing could be replayed without it; so letters have their own namespace, with its own
+permissions, and are not kept for ever. A list of them leaves out the values.
 
-Where letters are kept is a store, and may be another place than that of the data: one that can still be written when
-the other cannot.
+Letters may be kept in another store than the data: one that can still be written when the other cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["DeadLetter", "DeadLetters"]
 
 KEEP_S: Final = 30 * 86_400.0
-"""How long a letter is kept, unless told otherwise."""
+"""How long a letter is kept by default."""
 SUFFIX: Final = "-deadletters"
 
 
@@ -38,14 +37,14 @@ class DeadLetter(msgspec.Struct, frozen=True, rename="camel"):
         at: When it was given up, in seconds since 1970.
         namespace: The namespace that it was meant for.
         key: The key.
-        value: What was to be written.
-        writer: Who was to be its writer.
-        semantics: What it was for.
-        expected_version: The version that was expected at last; None for whatever was there.
+        value: The value of the write.
+        writer: The writer.
+        semantics: The semantics.
+        expected_version: The version that the last attempt expected; None for any.
         request_id: The request id.
         code: The code of the last error.
-        attempts: How often it was tried.
-        found_version: The version that was found instead, if that was the trouble.
+        attempts: How many attempts were made.
+        found_version: The version found instead, after a conflict.
         spec_ref: The specification that governs it.
     """
 
@@ -64,7 +63,7 @@ class DeadLetter(msgspec.Struct, frozen=True, rename="camel"):
     spec_ref: str | None = None
 
     def to_dict(self, *, with_value: bool = False) -> dict[str, Any]:
-        """The letter as a document, without its value unless asked for."""
+        """The letter as a document; with its value only on request."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         if not with_value:
             del document["value"]
@@ -75,11 +74,11 @@ class DeadLetter(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class DeadLetters:
-    """The letters that are kept in a namespace.
+    """The letters in a namespace.
 
     Args:
-        store: Where to keep them.
-        keep_s: For how many seconds.
+        store: The namespace.
+        keep_s: For how many seconds to keep a letter.
     """
 
     def __init__(self, store: Store, *, keep_s: float = KEEP_S) -> None:
@@ -88,11 +87,11 @@ class DeadLetters:
 
     @classmethod
     def beside(cls, store: Store, *, keep_s: float = KEEP_S) -> DeadLetters:
-        """Those of a store, in the same place: in the namespace of its name with ``-deadletters`` behind it."""
+        """The letters of a store, in the same engine: in the namespace ``<name>-deadletters``."""
         return cls(store.namespace(store.name + SUFFIX), keep_s=keep_s)
 
     def new_name(self, at: float) -> str:
-        """A name for a letter. They are in order of time."""
+        """A name for a letter. Names sort by time."""
         return f"{round(at * 1000):013}-{os.urandom(6).hex()}"
 
     async def keep(self, letter: DeadLetter) -> None:
@@ -111,13 +110,13 @@ class DeadLetters:
         return _letter(entry)
 
     async def replay(self, name: str, target: SemanticStore, *, expected_version: int | None = None) -> Envelope:
-        """Write a letter after all, and drop it.
+        """Make the write of a letter, and drop the letter.
 
         Args:
-            name: Which one.
+            name: The name of the letter.
             target: The store that it was meant for.
-            expected_version: The version to write it onto, after a look at what is there. Unless given, the one that
-                was expected when it was given up.
+            expected_version: The version to expect, after reading what is there. By default the one that the letter
+                expected.
 
         Raises:
             VersionConflict: The key has another version. The letter is kept.
@@ -131,7 +130,7 @@ class DeadLetters:
             writer=letter.writer,
             semantics=letter.semantics,
             expected_version=letter.expected_version if expected_version is None else expected_version,
-            # A replay that is cut short between the write and the drop is known again.
+            # A replay that is interrupted between the write and the drop is recognised by this id.
             request_id=f"{name}.{'' if expected_version is None else expected_version}",
             spec_ref=letter.spec_ref,
         )
@@ -139,7 +138,7 @@ class DeadLetters:
         return envelope
 
     async def drop(self, name: str) -> bool:
-        """Forget a letter. False when there is none."""
+        """Remove a letter. False when it is absent."""
         return await self.store.delete(name)
 
 
@@ -147,4 +146,6 @@ def _letter(entry: Entry) -> DeadLetter:
     try:
         return msgspec.convert(entry.value, DeadLetter)
     except msgspec.ValidationError:
-        raise InvalidValue(f"{entry.key!r} is no dead letter: this namespace holds something else") from None
+        raise InvalidValue(
+            f"{entry.key!r} is no dead letter: this namespace holds other entries, name the one of the letters"
+        ) from None

@@ -1,8 +1,8 @@
 """The key standard: ``tenant/<tenant>/project/<project>/<path>``, and names for identifiers that do not fit.
 
-A key is at most 128 characters: lowercase components between slashes. What is wrong with one is said of
-the part that is wrong. An identifier that is too long, or has letters that a component cannot have, is
-replaced by a hash of it; which identifier a hash stands for is kept by the store, not guessed.
+A key has at most 128 characters: lowercase components between slashes. An error names the component that is wrong. An
+identifier that is too long, or has characters that a component cannot have, is replaced by a hash of it; the store
+keeps which identifier a hash stands for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from limpet.errors import InvalidKey
 __all__ = ["COMPONENT_MAX", "KEY_MAX", "InvalidKeyField", "check_key", "check_prefix", "component_of", "join"]
 
 KEY_MAX: Final = 128
-"""How many characters a key has at most."""
+"""The most characters of a key."""
 COMPONENT_MAX: Final = 64
 """A longer identifier is replaced by its hash."""
 
@@ -47,19 +47,21 @@ def check_key(key: object) -> str:
     """Return the key, or raise `InvalidKeyField` naming the part that is wrong."""
     parts = _parts(key)
     if len(parts) < 5:
-        raise InvalidKeyField(key, "path[0]", "a key goes on after its project, as in tenant/a/project/b/docs/delta")
+        raise InvalidKeyField(
+            key, "path[0]", "a key needs a path after its project, as in tenant/a/project/b/docs/delta"
+        )
     assert isinstance(key, str)
     if len(key) > KEY_MAX:
         raise InvalidKeyField(
             key,
             "key",
-            f"it has {len(key)} characters, limit {KEY_MAX}: hash what is long in it, as SemanticStore.key does",
+            f"it has {len(key)} characters, limit {KEY_MAX}: hash its long parts, as SemanticStore.key does",
         )
     return key
 
 
 def check_prefix(prefix: object) -> str:
-    """Return what keys may begin with: whole components with a slash at the end, the tenant's at least."""
+    """Return the prefix, or raise: whole components with a slash at the end, at least the tenant."""
     if not isinstance(prefix, str) or not prefix.endswith("/"):
         raise InvalidKeyField(prefix, "key", "a prefix ends with a slash, as in tenant/a/project/b/")
     _parts(prefix[:-1])
@@ -67,7 +69,7 @@ def check_prefix(prefix: object) -> str:
 
 
 def _parts(key: object) -> list[str]:
-    """The components of a key or of its beginning, each of them checked."""
+    """The components of a key or of a prefix, each of them checked."""
     if not isinstance(key, str):
         raise InvalidKeyField(key, "key", f"a key is a str, not of type {type(key).__name__}")
     parts = key.split("/")
@@ -78,21 +80,21 @@ def _parts(key: object) -> list[str]:
         if (problem := _problem(part)) is not None:
             raise InvalidKeyField(key, name, problem)
     if len(parts) in (1, 3):
-        raise InvalidKeyField(key, "tenant" if len(parts) == 1 else "project", "there is none")
+        raise InvalidKeyField(key, "tenant" if len(parts) == 1 else "project", "it is missing")
     return parts
 
 
 def _names(count: int) -> list[str]:
-    """What the components of a key are called in an error."""
+    """The names of the components of a key in an error."""
     return ["tenant", "project", *(f"path[{number}]" for number in range(count))][:count]
 
 
 def _problem(part: str) -> str | None:
-    """What keeps this from being a component."""
+    """What is wrong with a component; None when it is valid."""
     if not part:
         return "it is empty"
     if part in _DOTS:
-        return "it is dots alone"
+        return "it has only dots"
     if part != part.lower():
         return "it has an uppercase letter"
     if any(map(str.isspace, part)):
@@ -103,28 +105,30 @@ def _problem(part: str) -> str | None:
 
 
 def component_of(identifier: str) -> str:
-    """The component that stands for an identifier: itself where it can, else ``h-`` and a hash of it.
+    """The component for an identifier: the identifier where it is valid, else ``h-`` and a hash of it.
 
     The hash is the first 125 bits of SHA-256 over the UTF-8 bytes, in base 32, lowercase. An identifier that
     looks like such a hash is hashed as well, so that no two identifiers have the same component.
     """
     if len(identifier) <= COMPONENT_MAX and _problem(identifier) is None and not _HASHED.match(identifier):
         return identifier
-    return _hashed(identifier)
+    return _hash(identifier)
 
 
-def _hashed(identifier: str) -> str:
+def _hash(identifier: str) -> str:
     try:
         digest = hashlib.sha256(identifier.encode()).digest()
     except UnicodeEncodeError:
-        raise InvalidKeyField(identifier, "key", "an identifier holds a lone surrogate") from None
+        raise InvalidKeyField(
+            identifier, "key", "an identifier holds a lone surrogate, which UTF-8 cannot carry"
+        ) from None
     return "h-" + base64.b32encode(digest)[:25].decode().lower()
 
 
 def join(tenant: str, project: str, *path: str) -> tuple[str, dict[str, str]]:
-    """The key of some identifiers, and which of its components stand for which of them.
+    """The key of some identifiers, and the identifiers that its hashed components stand for.
 
-    Where the key would be too long, the longest components are hashed, one after the other, until it fits.
+    Where the key is too long, the longest components are hashed, one after the other, until it fits.
     """
     originals = [tenant, project, *path]
     for name, identifier in zip(_names(len(originals)), originals, strict=True):
@@ -137,6 +141,6 @@ def join(tenant: str, project: str, *path: str) -> tuple[str, dict[str, str]]:
         longest = max(range(len(parts)), key=lambda number: (len(parts[number]), -number))
         if parts[longest] != originals[longest] or len(parts[longest]) <= 27:
             break
-        parts[longest] = _hashed(originals[longest])
+        parts[longest] = _hash(originals[longest])
     hashed = {part: original for part, original in zip(parts, originals, strict=True) if part != original}
     return check_key(key), hashed

@@ -1,7 +1,7 @@
-"""What semantic entries are made of: the envelope, the semantics, and what can be wrong with them.
+"""The values of semantic entries: the envelope, the semantics, and their errors.
 
-Documents are spelt in camelCase, as on every wire; names in Python are not. What a document holds is
-checked by its shape, and what is wrong is said of the member that is wrong.
+Documents are spelt in camelCase, as on every wire; names in Python are not. A document is checked against its struct,
+and an error names the member that is wrong.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "directive_of",
     "envelope_of",
     "meta_of",
+    "parse_document",
     "semantics_of",
-    "shaped",
 ]
 
 Purpose = Literal["checkpoint", "feature_flag", "lock", "cursor"]
@@ -78,13 +78,13 @@ class VersionConflict(Conflict):
         value: The value found; None when there is no such key.
         reason: ``guard``; ``lock_expired`` where an entry of purpose lock was to be renewed and is over;
             ``stale_request`` where the request id was used before for another request.
-        request_id: The request id, by which the log tells of it.
-        is_shown: Whether whoever asked a server may be told the value. Nobody may, until it was asked who asked.
+        request_id: The request id, as in the log.
+        is_shown: Whether a server may show the value to its caller. False until the caller's permissions are checked.
     """
 
     code = "version_conflict"
     is_shown = False
-    # The core knows two reasons; an expired lock is a guard that failed.
+    # The core has two reasons; an expired lock is a guard that failed.
     reason: Literal["guard", "stale_request", "lock_expired"]  # type: ignore[assignment]
 
     def __init__(
@@ -126,7 +126,7 @@ class VersionConflict(Conflict):
         return None if self.current is None else self.current.value
 
     def to_dict(self, *, with_value: bool = True) -> dict[str, Any]:
-        """The conflict as a document; without its value for whoever may not read that."""
+        """The conflict as a document; without its value for a caller that may not read it."""
         document = {
             "code": self.code,
             "key": self.key,
@@ -141,12 +141,12 @@ class VersionConflict(Conflict):
 
 
 class Semantics(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):
-    """What an entry is for, who makes it and who is to use it.
+    """What an entry is for, who makes it and who should use it.
 
     Attributes:
         purpose: ``checkpoint``, ``feature_flag``, ``lock`` or ``cursor``.
         producer: Who makes it.
-        consumer_hints: Who is to use it.
+        consumer_hints: Who should use it.
         ttl_seconds: After how many seconds it expires; None for never.
     """
 
@@ -172,7 +172,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
     Attributes:
         key: The key.
-        value: The value: a JSON object. None where only the rest was asked for.
+        value: The value: a JSON object. None where only the rest was requested.
         version: Counts the writes of this key. Starts at 1 again when a key ended and is made anew.
         revision: Grows with every change of the namespace, over all ends and beginnings.
         last_writer: ``<agent>:<directive>``, or a service account.
@@ -182,7 +182,7 @@ class Envelope(msgspec.Struct, frozen=True):
         spec_ref: The specification or decision that governs it.
         expires_at: When it expires, UTC; None for never.
         token: The revision that began it. Renewing keeps it: of a lock it is the fencing token.
-        replayed: Whether this answers a repeated request that was applied before.
+        replayed: Whether this is the result of an earlier request that was repeated.
     """
 
     key: str
@@ -199,7 +199,7 @@ class Envelope(msgspec.Struct, frozen=True):
     replayed: bool = False
 
     def to_dict(self, *, with_value: bool = True) -> dict[str, Any]:
-        """The envelope as a document; without its value for whoever may not read that."""
+        """The envelope as a document; without its value for a caller that may not read it."""
         document: dict[str, Any] = {
             "key": self.key,
             "value": self.value,
@@ -223,7 +223,7 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class Held(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An entry of purpose lock that must still be held: what of its envelope says which one."""
+    """An entry of purpose lock that must still be held, by its key and token."""
 
     key: str
     token: Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -258,8 +258,8 @@ BatchItem = Put | Delete
 # Checking ---------------------------------------------------------------------
 
 
-def shaped(document: object, kind: type[T], field: str = "") -> T:
-    """A document in its shape, or `InvalidField` naming the member that is wrong."""
+def parse_document(document: object, kind: type[T], field: str = "") -> T:
+    """A document as a struct, or `InvalidField` naming the member that is wrong."""
     try:
         return msgspec.convert(document, kind)
     except UnicodeEncodeError:
@@ -273,9 +273,9 @@ def shaped(document: object, kind: type[T], field: str = "") -> T:
 
 
 def semantics_of(semantics: Semantics | dict[str, Any]) -> Semantics:
-    """Semantics that may be stored."""
-    # A struct that was made by hand was not checked by its shape.
-    checked = shaped(
+    """Semantics, checked."""
+    # A struct is checked too: its constructor does not check types.
+    checked = parse_document(
         msgspec.to_builtins(semantics) if isinstance(semantics, Semantics) else semantics, Semantics, "semantics"
     )
     try:
@@ -283,19 +283,19 @@ def semantics_of(semantics: Semantics | dict[str, Any]) -> Semantics:
     except InvalidTTL as error:
         raise InvalidField("semantics.ttlSeconds", str(error)) from None
     if checked.purpose == "lock" and ttl_ms is None:
-        raise InvalidField("semantics.ttlSeconds", "a lock needs one, or it would outlive whoever holds it")
+        raise InvalidField("semantics.ttlSeconds", "a lock needs one, or it would outlive its holder")
     return checked
 
 
 def check_writer(writer: object) -> str:
-    """Return who writes: ``<agent>:<directive>``, or a service account."""
+    """Return the writer: ``<agent>:<directive>``, or a service account."""
     if not isinstance(writer, str) or not _WRITER.match(writer):
         raise InvalidField("lastWriter", "a writer is <agent>:<directive> or a service account, without whitespace")
     return writer
 
 
 def directive_of(writer: str) -> str:
-    """The directive of a writer; a service account stands for itself."""
+    """The directive of a writer; of a service account, the account."""
     return writer.partition(":")[2] or writer
 
 
@@ -314,12 +314,12 @@ def check_expected_version(version: object) -> int | None:
     """Return the version that is expected: None for any, 0 for no such key."""
     if version is None or (type(version) is int and 0 <= version <= INT_MAX):
         return version
-    raise InvalidField("expectedVersion", "it is a version, 0 for no such key, or none for whatever is there")
+    raise InvalidField("expectedVersion", "it is a version, 0 for no such key, or none for any version")
 
 
 # Stored -------------------------------------------------------------------------
 #
-# The value is the entry's own; all else of an envelope is in its meta.
+# An envelope is stored as an entry: its value is the entry's value, and the rest is in its meta.
 
 
 class _Meta(msgspec.Struct, rename="camel"):
@@ -330,25 +330,25 @@ class _Meta(msgspec.Struct, rename="camel"):
 
 
 def meta_of(
-    writer: str, semantics: Semantics, request_id: str, spec_ref: str | None, hashed: str | None = None
+    writer: str, semantics: Semantics, request_id: str, spec_ref: str | None, value_hash: str | None = None
 ) -> dict[str, Any]:
-    """What is kept beside the value; of an audited one, its hash too."""
+    """The meta of an entry; with the hash of its value where it is audited."""
     meta: dict[str, Any] = {"lastWriter": writer, "semantics": semantics.to_dict(), "requestId": request_id}
-    for name, member in (("specRef", spec_ref), ("hash", hashed)):
+    for name, member in (("specRef", spec_ref), ("hash", value_hash)):
         if member is not None:
             meta[name] = member
     return meta
 
 
 def envelope_of(entry: Entry, *, replayed: bool = False) -> Envelope:
-    """An entry in its envelope. Raises `TypeMismatch` for one that was put there by other means."""
+    """An entry in its envelope. Raises `TypeMismatch` for one that was put without an envelope."""
     value = entry.value
     try:
         meta = msgspec.convert(entry.meta, _Meta)
     except msgspec.ValidationError:
-        raise TypeMismatch(entry.key, expected="an envelope", found="something put without one") from None
+        raise TypeMismatch(entry.key, expected="an envelope", found="an entry without one") from None
     if not isinstance(value, dict | None):
-        raise TypeMismatch(entry.key, expected="an envelope", found="something put without one")
+        raise TypeMismatch(entry.key, expected="an envelope", found="an entry without one")
     return Envelope(
         entry.key,
         value,

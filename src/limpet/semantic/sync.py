@@ -1,7 +1,7 @@
 """Semantic entries without await: the same verbs, in any thread.
 
 There is no second implementation: a verb runs the coroutine of `limpet.semantic.store`, as `limpet.sync` does for a
-store. What holds a lock meanwhile (sealing, verifying, pruning) runs on the loop of the store.
+store. Verbs that hold a lock (sealing, verifying, pruning) run on the loop of the store.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from limpet.semantic.copies import GRACE_S
 from limpet.semantic.deadletters import KEEP_S
 from limpet.semantic.keys import check_prefix
 from limpet.semantic.model import Envelope, Semantics
+from limpet.semantic.observe import Observation
 from limpet.semantic.policy import OutageAlert, RetryPolicy
-from limpet.semantic.store import Observation
 from limpet.sync import Face, mirror, plain
 
 __all__ = ["DeadLetters", "SemanticStore", "Watch"]
@@ -34,9 +34,10 @@ __all__ = ["DeadLetters", "SemanticStore", "Watch"]
 class SemanticStore(Face):
     """Semantic entries in a namespace, without await.
 
-    With ``with`` it also notices in the background what has expired, and an audited one seals its trail; the store
-    stays its owner's. The arguments are those of `limpet.semantic.store.SemanticStore`. ``observer``, ``on_outage`` and
-    the ``progress`` of `prune` may be called on the loop of the store, and so must not call the store.
+    With ``with`` it also records in the background what has expired, and an audited one seals its trail. Closing the
+    store is left to its owner. The arguments are those of `limpet.semantic.store.SemanticStore`. ``observer``,
+    ``on_outage`` and the ``progress`` of `prune` may be called on the loop of the store, and so must not call the
+    store.
     """
 
     _twin: _semantic.SemanticStore
@@ -100,17 +101,17 @@ class SemanticStore(Face):
         held: Envelope | None = None,
         fence: Fencing | Fence | None = None,
     ) -> Envelope | None:
-        """Change a key by a plain function of what is there; see `limpet.semantic.store.SemanticStore.advance`.
+        """Change a key by a plain function of its entry; see `limpet.semantic.store.SemanticStore.advance`.
 
         The function runs in this thread, and may use the store.
         """
         if inspect.iscoroutinefunction(change):
-            raise TypeError("a blocking store advances by a plain function, and this one is async")
+            raise TypeError("advance() of the sync API needs a plain function, and this one is async")
         return self._runner.run_with(
             plain(change),
-            lambda changed: self._twin.advance(
+            lambda checked_change: self._twin.advance(
                 key,
-                changed,
+                checked_change,
                 writer=writer,
                 semantics=semantics,
                 request_id=request_id,
@@ -121,7 +122,7 @@ class SemanticStore(Face):
         )
 
     def watch(self, prefix: str, *, initial: bool = True) -> Watch:
-        """The entries whose keys begin so, and every change of them: a key with its envelope, or None when it ended."""
+        """The entries under a prefix, and every change of them: a key with its envelope, or None when it ended."""
         return Watch(self.store.watch(f"{check_prefix(prefix)}*", initial=initial))
 
     def __enter__(self) -> Self:
@@ -131,7 +132,7 @@ class SemanticStore(Face):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A store that is closed already has ended the sealing too.
+        # A store that is already closed has stopped the background task, too.
         with contextlib.suppress(Closed):
             self._runner.wait(self._twin.__aexit__(kind, error, trace))
 
@@ -150,13 +151,13 @@ class Watch:
 
     def __next__(self) -> tuple[str, Envelope | None]:
         for event in self._events:
-            told = _semantic.told_by(event)
-            if told is not None:
-                return told
+            change = _semantic.read_change(event)
+            if change is not None:
+                return change
         raise StopIteration
 
     def close(self) -> None:
-        """End this watch, also for a thread that waits in it."""
+        """End this watch, also for a thread that waits for its next change."""
         self._events.close()
 
     def __enter__(self) -> Self:
@@ -167,7 +168,7 @@ class Watch:
 
 
 class DeadLetters(Face):
-    """The letters that are kept in a namespace, without await. See `limpet.semantic.deadletters.DeadLetters`."""
+    """The letters in a namespace, without await. See `limpet.semantic.deadletters.DeadLetters`."""
 
     _twin: _deadletters.DeadLetters
 
@@ -176,7 +177,7 @@ class DeadLetters(Face):
 
     @classmethod
     def beside(cls, store: sync.Store, *, keep_s: float = KEEP_S) -> DeadLetters:
-        """Those of a store, in the same place: in the namespace of its name with ``-deadletters`` behind it."""
+        """The letters of a store, in the same engine: in the namespace ``<name>-deadletters``."""
         return cls(store.namespace(store.name + _deadletters.SUFFIX), keep_s=keep_s)
 
     list = mirror(_deadletters.DeadLetters.list)
@@ -184,11 +185,13 @@ class DeadLetters(Face):
     drop = mirror(_deadletters.DeadLetters.drop)
 
     def replay(self, name: str, target: SemanticStore, *, expected_version: int | None = None) -> Envelope:
-        """Write a letter after all, and drop it; see `limpet.semantic.deadletters.DeadLetters.replay`."""
+        """Make the write of a letter, and drop the letter; see `limpet.semantic.deadletters.DeadLetters.replay`."""
         self._check_beside(target.store)
         return target._runner.run(self._twin.replay(name, target._twin, expected_version=expected_version))
 
     def _check_beside(self, store: sync.Store) -> None:
-        """Refuse letters that only the loop of another store could write."""
+        """Refuse letters that can only be written on the loop of another store."""
         if self._runner is not store._runner and not self._runner.inline:
-            raise InvalidValue("dead letters are kept by the engine of their store, or in SQLite or memory")
+            raise InvalidValue(
+                "the dead letters of a sync store must be in the engine of their store, or in SQLite or memory"
+            )

@@ -1,8 +1,8 @@
-"""Semantic entries on a server: which namespaces are audited, and who hears of what is written.
+"""Semantic entries on a server: which namespaces are audited, and who observes their writes.
 
-A namespace that is audited has one way in. What writes to it by other verbs would leave no row in the trail, and is
-refused; so is what a client commits by itself, because the keys of the trail are the server's. Its trail is sealed in
-the background for as long as the server runs.
+An audited namespace is written by the semantic verbs alone. Any other write would leave no row in the audit trail, and
+is refused; so is a batch that a client commits itself, because only the server has the keys of the trail. The trail is
+sealed in the background while the server runs.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ __all__ = ["AuditedNamespaces", "conflict_document"]
 log = logging.getLogger("limpet.server")
 
 LAST_SEAL_S: Final = 1.0
-"""How long the last sealing may take when the server ends. What it leaves, the next server seals."""
+"""How long the last sealing may take when the server stops. The next server seals the rows that remain."""
 
 
 class AuditedNamespaces:
-    """What a server makes of a namespace when semantic verbs are asked for. A gate of the dispatcher.
+    """The semantic stores of a server's namespaces. A check of the dispatcher.
 
     Args:
-        audit: The keys of the trail; not needed where nothing is audited.
+        audit: The keys of the trail; not needed without audited namespaces.
         audited: The namespaces that have a trail.
-        observers: Are told of each write, and of each conflict.
+        observers: Called with each write and each conflict.
     """
 
     def __init__(
@@ -49,13 +49,14 @@ class AuditedNamespaces:
         self._audited = frozenset(audited)
         self._observers = observers
 
-    def of(self, store: Store) -> SemanticStore:
-        """The semantic entries of a namespace."""
-        return SemanticStore(store, audit=self._audit if store.name in self._audited else None, observer=self._tell)
+    def semantic_store(self, store: Store) -> SemanticStore:
+        """The semantic entries of a namespace, with its audit trail if it has one."""
+        audit = self._audit if store.name in self._audited else None
+        return SemanticStore(store, audit=audit, observer=self._notify)
 
-    async def check(self, store: Store, operation: Operation, asked: Request) -> None:
-        """Let a request pass, unless it would change an audited namespace and leave no row."""
-        if store.name in self._audited and _leaves_no_row(operation, asked):
+    async def check(self, store: Store, operation: Operation, request: Request) -> None:
+        """Raise `PermissionDenied` for a request that would change an audited namespace and leave no row."""
+        if store.name in self._audited and _leaves_no_row(operation, request):
             raise PermissionDenied(
                 f"namespace {store.name!r} is audited, and this would leave no row in its trail: "
                 "write with kv_put, kv_delete and kv_batch"
@@ -63,38 +64,38 @@ class AuditedNamespaces:
 
     @contextlib.asynccontextmanager
     async def sealing(self, session: Session) -> AsyncIterator[None]:
-        """Seal the trails for as long as the body runs, and once more behind it."""
+        """Seal the trails while the body runs, and once more after it."""
         async with contextlib.AsyncExitStack() as sealers:
-            kept = [self.of(Store(session, name)) for name in sorted(self._audited)]
-            sealers.push_async_callback(self._seal_last, kept)
-            for one in kept:
-                await sealers.enter_async_context(one)
+            stores = [self.semantic_store(Store(session, name)) for name in sorted(self._audited)]
+            sealers.push_async_callback(self._seal_last, stores)
+            for store in stores:
+                await sealers.enter_async_context(store)
             yield
 
-    async def _seal_last(self, kept: Sequence[SemanticStore]) -> None:
+    async def _seal_last(self, stores: Sequence[SemanticStore]) -> None:
         try:
             async with asyncio.timeout(LAST_SEAL_S):
-                for one in kept:
-                    await one.seal()
+                for store in stores:
+                    await store.seal()
         except (LimpetError, TimeoutError) as error:
             log.warning("a trail has rows that the next server will seal: %s", type(error).__name__)
 
-    def _tell(self, observation: Observation) -> None:
+    def _notify(self, observation: Observation) -> None:
         for observer in self._observers:
             observer(observation)
 
 
-def _leaves_no_row(operation: Operation, asked: Request) -> bool:
-    if isinstance(asked, Primitive):
-        # Locks and expiry are no business of the trail: it tells of an expiry by itself.
-        batch = asked.what
+def _leaves_no_row(operation: Operation, request: Request) -> bool:
+    if isinstance(request, Primitive):
+        # The trail has no rows of locks, and it records an expiry by itself.
+        batch = request.what
         return isinstance(batch, Batch) and any(
             write.family != "lock" and not isinstance(write, Expire) for write in batch.writes
         )
-    return operation.right_for(asked) == "write" and not operation.is_semantic
+    return operation.right_for(request) == "write" and not operation.is_semantic
 
 
 def conflict_document(conflict: VersionConflict) -> dict[str, Any]:
-    """A conflict as a document; with the value found, where whoever asked may see it."""
+    """A conflict as a document; with the value found, if the caller may see it."""
     document = conflict.to_dict(with_value=conflict.is_shown)
     return {**document, "value": plain(conflict.value)} if conflict.is_shown else document

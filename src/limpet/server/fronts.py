@@ -1,176 +1,125 @@
-"""Engines in front of the engine: errors in plain words, and request ids that belong to their caller.
+"""Wrappers around the engine of a server: errors without details, and request ids that belong to their caller.
 
-`Boundary` stands in front of the engine of every server. Whatever an engine says when it fails stays behind it.
+`Boundary` wraps the engine of every server. The message of an engine's error stays behind it.
 
-`OwnIds` stands in front of that for a caller who does not see and write the whole namespace. Its request ids get the
-caller's name in front, so that it can neither use up an id of others nor learn by one what others have written.
+`OwnIds` wraps that again for a caller that does not see and write the whole namespace. Its request ids get the
+caller's name as a prefix, so that it can neither use up an id of others nor learn by one what others have written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from typing import Final, TypeVar
+import functools
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 
 from limpet.engine import Engine, Indexing
 from limpet.errors import Ambiguous, InvalidKey, LimpetError
-from limpet.index import IndexProbe
 from limpet.keys import KEY_BYTES_MAX, Span
-from limpet.model import (
-    Batch,
-    Change,
-    Commit,
-    Entry,
-    Expire,
-    Family,
-    Filter,
-    LogPage,
-    Refusal,
-    ScanPage,
-    Status,
-    Traits,
-    Window,
-)
+from limpet.model import Batch, Change, Commit, Entry, Family, LogPage, Refusal, Traits
 from limpet.server.wording import engine_error
 from limpet.session import Session
 
 __all__ = ["Boundary", "OwnIds", "own_ids", "put_boundary"]
 
 T = TypeVar("T")
+M = TypeVar("M", bound=Callable[..., Awaitable[Any]])
 
 _SEPARATOR: Final = "/"
 
 
-class _Front:
-    """An engine in front of another."""
+def _forward(primitive: M) -> M:
+    """A method that calls the same primitive of the wrapped engine, through `_EngineWrapper._call`."""
+    name = primitive.__name__
 
-    def __init__(self, behind: Engine) -> None:
-        self._behind = behind
+    @functools.wraps(primitive)
+    def forward(self: _EngineWrapper, *args: Any, **options: Any) -> Awaitable[Any]:
+        return self._call(getattr(self._engine, name)(*args, **options))
+
+    return cast(M, forward)
+
+
+class _EngineWrapper:
+    """An engine that forwards every primitive to another."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     @property
     def traits(self) -> Traits:
-        """What the engine behind is."""
-        return self._behind.traits
+        """The traits of the wrapped engine."""
+        return self._engine.traits
 
-    async def _run(self, call: Awaitable[T]) -> T:
-        """Await a call of the engine behind."""
+    async def _call(self, call: Awaitable[T]) -> T:
+        """Await a call of the wrapped engine."""
         return await call
 
-    async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
-        """See `Engine.read`."""
-        return await self._run(self._behind.read(namespace, keys, family=family))
-
-    async def scan(
-        self,
-        namespace: str,
-        span: Span,
-        *,
-        family: Family = "data",
-        where: Filter | None = None,
-        values: bool = True,
-        limit: int = 500,
-    ) -> ScanPage:
-        """See `Engine.scan`."""
-        return await self._run(
-            self._behind.scan(namespace, span, family=family, where=where, values=values, limit=limit)
-        )
-
-    async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
-        """See `Engine.commit`."""
-        return await self._run(self._behind.commit(namespace, batch))
-
-    async def changes(
-        self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
-    ) -> LogPage:
-        """See `Engine.changes`."""
-        return await self._run(self._behind.changes(namespace, after, span=span, limit=limit, wait_s=wait_s))
-
-    async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
-        """See `Engine.due`."""
-        return await self._run(self._behind.due(namespace, limit=limit))
-
-    async def trim(self, namespace: str, window: Window) -> int:
-        """See `Engine.trim`."""
-        return await self._run(self._behind.trim(namespace, window))
-
-    async def status(self, namespace: str) -> Status:
-        """See `Engine.status`."""
-        return await self._run(self._behind.status(namespace))
+    read = _forward(Engine.read)
+    scan = _forward(Engine.scan)
+    commit = _forward(Engine.commit)
+    changes = _forward(Engine.changes)
+    due = _forward(Engine.due)
+    trim = _forward(Engine.trim)
+    status = _forward(Engine.status)
 
     async def close(self) -> None:
         """See `Engine.close`."""
-        await self._behind.close()
+        await self._engine.close()
 
 
-class Boundary(_Front):
-    """The engine of a server. Its errors keep their kinds, and are put in plain words."""
+class _IndexingWrapper(_EngineWrapper):
+    """A wrapper around an engine that keeps indexes."""
 
-    async def _run(self, call: Awaitable[T]) -> T:
+    index = _forward(Indexing.index)
+    unindex = _forward(Indexing.unindex)
+    indexes = _forward(Indexing.indexes)
+    candidates = _forward(Indexing.candidates)
+
+
+class Boundary(_EngineWrapper):
+    """The engine of a server. Its errors keep their classes and get fixed messages."""
+
+    async def _call(self, call: Awaitable[T]) -> T:
         try:
             return await call
         except LimpetError as error:
-            plain = engine_error(error)
-            if plain is error:
+            public = engine_error(error)
+            if public is error:
                 raise
-            raise plain from error
+            raise public from error
 
 
-class _Indexed(_Front):
-    """In front of an engine that keeps indexes."""
-
-    @property
-    def _indexing(self) -> Indexing:
-        assert isinstance(self._behind, Indexing)
-        return self._behind
-
-    async def index(self, namespace: str, field: str) -> None:
-        """See `Indexing.index`."""
-        await self._run(self._indexing.index(namespace, field))
-
-    async def unindex(self, namespace: str, field: str) -> None:
-        """See `Indexing.unindex`."""
-        await self._run(self._indexing.unindex(namespace, field))
-
-    async def indexes(self, namespace: str) -> list[str]:
-        """See `Indexing.indexes`."""
-        return await self._run(self._indexing.indexes(namespace))
-
-    async def candidates(self, namespace: str, span: Span, wanted: Sequence[IndexProbe]) -> list[str] | None:
-        """See `Indexing.candidates`."""
-        return await self._run(self._indexing.candidates(namespace, span, wanted))
-
-
-class OwnIds(_Front):
-    """The engine as one caller has it, whose request ids are its own.
+class OwnIds(_EngineWrapper):
+    """The engine for one caller, whose request ids no other caller shares.
 
     Args:
-        behind: The engine.
+        engine: The engine.
         name: The caller's name, which no other caller has.
-        finds_others: Whether the receipt of another caller is found, by the id as the log has it.
+        finds_others: Whether the caller finds the receipt of another caller, by the id that the log has.
     """
 
-    def __init__(self, behind: Engine, name: str, *, finds_others: bool = True) -> None:
-        super().__init__(behind)
+    def __init__(self, engine: Engine, name: str, *, finds_others: bool = True) -> None:
+        super().__init__(engine)
         self._prefix = name + _SEPARATOR
         self._finds_others = finds_others
 
     def given(self, request_id: str | None) -> str | None:
-        """An id from the log as the caller gave it; that of another caller as it is."""
+        """An id from the log as the caller gave it; the id of another caller unchanged."""
         return None if request_id is None else request_id.removeprefix(self._prefix)
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
-        """See `Engine.read`. A receipt is looked for among the caller's own first, and then as it is named."""
+        """See `Engine.read`. A receipt is read by the caller's prefixed id first, and then by the id as given."""
         if family != "receipt" or not keys:
             return await super().read(namespace, keys, family=family)
-        named = [self._prefix + key for key in keys if self._fits(key)]
+        ids = [self._prefix + key for key in keys if self._fits(key)]
         if self._finds_others:
-            named += keys
-        found = dict(zip(named, await super().read(namespace, named, family=family), strict=True)) if named else {}
-        own = [found.get(self._prefix + key) for key in keys]
+            ids += keys
+        found = dict(zip(ids, await super().read(namespace, ids, family=family), strict=True)) if ids else {}
+        own_receipts = [found.get(self._prefix + key) for key in keys]
         return [
-            found.get(key) if mine is None else msgspec.structs.replace(mine, key=key)
-            for key, mine in zip(keys, own, strict=True)
+            found.get(key) if own is None else msgspec.structs.replace(own, key=key)
+            for key, own in zip(keys, own_receipts, strict=True)
         ]
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
@@ -178,28 +127,28 @@ class OwnIds(_Front):
         given = batch.request_id
         if given is None:
             return await super().commit(namespace, batch)
-        named = msgspec.structs.replace(batch, request_id=self._named(given))
+        prefixed = msgspec.structs.replace(batch, request_id=self._add_prefix(given))
         try:
-            outcome = await super().commit(namespace, named)
+            result = await super().commit(namespace, prefixed)
         except Ambiguous as error:
             error.request_id = self.given(error.request_id)
             raise
-        if isinstance(outcome, Refusal) and outcome.reason == "stale_request":
-            return msgspec.structs.replace(outcome, key=given)
-        return outcome
+        if isinstance(result, Refusal) and result.reason == "stale_request":
+            return msgspec.structs.replace(result, key=given)
+        return result
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> LogPage:
-        """See `Engine.changes`. The caller's own changes name their cause as it was given."""
-        feed = await super().changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
-        return msgspec.structs.replace(feed, changes=[self._shown(change) for change in feed.changes])
+        """See `Engine.changes`. The caller's own changes have their cause without the prefix."""
+        page = await super().changes(namespace, after, span=span, limit=limit, wait_s=wait_s)
+        return msgspec.structs.replace(page, changes=[self._strip_cause(change) for change in page.changes])
 
-    def _shown(self, change: Change) -> Change:
+    def _strip_cause(self, change: Change) -> Change:
         cause = self.given(change.cause)
         return change if cause == change.cause else msgspec.structs.replace(change, cause=cause)
 
-    def _named(self, request_id: str) -> str:
+    def _add_prefix(self, request_id: str) -> str:
         if not self._fits(request_id):
             limit = KEY_BYTES_MAX - len(self._prefix.encode())
             raise InvalidKey(request_id, f"a request id of this caller has up to {limit} bytes")
@@ -209,23 +158,23 @@ class OwnIds(_Front):
         return len((self._prefix + request_id).encode()) <= KEY_BYTES_MAX
 
 
-class _IndexedBoundary(Boundary, _Indexed):
+class _IndexingBoundary(Boundary, _IndexingWrapper):
     pass
 
 
-class _IndexedOwnIds(OwnIds, _Indexed):
+class _IndexingOwnIds(OwnIds, _IndexingWrapper):
     pass
 
 
 def put_boundary(session: Session) -> Session:
-    """Put a boundary in front of the engine of a session, unless there is one. Returns the session."""
+    """Wrap the engine of a session in a boundary, unless it is wrapped already. Returns the session."""
     engine = session.engine
     if not isinstance(engine, Boundary):
-        session.engine = _IndexedBoundary(engine) if isinstance(engine, Indexing) else Boundary(engine)
+        session.engine = _IndexingBoundary(engine) if isinstance(engine, Indexing) else Boundary(engine)
     return session
 
 
 def own_ids(engine: Engine, name: str, *, finds_others: bool = True) -> OwnIds:
-    """The engine as the caller of this name has it. See `OwnIds`."""
-    kind = _IndexedOwnIds if isinstance(engine, Indexing) else OwnIds
+    """The engine for the caller of this name. See `OwnIds`."""
+    kind = _IndexingOwnIds if isinstance(engine, Indexing) else OwnIds
     return kind(engine, name, finds_others=finds_others)

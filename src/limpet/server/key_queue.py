@@ -1,10 +1,10 @@
-"""Requests in the order in which they came, key by key.
+"""The order of concurrent requests, key by key.
 
-Requests about different keys run side by side. A write waits for every earlier request that names one of its keys, a
-read for the earlier writes of its keys; reads do not wait for each other. What looks at many keys at once, such as a
-list, waits for all writes of its namespace that came before it.
+Requests for different keys run concurrently. A write waits for every earlier request that names one of its keys, a
+read for the earlier writes of its keys; reads do not wait for each other. A request that covers many keys, such as a
+list, waits for all earlier writes of its namespace.
 
-This is bookkeeping only: it tells who may begin, and somebody else begins.
+This is bookkeeping only: it says which requests may start, and the caller starts them.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Order", "Place"]
+__all__ = ["KeyQueue", "Slot"]
 
 
-class Place:
-    """A request among those that are under way.
+class Slot:
+    """One request in the queue, with a count of the earlier requests that it waits for.
 
     Attributes:
-        namespace: Whose keys they are.
+        namespace: The namespace of its keys.
         keys: The keys that it names, each once.
         writes: Whether it may change them.
         after_writes: Whether it waits for all earlier writes of the namespace.
-        request: Whatever the owner needs to begin it.
+        request: What the caller of the queue needs to start it.
     """
 
-    __slots__ = ("_ahead", "_behind", "after_writes", "keys", "namespace", "request", "writes")
+    __slots__ = ("_dependents", "_waits_for", "after_writes", "keys", "namespace", "request", "writes")
 
     def __init__(
         self, namespace: str, keys: Sequence[str], *, writes: bool, after_writes: bool = False, request: Any = None
@@ -36,83 +36,83 @@ class Place:
         self.writes = writes
         self.after_writes = after_writes
         self.request = request
-        self._ahead = 0
-        self._behind: list[Place] | None = None
+        self._waits_for = 0
+        self._dependents: list[Slot] | None = None
 
-    def _follow(self, earlier: Place) -> None:
-        if earlier._behind is None:
-            earlier._behind = []
-        earlier._behind.append(self)
-        self._ahead += 1
+    def _wait_for(self, earlier: Slot) -> None:
+        if earlier._dependents is None:
+            earlier._dependents = []
+        earlier._dependents.append(self)
+        self._waits_for += 1
 
 
-class _Line:
-    """Who comes last at a key: the latest write, and the reads behind it."""
+class _KeyTail:
+    """The end of the queue at one key: the latest write, and the reads that came after it."""
 
     __slots__ = ("reads", "write")
 
     def __init__(self) -> None:
-        self.write: Place | None = None
-        self.reads: set[Place] = set()
+        self.write: Slot | None = None
+        self.reads: set[Slot] = set()
 
 
-class Order:
-    """The requests that are under way."""
+class KeyQueue:
+    """The requests that run or wait."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], _Line] = {}
-        self._writes: dict[str, set[Place]] = {}
+        self._tails: dict[tuple[str, str], _KeyTail] = {}
+        self._writes: dict[str, set[Slot]] = {}
 
-    def enter(self, place: Place) -> bool:
-        """Take a place at the end. True when nothing is ahead of it and it may begin."""
-        if place.after_writes:
-            for earlier in self._writes.get(place.namespace, ()):
-                place._follow(earlier)
-        for key in place.keys:
-            line = self._lines.get((place.namespace, key))
-            if line is None:
-                line = self._lines[place.namespace, key] = _Line()
-            self._queue(place, line)
-        if place.writes:
-            self._writes.setdefault(place.namespace, set()).add(place)
-        return place._ahead == 0
+    def enter(self, slot: Slot) -> bool:
+        """Add a request at the end. True when it waits for no other and may start."""
+        if slot.after_writes:
+            for earlier in self._writes.get(slot.namespace, ()):
+                slot._wait_for(earlier)
+        for key in slot.keys:
+            tail = self._tails.get((slot.namespace, key))
+            if tail is None:
+                tail = self._tails[slot.namespace, key] = _KeyTail()
+            self._append(slot, tail)
+        if slot.writes:
+            self._writes.setdefault(slot.namespace, set()).add(slot)
+        return slot._waits_for == 0
 
-    def _queue(self, place: Place, line: _Line) -> None:
-        if not place.writes:
-            if line.write is not None:
-                place._follow(line.write)
-            line.reads.add(place)
+    def _append(self, slot: Slot, tail: _KeyTail) -> None:
+        if not slot.writes:
+            if tail.write is not None:
+                slot._wait_for(tail.write)
+            tail.reads.add(slot)
             return
-        # The reads wait for the write before them, so waiting for them is waiting for it too.
-        for earlier in line.reads or ([] if line.write is None else [line.write]):
-            place._follow(earlier)
-        line.write = place
-        line.reads = set()
+        # The reads wait for the write before them, so a write that waits for the reads waits for that write too.
+        for earlier in tail.reads or ([] if tail.write is None else [tail.write]):
+            slot._wait_for(earlier)
+        tail.write = slot
+        tail.reads = set()
 
-    def leave(self, place: Place) -> list[Place]:
-        """Be done. Returns those that may begin now."""
-        for key in place.keys:
-            line = self._lines.get((place.namespace, key))
-            if line is None:
+    def leave(self, slot: Slot) -> list[Slot]:
+        """Remove a finished request. Returns the requests that may start now."""
+        for key in slot.keys:
+            tail = self._tails.get((slot.namespace, key))
+            if tail is None:
                 continue
-            if line.write is place:
-                line.write = None
+            if tail.write is slot:
+                tail.write = None
             else:
-                line.reads.discard(place)
-            if line.write is None and not line.reads:
-                del self._lines[place.namespace, key]
-        if place.writes:
-            writes = self._writes[place.namespace]
-            writes.discard(place)
+                tail.reads.discard(slot)
+            if tail.write is None and not tail.reads:
+                del self._tails[slot.namespace, key]
+        if slot.writes:
+            writes = self._writes[slot.namespace]
+            writes.discard(slot)
             if not writes:
-                del self._writes[place.namespace]
-        ready: list[Place] = []
-        for follower in place._behind or ():
-            follower._ahead -= 1
-            if follower._ahead == 0:
-                ready.append(follower)
+                del self._writes[slot.namespace]
+        ready: list[Slot] = []
+        for dependent in slot._dependents or ():
+            dependent._waits_for -= 1
+            if dependent._waits_for == 0:
+                ready.append(dependent)
         return ready
 
     def __len__(self) -> int:
-        """How many keys somebody is at."""
-        return len(self._lines)
+        """The number of keys that a request runs or waits at."""
+        return len(self._tails)

@@ -30,7 +30,7 @@ from limpet.server.operations import Operation
 from limpet.server.requests import Request
 from limpet.store import Store
 
-__all__ = ["Limit", "Limits", "Quotas", "Rates", "gates_of", "limits_of"]
+__all__ = ["Limit", "NamespaceLimits", "Quotas", "Rates", "gates_of", "limits_of"]
 
 NAMESPACES_MAX: Final = 10_000
 LOOK_S: Final = 1.0
@@ -64,7 +64,7 @@ class Limit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(1.0, self.rate or 0.0) if self.burst is None else self.burst
 
 
-class Limits(NamedTuple):
+class NamespaceLimits(NamedTuple):
     """What each namespace is held to."""
 
     default: Limit
@@ -75,7 +75,7 @@ class Limits(NamedTuple):
         return self.namespaces.get(namespace, self.default)
 
 
-def limits_of(settings: Mapping[str, Any]) -> Limits:
+def limits_of(settings: Mapping[str, Any]) -> NamespaceLimits:
     """Limits as they are written in settings.
 
     The members of a `Limit` stand at the top for everybody, and under ``namespaces`` by name for those who differ. A
@@ -85,7 +85,7 @@ def limits_of(settings: Mapping[str, Any]) -> Limits:
     if not isinstance(named, Mapping) or not all(isinstance(one, Mapping) for one in named.values()):
         raise InvalidValue("limits.namespaces holds a table for each namespace")
     general = {name: limit for name, limit in settings.items() if name != "namespaces"}
-    return Limits(
+    return NamespaceLimits(
         _limit_of("limits", general),
         {
             check_namespace(name): _limit_of(f"limits.namespaces.{name}", {**general, **own})
@@ -112,7 +112,7 @@ def _limit_of(path: str, members: Mapping[str, Any]) -> Limit:
     return limit
 
 
-def gates_of(limits: Limits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
+def gates_of(limits: NamespaceLimits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
     """The gates that these limits need. The second must be an observer of the dispatcher, too."""
     every = (limits.default, *limits.namespaces.values())
     has_rates = any(one.rate is not None for one in every)
@@ -156,7 +156,7 @@ class _Bucket:
 class Rates:
     """Holds namespaces to their rates. A gate of the dispatcher."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: NamespaceLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
         self._buckets = _Latest(lambda name: _Bucket(limits.of(name).room, clock.monotonic()))
@@ -222,7 +222,7 @@ class _Holding:
 class Quotas:
     """Holds namespaces to their quotas. A check of the dispatcher, and an observer that counts finished requests."""
 
-    def __init__(self, limits: Limits, clock: Clock) -> None:
+    def __init__(self, limits: NamespaceLimits, clock: Clock) -> None:
         self._limits = limits
         self._clock = clock
         self._holdings = _Latest(lambda _: _Holding())

@@ -1,9 +1,8 @@
-"""Errors as plugins read them: what a reply says of a request that was not granted.
+"""Error replies on NATS: how an error becomes a JSON document for a plugin.
 
-Every reply says whether it was a success. One that was not has an ``error_code``, by the table of
-`limpet.protocol.codes`, and a message for people. ``code`` is the error's own, for clients that raise it again, and
-some errors add what a program needs to go on. What an engine says of a failure is not shown; see
-`limpet.server.wording`.
+Every reply has ``success``. One that failed also has an ``error_code``, by the table of `limpet.protocol.codes`, and a
+message for people. ``code`` is the error's own code, from which a client can raise the same error, and some errors add
+members that a program needs to go on. The message of an engine is never sent; see `limpet.server.wording`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _BY_SHAPE: Final = {
     InvalidSubject: "INVALID_SUBJECT",
 }
 
-_CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
+_MEMBERS: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
     errors.Conflict: {"key": "key", "reason": "reason", "version": "actual_version", "revision": "actual_revision"},
     InvalidField: {"field": "field"},
     InvalidKeyField: {"field": "field"},
@@ -40,16 +39,16 @@ _CARRIED: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
     errors.Compacted: {"oldest": "oldest"},
     errors.Ambiguous: {"request_id": "request_id"},
 }
-"""Which attributes of an error its reply has, by the member's name."""
+"""The attributes of an error that its reply has, by the name of the member."""
 
 
 def reply_code(error: Exception) -> str:
-    """The word that plugins know an error by. One that a face made for itself is a mistake of its caller."""
+    """The ``error_code`` of an error. An error of an interface itself, with a status below 500, is the caller's."""
     if isinstance(error, errors.LimpetError):
         return _BY_SHAPE.get(type(error)) or code_of(error).reply
     status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    is_mistake = isinstance(status, int) and status < 500
-    return "VALIDATION_ERROR" if is_mistake else code_of(error).reply
+    is_of_caller = isinstance(status, int) and status < 500
+    return "VALIDATION_ERROR" if is_of_caller else code_of(error).reply
 
 
 def reply_of(error: Exception) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def reply_of(error: Exception) -> dict[str, Any]:
         reply |= conflict_document(error)
     elif isinstance(error, errors.LimpetError):
         reply["code"] = error.code
-        for member, attribute in _CARRIED.get(type(error), {}).items():
+        for member, attribute in _MEMBERS.get(type(error), {}).items():
             reply[member] = getattr(error, attribute)
     return reply
 

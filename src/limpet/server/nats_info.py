@@ -1,7 +1,7 @@
-"""What the service tells of itself, as a NATS micro service.
+"""The description of the service on NATS, as a NATS micro service (NATS ADR-32).
 
-Anybody who may ask on ``$SRV.PING``, ``$SRV.INFO`` and ``$SRV.STATS`` learns which servers there are, which subjects
-they serve with which shapes of requests and replies, and how much they were asked (NATS ADR-32).
+A client that may use ``$SRV.PING``, ``$SRV.INFO`` and ``$SRV.STATS`` learns which servers run, which subjects they
+serve with which schemas of requests and replies, and how many requests they had.
 """
 
 from __future__ import annotations
@@ -14,78 +14,60 @@ import msgspec
 
 import limpet
 from limpet.server import requests
+from limpet.server.nats_requests import KEY_LENGTH_MAX, TTL_S_MAX, NatsEndpoint
 from limpet.server.nats_watch import is_answerable
-from limpet.server.operations import Operation
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-__all__ = ["SERVICE", "Endpoint", "MicroService", "schema_of"]
+__all__ = ["SERVICE", "MicroService", "request_schema"]
 
 SERVICE: Final = "limpet"
-KEY_LENGTH_MAX: Final = 255
-TTL_S_MAX: Final = 2_147_483_647
-
-
-class Endpoint:
-    """One operation: how its requests are read, and how much it was asked."""
-
-    __slots__ = ("decode", "errors", "last_error", "operation", "requests", "seconds", "shape")
-
-    def __init__(self, operation: Operation, shape: type[requests.Request]) -> None:
-        self.operation = operation
-        self.shape = shape
-        # In one step, which most requests take; `requests.parse` finds out what is wrong with the others.
-        self.decode: Callable[[bytes], requests.Request] = msgspec.json.Decoder(shape).decode
-        self.requests = 0
-        self.errors = 0
-        self.seconds = 0.0
-        self.last_error = ""
 
 
 class MicroService:
-    """Answers who asks what there is."""
+    """Replies to the discovery requests of NATS micro services."""
 
     def __init__(
-        self, connection: Client, server_id: str, endpoints: Mapping[str, Endpoint], *, prefix: str, queue: str
+        self, connection: Client, server_id: str, endpoints: Mapping[str, NatsEndpoint], *, prefix: str, queue: str
     ) -> None:
         self._connection = connection
         self._id = server_id
         self._endpoints = endpoints
         self._prefix = prefix
         self._queue = queue
-        self._began = datetime.now(UTC)
+        self._started_at = datetime.now(UTC)
         self._subscriptions: list[Subscription] = []
 
     async def start(self) -> None:
-        """Begin to answer."""
-        for verb, answer in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
+        """Subscribe to the discovery subjects."""
+        for verb, describe in (("PING", self.ping), ("INFO", self.info), ("STATS", self.stats)):
             for subject in (f"$SRV.{verb}", f"$SRV.{verb}.{SERVICE}", f"$SRV.{verb}.{SERVICE}.{self._id}"):
-                self._subscriptions.append(await self._connection.subscribe(subject, cb=self._answering(answer)))
+                self._subscriptions.append(await self._connection.subscribe(subject, cb=self._replier(describe)))
 
     async def stop(self) -> None:
-        """Answer no more."""
+        """Reply to no more discovery requests."""
         subscriptions, self._subscriptions = self._subscriptions, []
         for subscription in subscriptions:
             await subscription.unsubscribe()
 
-    def _answering(self, answer: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
-        async def heard(message: Msg) -> None:
+    def _replier(self, describe: Callable[[], dict[str, Any]]) -> Callable[[Msg], Awaitable[None]]:
+        async def reply(message: Msg) -> None:
             if is_answerable(message.reply, None):
-                await self._connection.publish(message.reply, msgspec.json.encode(answer()))
+                await self._connection.publish(message.reply, msgspec.json.encode(describe()))
 
-        return heard
+        return reply
 
     def ping(self) -> dict[str, Any]:
-        """That it is there."""
-        return self._named("ping")
+        """The identity of this server."""
+        return self._identity("ping")
 
     def info(self) -> dict[str, Any]:
-        """What it serves."""
+        """The subjects that it serves, with their schemas."""
         return {
-            **self._named("info"),
+            **self._identity("info"),
             "description": "State of plugins: keys and values that must not be lost",
             "endpoints": [
                 {
@@ -93,7 +75,7 @@ class MicroService:
                     "subject": self._subject(name),
                     "queue_group": self._queue,
                     "metadata": {
-                        "request_schema": msgspec.json.encode(schema_of(endpoint.shape)).decode(),
+                        "request_schema": msgspec.json.encode(request_schema(endpoint.shape)).decode(),
                         "reply_schema": msgspec.json.encode(_reply_schema(name)).decode(),
                     },
                 }
@@ -102,10 +84,10 @@ class MicroService:
         }
 
     def stats(self) -> dict[str, Any]:
-        """How much it was asked."""
+        """How many requests each subject had, and how long they took."""
         return {
-            **self._named("stats"),
-            "started": self._began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            **self._identity("stats"),
+            "started": self._started_at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "endpoints": [
                 {
                     "name": name,
@@ -122,7 +104,7 @@ class MicroService:
             ],
         }
 
-    def _named(self, verb: str) -> dict[str, Any]:
+    def _identity(self, verb: str) -> dict[str, Any]:
         return {
             "type": f"io.nats.micro.v1.{verb}_response",
             "name": SERVICE,
@@ -135,8 +117,8 @@ class MicroService:
         return f"{self._prefix}.*.{name}"
 
 
-def schema_of(shape: type[requests.Request]) -> dict[str, Any]:
-    """The JSON schema of a request, with the narrower rules of this face."""
+def request_schema(shape: type[requests.Request]) -> dict[str, Any]:
+    """The JSON schema of a request, with the narrower rules of plugins."""
     schema = msgspec.json.schema(shape)
     for part in schema.get("$defs", {}).values():
         properties = part.get("properties", {})
@@ -153,8 +135,8 @@ def schema_of(shape: type[requests.Request]) -> dict[str, Any]:
 def _reply_schema(name: str) -> dict[str, Any]:
     """The JSON schema of a reply: one of a success, or of an error."""
     properties = {"success": {"const": True}, **_REPLIES.get(name, {})}
-    granted = {"type": "object", "properties": properties, "required": ["success"]}
-    return {"oneOf": [granted, _ERROR]}
+    success = {"type": "object", "properties": properties, "required": ["success"]}
+    return {"oneOf": [success, _ERROR]}
 
 
 _ERROR: Final = {

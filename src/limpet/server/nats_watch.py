@@ -1,10 +1,11 @@
-"""Changes sent to plugins as they happen.
+"""Watches over NATS: changes sent to plugins as they happen.
 
-A plugin listens to a subject of its own and asks for a watch; events are sent there as JSON, in the order of their
-revisions. Every few seconds comes a heartbeat, so that a plugin notices a server that is gone, and resumes with
-another after the last position that it saw. Where nobody listens any more, NATS says so, and the watch ends.
+A plugin subscribes to an inbox and requests a watch; events are sent there as JSON, in the order of their revisions.
+A heartbeat every few seconds lets a plugin notice that a server is gone; it resumes with another after the last
+position that it saw. When no one is subscribed any more, NATS reports that, and the watch ends.
 
-A watch belongs to one server, whose id is the first word of its own: whoever is told to end it passes that on.
+A watch belongs to one server, whose id is the first part of the watch's id. A server that receives the request to end
+a watch of another server forwards it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 __all__ = ["SERVERS", "Deliveries", "Delivery", "is_answerable"]
 
 SERVERS: Final = "_LIMPET"
-"""The first word of subjects on which servers talk to each other."""
+"""The first token of subjects on which servers talk to each other."""
 
 BEAT_S: Final = 5.0
 MISSED_MAX: Final = 2
-PASS_ON_S: Final = 2.0
+FORWARD_S: Final = 2.0
 WATCHES_MAX: Final = 4096
 WATCHES_OF_PLUGIN_MAX: Final = 256
 END_S: Final = 1.0
@@ -74,19 +75,19 @@ class Deliveries:
         self._beating: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """How many watches there are."""
+        """The number of watches."""
         return len(self._running)
 
     async def start(self) -> None:
-        """Listen to other servers, and to who is not there."""
+        """Subscribe to forwarded requests of other servers, and to reports of heartbeats without a subscriber."""
         self._subscriptions = [
-            await self._connection.subscribe(f"{self._inbox}.*", cb=self._unheard),
-            await self._connection.subscribe(f"{SERVERS}.{self._server_id}", cb=self._passed_on),
+            await self._connection.subscribe(f"{self._inbox}.*", cb=self._note_missed),
+            await self._connection.subscribe(f"{SERVERS}.{self._server_id}", cb=self._end_for_other_server),
         ]
         self._beating = asyncio.get_running_loop().create_task(self._beat(), name="limpet-heartbeats")
 
     async def close(self) -> None:
-        """End every watch and say so."""
+        """End every watch, and send each subscriber the reason."""
         if self._beating is not None:
             self._beating.cancel()
         await asyncio.gather(*(self._end(delivery, "stopping") for delivery in [*self._running.values()]))
@@ -96,27 +97,33 @@ class Deliveries:
 
     # Beginning and ending -----------------------------------------------------
 
-    async def begin(self, plugin: str, store: Store, asked: Deliver, reply: str) -> tuple[Delivery, dict[str, Any]]:
-        """Make a watch and the answer that tells of it. Nothing is sent before `run`."""
-        subject = check_subject(asked.deliver or reply, plugin)
+    async def begin(self, plugin: str, store: Store, request: Deliver, reply: str) -> tuple[Delivery, dict[str, Any]]:
+        """Open a watch and return it with its reply. No event is sent before `run`."""
+        subject = check_subject(request.deliver or reply, plugin)
         of_plugin = sum(delivery.plugin == plugin for delivery in self._running.values())
         if len(self._running) >= WATCHES_MAX or of_plugin >= WATCHES_OF_PLUGIN_MAX:
-            raise RateLimited("there are as many watches as this server keeps", retry_after=self._beat_s)
-        changes = store.watch(asked.pattern, after=asked.after, initial=asked.initial)
+            raise RateLimited(
+                "this server has all the watches that it allows; end one, or try again later", retry_after=self._beat_s
+            )
+        changes = store.watch(request.pattern, after=request.after, initial=request.initial)
         await changes.__aenter__()
-        # Named to the caller, so that nothing is missed if this server is gone before the first event.
-        position = changes.position if asked.after is None else None
+        # In the reply, so that the caller misses nothing if this server is gone before the first event.
+        position = changes.position if request.after is None else None
         delivery = Delivery(f"{self._server_id}.{next(self._numbers)}", plugin, subject, changes, position)
         self._running[delivery.id] = delivery
-        answer = {"watch": delivery.id, "subject": subject, "position": position, "heartbeat": self._beat_s}
-        return delivery, answer
+        return delivery, {
+            "watch": delivery.id,
+            "subject": subject,
+            "position": position,
+            "heartbeat": self._beat_s,
+        }
 
     def run(self, delivery: Delivery) -> None:
         """Send the events from now on."""
         delivery.task = asyncio.get_running_loop().create_task(self._send_all(delivery), name="limpet-delivery")
 
     async def end(self, plugin: str, watch: str) -> bool:
-        """End a watch of a plugin, here or on the server that has it. False when there is none."""
+        """End a watch of a plugin, here or on the server that runs it. False when no server has it."""
         server_id = watch.partition(".")[0]
         if server_id == self._server_id:
             return await self._end_here(plugin, watch)
@@ -124,15 +131,15 @@ class Deliveries:
             return False
         body = msgspec.json.encode({"plugin": plugin, "watch": watch})
         with contextlib.suppress(Exception):
-            answer = await self._connection.request(f"{SERVERS}.{server_id}", body, timeout=PASS_ON_S)
-            return bool(msgspec.json.decode(answer.data)["ended"])
+            reply = await self._connection.request(f"{SERVERS}.{server_id}", body, timeout=FORWARD_S)
+            return bool(msgspec.json.decode(reply.data)["ended"])
         return False
 
-    async def _passed_on(self, message: Msg) -> None:
-        """What another server was told of a watch that is here."""
+    async def _end_for_other_server(self, message: Msg) -> None:
+        """End a watch that runs here, at a request that another server received and forwarded."""
         with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
-            asked = msgspec.json.decode(message.data)
-            ended = await self._end_here(asked["plugin"], asked["watch"])
+            forwarded = msgspec.json.decode(message.data)
+            ended = await self._end_here(forwarded["plugin"], forwarded["watch"])
             if message.reply:
                 await self._connection.publish(message.reply, msgspec.json.encode({"ended": ended}))
 
@@ -160,22 +167,22 @@ class Deliveries:
     async def _send_all(self, delivery: Delivery) -> None:
         try:
             async for event in delivery.changes:
-                await self._connection.publish(delivery.subject, self._encoded(delivery, event))
+                await self._connection.publish(delivery.subject, self._encode_event(delivery, event))
                 delivery.position = event.position or delivery.position
         except LimpetError as error:
-            told = reply_of(error)
-            await self._end(delivery, "failed", error_code=told["error_code"], message=told["message"])
+            reply = reply_of(error)
+            await self._end(delivery, "failed", error_code=reply["error_code"], message=reply["message"])
         except Exception:
-            # The connection to NATS is gone. So is whoever listened, as far as this server is concerned.
+            # The connection to NATS is lost, and with it the subscriber, as far as this server knows.
             await self._end(delivery, "failed")
         else:
             await self._end(delivery, "stopping")
 
-    def _encoded(self, delivery: Delivery, event: Event) -> bytes:
+    def _encode_event(self, delivery: Delivery, event: Event) -> bytes:
         document = {**event_as_json(event), "watch": delivery.id}
         body = msgspec.json.encode(document)
         if len(body) > self._connection.max_payload:
-            # Written through another face, where values may be larger. The plugin hears of it and can ask.
+            # Written through another interface, where values may be larger. The plugin can read it by its key.
             body = msgspec.json.encode({**document, "value": None, "omitted": True})
         return body
 
@@ -195,8 +202,8 @@ class Deliveries:
                         delivery.subject, msgspec.json.encode(beat), reply=f"{self._inbox}.{number}"
                     )
 
-    async def _unheard(self, message: Msg) -> None:
-        """NATS says that nobody listens to a heartbeat. Plugins need not answer them, and may."""
+    async def _note_missed(self, message: Msg) -> None:
+        """Handle a reply to a heartbeat. NATS sends one when it has no subscriber; plugins may, and need not."""
         if not message.data and message.headers and message.headers.get("Status") == _NO_RESPONDERS:
             delivery = self._running.get(f"{self._server_id}.{message.subject.rpartition('.')[2]}")
             if delivery is not None:
@@ -204,17 +211,17 @@ class Deliveries:
 
 
 def check_subject(subject: str, plugin: str) -> str:
-    """The subject that a plugin wants its events on: an inbox, and no other plugin's."""
+    """Return the subject that a plugin wants its events on, if it is an inbox and not that of another plugin."""
     if not is_inbox(subject, plugin):
         raise InvalidValue(f"events are delivered to a subject below _INBOX or _INBOX_{plugin}", path="$.deliver")
     return subject
 
 
 def is_inbox(subject: str, plugin: str | None) -> bool:
-    """Whether a subject is an inbox that this plugin may have; with no plugin, anybody's.
+    """Whether a subject is an inbox that this plugin may use; with no plugin, that any plugin may use.
 
-    An answer or an event looks like a request. Sent to any subject that a plugin names, it would be one, of the server,
-    which may ask for everybody; and sent to the inbox of another plugin, it would be taken for the answer to that one.
+    A reply or an event has the form of a request. Sent to any subject that a plugin names, it could act as a request of
+    the server, which may act for every plugin; sent to the inbox of another plugin, it would pass as that one's reply.
     """
     word, dot, rest = subject.partition(".")
     if not dot or not _LITERAL.match(rest):
@@ -223,10 +230,10 @@ def is_inbox(subject: str, plugin: str | None) -> bool:
 
 
 def is_answerable(reply: str, plugin: str | None) -> bool:
-    """Whether a reply subject is an inbox, or one that NATS has put in its place on the way here.
+    """Whether a reply subject is an inbox, or a rewritten inbox of a request from another account or cluster.
 
     NATS writes ``_R_.…`` for a request from another account, and puts ``_GR_.<cluster>.<server>.`` before the inbox of
-    a request that came through a gateway, and lets no client name a reply subject that starts so.
+    a request that came through a gateway. It lets no client use a reply subject that starts so.
     """
     if reply.startswith("_R_."):
         return bool(_LITERAL.match(reply))

@@ -20,7 +20,7 @@ from limpet.errors import InvalidValue
 from limpet.model import ABSENT, PRESENT, Filter
 from limpet.protocol.json import field_of
 from limpet.semantic.keys import KEY_MAX
-from limpet.semantic.model import Held, InvalidField, Semantics, shaped
+from limpet.semantic.model import Held, InvalidField, Semantics, parse_document
 
 TTL = int | float | None
 Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
@@ -459,7 +459,7 @@ def request_of(shape: type[R], members: Any) -> R:
             raise MissingField(name)
     if issubclass(shape, Semantic):
         try:
-            return shaped(members, shape)
+            return parse_document(members, shape)
         except InvalidField as error:
             raise InvalidField(error.field, _without_value(error.problem)) from None
     try:

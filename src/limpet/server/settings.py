@@ -1,7 +1,7 @@
 """The settings of a server, and where they come from.
 
-An option of the command line counts before a variable of the environment (``LIMPET_SERVE_…``), that before a TOML
-file, and that before what is usual. Limits of namespaces stand in the file alone.
+An option of the command line overrides a variable of the environment (``LIMPET_SERVE_…``), which overrides a TOML
+file, which overrides the default. Limits of namespaces are in the file alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ipaddress
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -18,31 +18,34 @@ from limpet.errors import InvalidValue
 from limpet.keys import check_namespace
 from limpet.server.dispatch import OWN_NAMESPACE
 from limpet.server.hosts import ADDRESSES
-from limpet.server.limits import Limit, Limits
+from limpet.server.limits import Limit, NamespaceLimits
 
-__all__ = ["CONNECTIONS", "Place", "Settings", "read_file"]
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+
+__all__ = ["CONNECTIONS", "ListenAddress", "Settings", "read_file"]
 
 CONNECTIONS: Final = 1_000
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "::1")
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where to listen."""
+class ListenAddress(msgspec.Struct, frozen=True):
+    """The host and the port to listen on. As text, it is as in a URL."""
 
     host: str
     port: int
 
     @classmethod
-    def parse(cls, text: str) -> Place:
-        """``host:port``, ``[::1]:port`` or ``:port``, which is this machine alone."""
+    def parse(cls, text: str) -> ListenAddress:
+        """Parse ``host:port``, ``[::1]:port``, or ``:port`` for 127.0.0.1."""
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdecimal() or int(port) > 65_535:
-            raise InvalidValue(f"{text!r} is no place to listen at: write HOST:PORT, such as 127.0.0.1:8080")
+            raise InvalidValue(f"{text!r} is not an address to listen on: write HOST:PORT, such as 127.0.0.1:8080")
         return cls(host.strip("[]") or "127.0.0.1", int(port))
 
     @property
-    def is_here(self) -> bool:
-        """Whether only this machine reaches it."""
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
         if self.host == "localhost":
             return True
         try:
@@ -50,18 +53,19 @@ class Place(msgspec.Struct, frozen=True):
         except ValueError:
             return False
 
-    @property
-    def shown(self) -> str:
-        """As it stands in a URL."""
+    def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a server is told."""
+    """Everything that configures a server. The names are the options of ``limpet serve``.
+
+    ``nats`` is a URL, or a connection that its owner closes.
+    """
 
     url: str
-    http: Place | None = None
-    nats: str | None = None
+    http: ListenAddress | None = None
+    nats: str | Client | None = None
     nats_credentials: str | None = None
     prefix: str = "db.kv"
     auth: Literal["none", "tokens"] = "none"
@@ -76,23 +80,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     metric_names: Literal["limpet", "rosey", "both"] = "limpet"
     cleanup_interval: float = 300.0
     audit: Sequence[str] = ()
-    limits: Limits = Limits(Limit(), {})
+    limits: NamespaceLimits = NamespaceLimits(Limit(), {})
 
     def check(self) -> None:
-        """Refuse what cannot be meant."""
+        """Raise `InvalidValue` for settings that contradict each other or are not safe."""
         if self.http is None and self.nats is None:
-            raise InvalidValue("nobody could reach this server: give --http, --nats, or both")
+            raise InvalidValue("this server would have no interface: give --http, --nats, or both")
         if (self.certificate is None) != (self.certificate_key is None):
             raise InvalidValue("TLS takes both --certificate and --certificate-key")
-        if self.http is not None and not self.http.is_here and self.auth == "none" and not self.insecure:
+        if self.http is not None and not self.http.is_loopback and self.auth == "none" and not self.insecure:
             raise InvalidValue(
-                f"{self.http.shown} can be reached from other machines, and nobody would be asked who they are: "
-                "add --auth tokens, or listen on 127.0.0.1, or say --insecure"
+                f"{self.http} can be reached from other machines, which would need no token: "
+                "add --auth tokens, or listen on 127.0.0.1, or add --insecure"
             )
         if not _is_subject(self.prefix):
             raise InvalidValue(f"{self.prefix!r} is not the beginning of a subject: words without * and >, and dots")
         if self.cleanup_interval <= 0:
-            raise InvalidValue("a cleanup interval is above zero seconds")
+            raise InvalidValue(f"--cleanup-interval is more than 0 seconds, not {self.cleanup_interval:g}")
         if self.connections < 1:
             raise InvalidValue(f"--connections is 1 or more, not {self.connections}")
         for name in self.host:
@@ -104,15 +108,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> Sequence[str]:
-        """The names that ``Host`` may have; any if there is none. ``ADDRESSES`` among them stands for every address.
+        """The values that the header ``Host`` may have; empty for any. ``ADDRESSES`` stands for every IP address.
 
-        A web page can rebind its own name to any address, and is of the same origin then: the name it uses gives it
-        away. An address cannot be rebound. Where every caller needs a token, which a page does not have, names are
-        checked on this machine, or when some were given.
+        A web page can rebind its own name to any address, and then counts as the same origin; the name in ``Host``
+        reveals it. An address cannot be rebound. With tokens, which such a page does not have, names are checked only
+        on a loopback address, or when ``--host`` was given.
         """
         assert self.http is not None
         known = [*LOOPBACK_NAMES, self.http.host.lower(), *(name.lower().rstrip(".") for name in self.host)]
-        if self.http.is_here:
+        if self.http.is_loopback:
             return known
         if self.auth == "tokens" and not self.host:
             return ()
@@ -124,7 +128,7 @@ def _is_subject(prefix: str) -> bool:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """What a TOML file says, by the names of the options."""
+    """Read a TOML file. Returns its settings by the names of the options."""
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

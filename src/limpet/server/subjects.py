@@ -1,11 +1,11 @@
 """The plugin storage: requests on NATS subjects, ``<prefix>.<plugin>.<operation>``.
 
-Who asks is told by the subject and by nothing else; the permissions of NATS say who may use it. One subscription in a
-queue group hears everything below the prefix, so that several servers share the load and each of them hears requests
-in the order in which they were sent. They run side by side, as many as are allowed at once, in the order of their keys
-(`limpet.server.key_queue`). Every request that wants an answer gets one, however malformed it is.
+The subject alone identifies the caller; NATS permissions decide who may use it. One subscription in a queue group
+receives everything below the prefix, so that several servers share the load and each of them receives requests in the
+order in which they were sent. Requests run concurrently up to a limit, in the order of their keys
+(`limpet.server.key_queue`). Every request that expects a reply gets one, however malformed it is.
 
-A request without a reply subject is carried out all the same, and what goes wrong is for the log alone.
+A request without a reply subject is carried out all the same, and its errors go to the log alone.
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from msgspec import UNSET
 
-from limpet.errors import (
-    Ambiguous,
-    InvalidKey,
-    InvalidNamespace,
-    InvalidTTL,
-    InvalidValue,
-    RateLimited,
-    Unavailable,
-    ValueTooLarge,
-)
+from limpet.errors import Ambiguous, InvalidNamespace, InvalidValue, RateLimited, Unavailable, ValueTooLarge
 from limpet.keys import check_namespace
 from limpet.retry import reason_of
 from limpet.server import requests
 from limpet.server.dispatch import Dispatcher, TrustedCaller
-from limpet.server.key_queue import Order, Place
+from limpet.server.key_queue import KeyQueue, Slot
 from limpet.server.logs import failure_of
 from limpet.server.nats_errors import reply_of
-from limpet.server.nats_info import KEY_LENGTH_MAX, TTL_S_MAX, Endpoint, MicroService
+from limpet.server.nats_info import MicroService
+from limpet.server.nats_requests import NatsEndpoint, decode_request, request_keys
 from limpet.server.nats_watch import Deliveries, is_answerable
 from limpet.server.operations import OPERATIONS, Operation, Reach
 
@@ -47,7 +38,7 @@ if TYPE_CHECKING:
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
 
-__all__ = ["Subjects"]
+__all__ = ["PluginSubjects"]
 
 log = logging.getLogger("limpet.server")
 
@@ -58,18 +49,18 @@ BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
 REFUSALS_MAX: Final = 4096
 LOCKS_WAITING_MAX: Final = 1024
 CALLERS_MAX: Final = 10_000
-COMPLAIN_S: Final = 1.0
+DELAY_WARNING_S: Final = 1.0
 NAME_SHOWN_MAX: Final = 100
 
-_WAITING: Final = "limpet-lock-wait"
+_LOCK_WAIT: Final = "limpet-lock-wait"
 _PAGES: Final = {"list": "keys", "scan": "entries", "kv_list": "entries", "history": "changes", "locks": "locks"}
-"""Answers that may end early, and what they list."""
-_NAMED: Final = {"locks": "name"}
+"""Replies that may end early, and the member that is cut."""
+_CURSOR_MEMBERS: Final = {"locks": "name"}
 _AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status", "kv_list"})
 
 
 async def _never(*_: Any) -> dict[str, Any]:
-    raise InvalidValue("a watch is ended by the server that has it")
+    raise InvalidValue("a watch is ended by the server that runs it")
 
 
 _UNWATCH: Final = Operation("unwatch", requests.Unwatch, "read", _never, lambda _: Reach())
@@ -77,32 +68,38 @@ _UNWATCH: Final = Operation("unwatch", requests.Unwatch, "read", _never, lambda 
 _encode = msgspec.json.Encoder().encode
 
 
-class _Request:
-    """A request that was understood."""
+class _Message:
+    """A message with a valid request."""
 
-    __slots__ = ("asked", "caller", "came", "endpoint", "plugin", "reply")
+    __slots__ = ("caller", "endpoint", "plugin", "received_at", "reply", "request")
 
     def __init__(
-        self, endpoint: Endpoint, plugin: str, asked: Any, reply: str, caller: TrustedCaller, came: float
+        self,
+        endpoint: NatsEndpoint,
+        plugin: str,
+        request: Any,
+        reply: str,
+        caller: TrustedCaller,
+        received_at: float,
     ) -> None:
         self.endpoint = endpoint
         self.plugin = plugin
-        self.asked = asked
+        self.request = request
         self.reply = reply
         self.caller = caller
-        self.came = came
+        self.received_at = received_at
 
 
-class Subjects:
+class PluginSubjects:
     """Serves a dispatcher on NATS.
 
     Args:
-        dispatcher: What runs the requests. Its session holds values to 65,536 bytes.
-        connection: A connection to NATS, which stays its owner's to close.
-        prefix: What the subjects start with.
+        dispatcher: Runs the requests. Its session limits values to 65,536 bytes.
+        connection: A connection to NATS. Its owner closes it.
+        prefix: The beginning of the subjects.
         queue: The queue group that servers share.
         at_once: How many requests run at once. Others wait.
-        slow_s: After waiting that long for its turn, a request is worth a warning.
+        slow_s: A request that waited longer than this is counted in a warning.
     """
 
     def __init__(
@@ -115,49 +112,49 @@ class Subjects:
         at_once: int = 256,
         slow_s: float = 0.1,
     ) -> None:
-        self._desk = dispatcher
+        self._dispatcher = dispatcher
         self._connection = connection
         self._prefix = check_prefix(prefix)
-        self._queue = queue
+        self._queue_group = queue
         self._at_once = at_once
         self._slow_s = slow_s
         self.server_id: str = connection.new_inbox().rpartition(".")[2]
-        self._endpoints = _endpoints()
+        self._endpoints = _make_endpoints()
         self._deliveries = Deliveries(connection, self.server_id)
         self._service = MicroService(connection, self.server_id, self._endpoints, prefix=prefix, queue=queue)
         self._subscription: Subscription | None = None
-        self._hearing: Callable[..., Any] | None = None
-        self._order = Order()
+        self._interceptor: Callable[..., Any] | None = None
+        self._queue = KeyQueue()
         self._running = 0
         self._waiting_for_locks = 0
         self._backlog: deque[tuple[str, str, bytes, float]] = deque()
         self._backlog_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._callers: dict[str, TrustedCaller] = {}
-        self._delays = 0
-        self._complained = 0.0
+        self._delayed = 0
+        self._warned_at = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop = asyncio.get_running_loop()
 
     @property
     def watches(self) -> int:
-        """How many watches there are."""
+        """The number of watches."""
         return len(self._deliveries)
 
     async def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         await self._deliveries.start()
-        subscription = await self._connection.subscribe(f"{self._prefix}.>", queue=self._queue, cb=self._heard)
+        subscription = await self._connection.subscribe(f"{self._prefix}.>", queue=self._queue_group, cb=self._receive)
         self._subscription = subscription
-        self._hear_everything(subscription._id)
+        self._intercept(subscription._id)
         await self._service.start()
         await settle(self._connection)
 
     async def drain(self, within_s: float = DRAIN_S) -> None:
-        """Take no more requests, finish those under way, end watches.
+        """Take no more requests, finish the running ones, end watches.
 
-        Whatever is not finished in time is cut off, and whoever asked is told so.
+        A request that is not finished in time is cancelled, and its caller gets an error.
         """
         subscription, self._subscription = self._subscription, None
         if subscription is None:
@@ -166,11 +163,11 @@ class Subjects:
         with contextlib.suppress(Exception):
             async with asyncio.timeout_at(until):
                 await self._service.stop()
-                # What NATS has sent until then is still answered.
+                # Messages that NATS has sent until then still get a reply.
                 await subscription.drain()  # type: ignore[no-untyped-call]
                 await settle(self._connection)
         for task in [*self._tasks]:
-            if task.get_name() == _WAITING:
+            if task.get_name() == _LOCK_WAIT:
                 task.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -182,63 +179,63 @@ class Subjects:
             await asyncio.gather(*left, return_exceptions=True)
         with contextlib.suppress(Exception):
             await self._deliveries.close()
-        self._hear_as_before()
+        self._stop_intercepting()
         with contextlib.suppress(Exception):
             await settle(self._connection, FLUSH_S)
 
-    # Hearing ------------------------------------------------------------------
+    # Receiving ----------------------------------------------------------------
 
-    def _hear_everything(self, number: int) -> None:
-        """Take messages of our subscription before the driver looks at them.
+    def _intercept(self, own_sid: int) -> None:
+        """Take the messages of our subscription before the driver parses them.
 
         The driver stops reading for good, and keeps the connection, when a subject or a reply subject is not UTF-8 or
-        headers are broken: anybody who may ask could make a server deaf. Besides, each message would pass through a
-        queue and headers that nobody here reads.
+        headers are broken: any caller could make a server deaf. Besides, each message would pass through a queue and
+        a header parser that are not needed here.
         """
-        heard = self._connection._process_msg
+        process_msg = self._connection._process_msg
 
-        async def hear(sid: int, subject: bytes, reply: bytes, body: bytes, headers: bytes) -> None:
-            if sid != number:
+        async def intercept(sid: int, subject: bytes, reply: bytes, body: bytes, headers: bytes) -> None:
+            if sid != own_sid:
                 try:
-                    await heard(sid, subject, reply, body, headers)
+                    await process_msg(sid, subject, reply, body, headers)
                 except (UnicodeDecodeError, IndexError, ValueError) as error:
-                    log.warning("a message that NATS passed on cannot be read: %s", type(error).__name__)
+                    log.warning("a message from NATS cannot be parsed: %s", type(error).__name__)
                 return
             self._connection.stats["in_msgs"] += 1
             self._connection.stats["in_bytes"] += len(body)
             try:
-                answer_to = reply.decode()
+                reply_subject = reply.decode()
             except UnicodeDecodeError:
-                answer_to = ""
-            self._take(subject.decode(errors="replace"), answer_to, body)
+                reply_subject = ""
+            self._accept(subject.decode(errors="replace"), reply_subject, body)
 
-        self._hearing = hear
-        self._connection._process_msg = hear  # type: ignore[method-assign, assignment]
+        self._interceptor = intercept
+        self._connection._process_msg = intercept  # type: ignore[method-assign, assignment]
 
-    def _hear_as_before(self) -> None:
-        if vars(self._connection).get("_process_msg") is self._hearing:
+    def _stop_intercepting(self) -> None:
+        if vars(self._connection).get("_process_msg") is self._interceptor:
             del self._connection._process_msg
 
-    async def _heard(self, message: Msg) -> None:
-        """The way of a message through a driver that has no such door."""
-        self._take(message.subject, message.reply, message.data)
+    async def _receive(self, message: Msg) -> None:
+        """Receive a message from a driver that has no `_process_msg` to intercept."""
+        self._accept(message.subject, message.reply, message.data)
 
-    def _take(self, subject: str, reply: str, body: bytes) -> None:
-        """Begin a request, or let it wait while as many as are allowed run."""
-        came = time.perf_counter()
+    def _accept(self, subject: str, reply: str, body: bytes) -> None:
+        """Start a request, or put it into the backlog while as many as allowed run."""
+        received_at = time.perf_counter()
         if self._running < self._at_once and not self._backlog:
-            self._begin(subject, reply, body, came)
+            self._start(subject, reply, body, received_at)
         elif len(self._backlog) < BACKLOG_MAX and self._backlog_bytes + len(body) <= BACKLOG_BYTES_MAX:
-            self._backlog.append((subject, reply, body, came))
+            self._backlog.append((subject, reply, body, received_at))
             self._backlog_bytes += len(body)
         else:
             plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
-            # Where not even refusals get away any more, silence is all that is left.
-            heard = reply if len(self._tasks) < REFUSALS_MAX else ""
-            error = RateLimited("too many requests wait already", retry_after=1.0)
-            self._refuse(plugin, name, heard, error, subject)
+            # When even refusals pile up unsent, drop the request without a reply.
+            reply = reply if len(self._tasks) < REFUSALS_MAX else ""
+            error = RateLimited("too many requests wait already; try again later", retry_after=1.0)
+            self._refuse(plugin, name, reply, error, subject)
 
-    def _begin(self, subject: str, reply: str, body: bytes, came: float) -> None:
+    def _start(self, subject: str, reply: str, body: bytes, received_at: float) -> None:
         plugin, _, name = subject[len(self._prefix) + 1 :].partition(".")
         try:
             endpoint = self._endpoints.get(name)
@@ -248,42 +245,42 @@ class Subjects:
             check_namespace(plugin)
             if reply and not is_answerable(reply, plugin):
                 raise requests.InvalidReply(plugin)
-            asked = _understood(endpoint, body)
+            request = decode_request(endpoint, body)
         except Exception as error:
             self._refuse(plugin, name, reply, error, subject)
             return
-        request = _Request(endpoint, plugin, asked, reply, self._caller(plugin), came)
-        if name == "lock" and request.asked.wait > 0:
-            self._begin_waiting(request)
+        message = _Message(endpoint, plugin, request, reply, self._caller(plugin), received_at)
+        if name == "lock" and message.request.wait > 0:
+            self._start_lock_wait(message)
             return
-        # Locks and watches name no keys, and so they wait for nobody.
-        place = Place(
+        # Requests for locks and watches name no keys, and so they wait for no other.
+        slot = Slot(
             plugin,
-            _keys(asked),
-            writes=endpoint.operation.right_for(asked) == "write",
+            request_keys(request),
+            writes=endpoint.operation.right_for(request) == "write",
             after_writes=name in _AFTER_WRITES,
-            request=request,
+            request=message,
         )
         self._running += 1
-        if self._order.enter(place):
-            self._spawn(self._serve(place))
+        if self._queue.enter(slot):
+            self._spawn(self._serve(slot))
 
-    def _begin_waiting(self, request: _Request) -> None:
-        """Let somebody wait for a lock, beside what runs at once: it may take half a minute, and does no work."""
+    def _start_lock_wait(self, message: _Message) -> None:
+        """Wait for a lock outside the limit of running requests: it may take half a minute, and does no work."""
         if self._waiting_for_locks >= LOCKS_WAITING_MAX:
-            error = RateLimited("too many wait for locks already", retry_after=1.0)
-            self._refuse(request.plugin, "lock", request.reply, error)
+            error = RateLimited("too many requests wait for locks already; try again later", retry_after=1.0)
+            self._refuse(message.plugin, "lock", message.reply, error)
         else:
             self._waiting_for_locks += 1
-            self._spawn(self._wait_for_lock(request), name=_WAITING)
+            self._spawn(self._wait_for_lock(message), name=_LOCK_WAIT)
 
-    def _spawn(self, serving: Any, name: str | None = None) -> None:
-        task = self._loop.create_task(serving, name=name)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str | None = None) -> None:
+        task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         self._idle.clear()
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._finish)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _finish(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not self._tasks and not self._backlog:
             self._idle.set()
@@ -300,82 +297,82 @@ class Subjects:
 
     # Serving ------------------------------------------------------------------
 
-    async def _serve(self, place: Place) -> None:
-        """Run a request whose turn it is, and let those behind it begin."""
-        request: _Request = place.request
-        if (waited := time.perf_counter() - request.came) > self._slow_s:
-            self._note_delay(waited)
+    async def _serve(self, slot: Slot) -> None:
+        """Run a request whose turn it is, then start those that waited for it."""
+        message: _Message = slot.request
+        if (waited_s := time.perf_counter() - message.received_at) > self._slow_s:
+            self._note_delay(waited_s)
         try:
-            match request.endpoint.operation.name:
+            match message.endpoint.operation.name:
                 case "watch":
-                    await self._watch(request)
+                    await self._watch(message)
                 case "unwatch":
-                    await self._unwatch(request)
+                    await self._unwatch(message)
                 case _:
-                    await self._answer(request)
+                    await self._reply(message)
         finally:
-            for following in self._order.leave(place):
-                self._spawn(self._serve(following))
-            self._make_room()
+            for ready in self._queue.leave(slot):
+                self._spawn(self._serve(ready))
+            self._start_next()
 
-    def _make_room(self) -> None:
-        """One request less is under way: another may begin."""
+    def _start_next(self) -> None:
+        """Count one running request less, and start what waits in the backlog."""
         self._running -= 1
         while self._backlog and self._running < self._at_once:
-            subject, reply, body, came = self._backlog.popleft()
+            subject, reply, body, received_at = self._backlog.popleft()
             self._backlog_bytes -= len(body)
-            self._begin(subject, reply, body, came)
+            self._start(subject, reply, body, received_at)
 
-    async def _answer(self, request: _Request) -> None:
+    async def _reply(self, message: _Message) -> None:
         began = time.perf_counter()
-        endpoint = request.endpoint
+        endpoint = message.endpoint
         try:
-            answer = await self._desk.run(
-                endpoint.operation, request.plugin, request.asked, request.caller, has_reply=bool(request.reply)
+            answer = await self._dispatcher.run(
+                endpoint.operation, message.plugin, message.request, message.caller, has_reply=bool(message.reply)
             )
-            body = self._fitting(endpoint.operation.name, answer)
+            body = self._encode_reply(endpoint.operation.name, answer)
         except asyncio.CancelledError:
-            body = self._error(endpoint, _cut_off(endpoint.operation, request.asked))
+            body = self._encode_error(endpoint, _cancelled_error(endpoint.operation, message.request))
         except Exception as error:
-            body = self._error(endpoint, error)
+            body = self._encode_error(endpoint, error)
         endpoint.seconds += time.perf_counter() - began
-        if request.reply:
-            await self._send(request.reply, body)
+        if message.reply:
+            await self._send(message.reply, body)
 
-    async def _wait_for_lock(self, request: _Request) -> None:
+    async def _wait_for_lock(self, message: _Message) -> None:
         try:
-            await self._answer(request)
+            await self._reply(message)
         finally:
             self._waiting_for_locks -= 1
 
-    async def _watch(self, request: _Request) -> None:
-        operation, plugin, asked = request.endpoint.operation, request.plugin, request.asked
+    async def _watch(self, message: _Message) -> None:
+        operation, plugin, request = message.endpoint.operation, message.plugin, message.request
         try:
-            store = await self._desk.admit(operation, plugin, asked, request.caller)
-            delivery, answer = await self._deliveries.begin(plugin, store, asked, request.reply)
+            store = await self._dispatcher.admit(operation, plugin, request, message.caller)
+            delivery, answer = await self._deliveries.begin(plugin, store, request, message.reply)
         except Exception as error:
-            self._refuse(plugin, operation.name, request.reply, error)
+            self._refuse(plugin, operation.name, message.reply, error)
             return
-        if request.reply:
-            await self._send(request.reply, _encode({"success": True, **answer}))
+        if message.reply:
+            await self._send(message.reply, _encode({"success": True, **answer}))
         self._deliveries.run(delivery)
 
-    async def _unwatch(self, request: _Request) -> None:
-        ended = await self._deliveries.end(request.plugin, request.asked.watch)
-        if request.reply:
-            await self._send(request.reply, _encode({"success": True, "ended": ended}))
+    async def _unwatch(self, message: _Message) -> None:
+        ended = await self._deliveries.end(message.plugin, message.request.watch)
+        if message.reply:
+            await self._send(message.reply, _encode({"success": True, "ended": ended}))
 
     def _refuse(self, plugin: str, name: str, reply: str, error: Exception, subject: str | None = None) -> None:
-        """Answer a request that did not get as far as an operation. The log has what its subject said."""
+        """Refuse a request that did not get as far as an operation. The log names its subject."""
         endpoint = self._endpoints.get(name)
         reply = reply if is_answerable(reply, plugin) else ""
         is_known = endpoint is not None and not isinstance(error, InvalidNamespace)
-        # A caller is remembered only by a name that is one.
+        # Do not keep unvalidated subject text as the name of a caller.
         caller = self._caller(plugin) if is_known else TrustedCaller(f"plugin {plugin[:NAME_SHOWN_MAX]}")
-        self._desk.refused(
+        self._dispatcher.refused(
             caller, plugin[:NAME_SHOWN_MAX], name[:NAME_SHOWN_MAX], error, has_reply=bool(reply), subject=subject
         )
-        body = _encode(reply_of(error)) if endpoint is None else self._error(endpoint, error)
+        body = _encode(reply_of(error)) if endpoint is None else self._encode_error(endpoint, error)
         if reply:
             self._running += 1
             self._spawn(self._send_refusal(reply, body))
@@ -384,36 +381,38 @@ class Subjects:
         try:
             await self._send(reply, body)
         finally:
-            self._make_room()
+            self._start_next()
 
-    def _error(self, endpoint: Endpoint, error: Exception) -> bytes:
-        told = reply_of(error)
+    def _encode_error(self, endpoint: NatsEndpoint, error: Exception) -> bytes:
+        reply = reply_of(error)
         endpoint.errors += 1
-        endpoint.last_error = told["error_code"]
-        body = _encode(told)
+        endpoint.last_error = reply["error_code"]
+        body = _encode(reply)
         if len(body) > self._connection.max_payload:
-            # The value that a conflict found. Better a reply without it than none.
-            told.pop("value", None)
-            body = _encode(told)
+            # The value that a conflict found does not fit. A reply without it is better than no reply.
+            reply.pop("value", None)
+            body = _encode(reply)
         return body
 
-    def _fitting(self, name: str, answer: dict[str, Any]) -> bytes:
-        """An answer as NATS can carry it. A page may end early; anything else that is too large is an error."""
+    def _encode_reply(self, name: str, answer: dict[str, Any]) -> bytes:
+        """Encode a reply that fits into a NATS message. A page may end early; any other that is too large fails."""
         body = _encode({"success": True, **answer})
         limit_bytes = self._connection.max_payload
         while len(body) > limit_bytes:
-            listed = _PAGES.get(name, "")
-            held = answer.get(listed)
-            if not held or len(held) == 1:
+            member = _PAGES.get(name, "")
+            items = answer.get(member)
+            if not items or len(items) == 1:
                 raise ValueTooLarge(name, size_bytes=len(body), limit_bytes=limit_bytes, what="the reply")
-            count = max(1, len(held) * limit_bytes // (len(body) + len(body) // 8))
-            # Of a history the latest are kept, and it goes on with older ones.
-            kept = held[-count:] if name == "history" else held[:count]
-            answer = {listed: kept, "truncated": True}
+            count = max(1, len(items) * limit_bytes // (len(body) + len(body) // 8))
+            # A history keeps its latest items; its next page has older ones.
+            kept = items[-count:] if name == "history" else items[:count]
+            answer = {member: kept, "truncated": True}
             if name == "list":
                 answer["count"] = len(kept)
             else:
-                answer["cursor"] = kept[0]["revision"] if name == "history" else kept[-1][_NAMED.get(name, "key")]
+                answer["cursor"] = (
+                    kept[0]["revision"] if name == "history" else kept[-1][_CURSOR_MEMBERS.get(name, "key")]
+                )
             body = _encode({"success": True, **answer})
         return body
 
@@ -421,85 +420,42 @@ class Subjects:
         try:
             await self._connection.publish(reply, body)
         except Exception as error:
-            # The connection is gone, or the reply subject is none. Whoever asked will ask again.
+            # The connection is lost, or the reply subject is invalid. The caller runs into its timeout and tries again.
             log.warning("a reply could not be sent: %s", type(error).__name__)
 
     def _note_delay(self, seconds: float) -> None:
-        """Warn of requests that waited for their turn, once a second and not once a request."""
-        self._delays += 1
+        """Warn about requests that waited for their turn, once a second and not once a request."""
+        self._delayed += 1
         now = time.monotonic()
-        if now - self._complained >= COMPLAIN_S:
-            log.warning("%d requests waited for their turn, the latest %.0f ms", self._delays, seconds * 1000)
-            self._complained, self._delays = now, 0
+        if now - self._warned_at >= DELAY_WARNING_S:
+            log.warning("%d requests waited for their turn, the latest %.0f ms", self._delayed, seconds * 1000)
+            self._warned_at, self._delayed = now, 0
 
 
 async def settle(connection: Client, timeout_s: int = 10) -> None:
-    """Wait until NATS has heard everything that was said on a connection."""
-    # The driver writes its ping past what is still waiting to be written, so the first answer tells nothing.
+    """Wait until NATS has received everything that was sent on a connection."""
+    # The driver writes its ping ahead of data that still waits to be written, so the first pong proves nothing.
     await connection.flush(timeout_s)
     await connection.flush(timeout_s)
 
 
-def _endpoints() -> dict[str, Endpoint]:
+def _make_endpoints() -> dict[str, NatsEndpoint]:
     shapes: dict[str, type[requests.Request]] = {"watch": requests.Deliver}
     rows = (*OPERATIONS.values(), _UNWATCH)
-    return {row.name: Endpoint(row, shapes.get(row.name, row.request)) for row in rows}
+    return {row.name: NatsEndpoint(row, shapes.get(row.name, row.request)) for row in rows}
 
 
-def _cut_off(operation: Operation, asked: Any) -> Exception:
-    """What to say of a request that the end of the server did not wait for."""
-    if operation.right_for(asked) != "write":
-        return Unavailable("the server is stopping")
-    request_id = getattr(asked, "request_id", None)
-    return Ambiguous("the server stopped before it knew what became of the write", request_id=request_id)
+def _cancelled_error(operation: Operation, request: Any) -> Exception:
+    """The error of a request that was cancelled because the server stops."""
+    if operation.right_for(request) != "write":
+        return Unavailable("the server is stopping; try again later")
+    request_id = getattr(request, "request_id", None)
+    return Ambiguous("the server stopped before it knew whether the write was applied", request_id=request_id)
 
 
 def check_prefix(prefix: str) -> str:
-    """Return a prefix of subjects, or raise `InvalidValue`."""
+    """Return the prefix of subjects if it is valid, or raise `InvalidValue`."""
     words = prefix.split(".")
     if not all(word and word.isprintable() and not set(word) & set(" *>$") for word in words):
         raise InvalidValue("a prefix is words joined by dots, such as db.kv, without spaces, wildcards and '$'")
     return prefix
-
-
-# What a request of this face must be ------------------------------------------
-
-
-def _understood(endpoint: Endpoint, body: bytes) -> requests.Request:
-    """A request, by the shape of its operation and the narrower rules of this face."""
-    try:
-        asked = endpoint.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        # Once more, step by step, to tell what is wrong.
-        asked = requests.request_of(endpoint.shape, requests.parse(body))
-    _check(asked)
-    if isinstance(asked, requests.Batch):
-        for part in _parts(asked):
-            _check(part)
-    return asked
-
-
-def _check(asked: Any) -> None:
-    key = getattr(asked, "key", None) or getattr(asked, "name", None)
-    if key is not None and len(key) > KEY_LENGTH_MAX:
-        raise InvalidKey(key, f"it is {len(key):,} characters, limit {KEY_LENGTH_MAX}")
-    ttl = getattr(asked, "ttl", None)
-    if ttl is not None and ttl is not UNSET and (type(ttl) is not int or not 1 <= ttl <= TTL_S_MAX):
-        error = InvalidTTL("")
-        error.args = (f"ttl is a whole number of seconds from 1 to {TTL_S_MAX}, or null for never",)
-        raise error
-
-
-def _parts(batch: requests.Batch) -> list[requests.BatchWrite | requests.BatchGuard]:
-    return [*batch.writes, *batch.guards]
-
-
-def _keys(asked: Any) -> Sequence[str]:
-    """The keys that a request names, each once."""
-    if isinstance(asked, requests.Batch):
-        return [*dict.fromkeys(part.key for part in _parts(asked))]
-    if isinstance(asked, requests.KvPut | requests.KvDelete | requests.KvBatch):
-        written = [item.key for item in asked.items] if isinstance(asked, requests.KvBatch) else [asked.key]
-        return [*dict.fromkeys([*written, *([] if asked.held is None else [asked.held.key])])]
-    key = getattr(asked, "key", None)
-    return () if key is None else (key,)

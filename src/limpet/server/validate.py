@@ -1,8 +1,7 @@
-"""What a client may ask of an engine: the nouns of a request, held to the contract as a draft would hold them.
+"""Validation of requests for the engine's primitives: the same rules that a draft applies in the caller's process.
 
-An engine trusts what stands above it. What comes over a wire was made by somebody else's program, so that names,
-values, times and counts are looked at here, before an engine hears of them. What is wrong is raised, and told by its
-key and never by its value.
+An engine trusts its caller. A request from the network was made by another program, so its names, values, times and
+counts are checked here, before it reaches an engine. An error names the key and never the value.
 """
 
 from __future__ import annotations
@@ -13,24 +12,23 @@ from typing import Final
 import msgspec
 
 from limpet import codec
-from limpet.checks import check_filter, check_guard, check_number, check_write
+from limpet.checks import (
+    check_batch_limits,
+    check_filter,
+    check_guard,
+    check_number,
+    check_value_size,
+    check_write,
+)
 from limpet.codec import Stored
 from limpet.draft import digest_of
-from limpet.errors import InvalidKey, InvalidValue, LimpetError, ValueTooLarge
-from limpet.keys import (
-    BATCH_BYTES_MAX,
-    BATCH_GUARDS_MAX,
-    BATCH_WRITES_MAX,
-    KEY_BYTES_MAX,
-    Span,
-    check_key,
-)
+from limpet.errors import InvalidKey, InvalidValue, LimpetError
+from limpet.keys import KEY_BYTES_MAX, Span, check_key
 from limpet.model import (
     ABSENT,
     Add,
     Batch,
     Equals,
-    Expire,
     FieldEquals,
     Guard,
     HeldBy,
@@ -42,7 +40,7 @@ from limpet.model import (
 from limpet.protocol import engine_msgpack as wire
 from limpet.sweep import SWEEP_MAX
 
-__all__ = ["check_changes", "check_due", "check_read", "check_scan", "checked_batch", "is_ownership_proven"]
+__all__ = ["check_batch", "check_changes", "check_due", "check_read", "check_scan", "is_ownership_proven"]
 
 KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
@@ -50,51 +48,51 @@ DIGEST_BYTES_MAX: Final = 64
 RECEIPT_MS_MAX: Final = 2 * 86_400_000
 
 
-def check_read(asked: wire.Read) -> None:
-    """A read is of a few keys."""
-    if len(asked.keys) > KEYS_MAX:
-        raise InvalidValue(f"one read is of up to {KEYS_MAX} keys, this one of {len(asked.keys)}")
-    for key in asked.keys:
+def check_read(read: wire.Read) -> None:
+    """Check the number of keys, and each key."""
+    if len(read.keys) > KEYS_MAX:
+        raise InvalidValue(f"one read has up to {KEYS_MAX} keys, this one {len(read.keys)}; read them in parts")
+    for key in read.keys:
         check_key(key)
 
 
-def check_scan(asked: wire.Scan) -> None:
-    """A scan is of a span, in pages."""
-    _check_span(asked.span)
-    _check_page(asked.limit)
-    if asked.where is not None:
-        check_filter(asked.where)
-        for test in asked.where.tests:
+def check_scan(scan: wire.Scan) -> None:
+    """Check the span, the limit and the filter."""
+    _check_span(scan.span)
+    _check_page(scan.limit)
+    if scan.where is not None:
+        check_filter(scan.where)
+        for test in scan.where.tests:
             for operand in test.operands:
                 _check_encoded(test.name, operand)
 
 
-def check_changes(asked: wire.Changes) -> None:
-    """The log is read in pages."""
-    check_number(asked.after, "a revision")
-    # A page of none asks what the changes after a revision follow.
-    if asked.limit != 0:
-        _check_page(asked.limit)
-    if not 0 <= asked.wait_s < float("inf"):
-        raise InvalidValue("a wait is of zero or more seconds")
-    if asked.span is not None:
-        _check_span(asked.span)
+def check_changes(changes: wire.Changes) -> None:
+    """Check the revision, the limit, the wait and the span."""
+    check_number(changes.after, "a revision")
+    # An empty page is a valid request: it reads only which change the page would follow.
+    if changes.limit != 0:
+        _check_page(changes.limit)
+    if not 0 <= changes.wait_s < float("inf"):
+        raise InvalidValue("wait_s is zero or more seconds")
+    if changes.span is not None:
+        _check_span(changes.span)
 
 
-def check_due(asked: wire.Due) -> None:
-    """What has expired is told in pages."""
-    _check_page(asked.limit)
+def check_due(due: wire.Due) -> None:
+    """Check the limit."""
+    _check_page(due.limit)
 
 
-def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
-    """A batch as an engine may have it.
+def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
+    """Check a batch. Returns it with the server's own digest and limit, as an engine may have it.
 
     Args:
-        batch: What was sent.
+        batch: The batch that was sent.
         value_bytes_max: The largest value that this server takes.
         any_lock: Whether locks may be written in any form, and not only as `limpet.lock` does it.
     """
-    _check_counts(batch)
+    _check_envelope(batch)
     size_bytes = 0
     for write in batch.writes:
         size_bytes += _check_write(write, value_bytes_max)
@@ -102,39 +100,33 @@ def checked_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batc
             raise InvalidValue("receipts are written by the engine alone")
         if write.family == "lock":
             _check_lock(write, any_lock)
-    if len(batch.writes) > 1 and size_bytes > BATCH_BYTES_MAX:
-        raise ValueTooLarge(batch.writes[0].key, size_bytes=size_bytes, limit_bytes=BATCH_BYTES_MAX, what="the batch")
     for guard in batch.guards:
         _check_guard(guard)
+    check_batch_limits(batch.guards, batch.writes, size_bytes=size_bytes, expiries_max=SWEEP_MAX)
     check_number(batch.value_bytes_max, "value_bytes_max")
     return msgspec.structs.replace(
-        batch, digest=_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
+        batch, digest=_extend_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
     )
 
 
-def _digest(batch: Batch) -> bytes:
-    """The caller's digest, and behind it a hash of our own: a receipt answers a request, so none may be made up.
+def _extend_digest(batch: Batch) -> bytes:
+    """The caller's digest, followed by our own hash of the batch.
 
-    The caller's comes first because a semantic store knows its request again by it, see `limpet.semantic.store`.
+    A receipt is the reply to a repeated request, so a caller must not be able to forge a digest that matches it. The
+    caller's digest comes first, because a semantic store recognises its request by it, see `limpet.semantic.store`.
     """
     if batch.receipt_ms is None:
         return b""
-    asked = digest_of(batch.guards, batch.writes)
-    return batch.digest + hashlib.blake2b(asked + batch.digest, digest_size=16).digest()
+    content = digest_of(batch.guards, batch.writes)
+    return batch.digest + hashlib.blake2b(content + batch.digest, digest_size=16).digest()
 
 
-def _check_counts(batch: Batch) -> None:
-    expiries = sum(isinstance(write, Expire) for write in batch.writes)
-    if len(batch.writes) - expiries > BATCH_WRITES_MAX or expiries > SWEEP_MAX:
-        raise InvalidValue(f"a batch holds up to {BATCH_WRITES_MAX} writes, this one has {len(batch.writes)}")
-    places = {(write.family, write.key) for write in batch.writes}
-    if len(places) < len(batch.writes):
-        raise InvalidValue("a batch writes each key at most once")
-    apart = {(guard.family, guard.key) for guard in batch.guards} - places
-    if len(apart) > BATCH_GUARDS_MAX or len(batch.guards) > GUARDS_MAX:
-        raise InvalidValue(f"a batch guards up to {BATCH_GUARDS_MAX} keys it does not write, this one {len(apart)}")
+def _check_envelope(batch: Batch) -> None:
+    """Check the members of a batch that a draft does not have. Its own limits are in `check_batch_limits`."""
+    if len(batch.guards) > GUARDS_MAX:
+        raise InvalidValue(f"a batch holds up to {GUARDS_MAX} guards, this one has {len(batch.guards)}")
     if batch.request_id is None:
-        raise InvalidValue("a batch that travels has a request id, so that it can be asked for again")
+        raise InvalidValue("a batch for a server has a request id, so that it can be repeated safely")
     check_key(batch.request_id)
     if len(batch.digest) > DIGEST_BYTES_MAX:
         raise InvalidValue(f"a digest has up to {DIGEST_BYTES_MAX} bytes")
@@ -145,35 +137,34 @@ def _check_counts(batch: Batch) -> None:
 
 
 def _check_write(write: Write, value_bytes_max: int) -> int:
-    """Look at a write. Returns what its values count."""
+    """Check a write. Returns the size of its values."""
     size_bytes = check_write(write)
     if isinstance(write, Put | Patch):
         stored = write.stored if isinstance(write, Put) else write.fields
         _check_canonical(write.key, stored)
-        if size_bytes > value_bytes_max:
-            raise ValueTooLarge(write.key, size_bytes=size_bytes, limit_bytes=value_bytes_max)
+        check_value_size(write.key, size_bytes, value_bytes_max)
     if isinstance(write, Put | Patch | Add) and isinstance(write.meta_json, bytes):
         _check_encoded(write.key, write.meta_json)
     return size_bytes
 
 
 def _check_lock(write: Write, any_form: bool) -> None:
-    """A lock that names no holder, or never ends, would trip whoever looks at it next."""
+    """Refuse a lock without a holder or an end, which later readers of the lock could not handle."""
     match write:
         case Put():
-            sound = isinstance(write.ttl_ms, int) and isinstance(write.stored, bytes) and _names_holder(write.stored)
+            is_valid = isinstance(write.ttl_ms, int) and isinstance(write.stored, bytes) and _names_holder(write.stored)
         case Touch():
-            sound = write.ttl_ms is not None
+            is_valid = write.ttl_ms is not None
         case Add() | Patch():
-            sound = False
+            is_valid = False
         case _:
-            sound = True
-    if not sound and not any_form:
+            is_valid = True
+    if not is_valid and not any_form:
         raise InvalidValue(f"{write.key!r}: a lock has a holder and a time to live")
 
 
 def is_ownership_proven(write: Write, batch: Batch) -> bool:
-    """Whether a write of a lock is its holder's: the batch names the holder's token, or makes a lock that is free."""
+    """Whether a write of a lock comes from its holder: the batch has the holder's token, or takes a free lock."""
     conditions = [guard.condition for guard in batch.guards if (guard.family, guard.key) == (write.family, write.key)]
     takes_free = isinstance(write, Put) and ABSENT in conditions
     return takes_free or any(isinstance(condition, HeldBy) for condition in conditions)
@@ -187,7 +178,7 @@ def _names_holder(stored: bytes) -> bool:
 def _check_guard(guard: Guard) -> None:
     check_guard(guard)
     if guard.family == "receipt":
-        raise InvalidValue("receipts are looked at by the engine alone")
+        raise InvalidValue("receipts are guarded by the engine alone")
     match guard.condition:
         case Equals(stored):
             _check_canonical(guard.key, stored)
@@ -203,25 +194,25 @@ def _check_canonical(key: str, stored: Stored) -> None:
 
 
 def _check_encoded(key: str, encoded: bytes) -> None:
-    """Only what our own encoder would make is stored: values are compared by their encoding."""
+    """Only the output of our own encoder is stored, because values are compared by their encoding."""
     if encoded[:1] == b"\0":
         return
     try:
-        sound = codec.encode_field(codec.decode(encoded)) == encoded
+        is_canonical = codec.encode_field(codec.decode(encoded)) == encoded
     except (LimpetError, RecursionError):
-        sound = False
-    if not sound:
+        is_canonical = False
+    if not is_canonical:
         raise InvalidValue(f"the value for {key!r} is not canonical JSON")
 
 
 def _check_span(span: Span) -> None:
     for bound in (span.start, span.stop or ""):
-        # Behind a key, and before whatever follows it, there is U+0000.
+        # A bound right after a key is that key with U+0000 at its end.
         if "\0" in bound[:-1] or len(bound.encode()) > KEY_BYTES_MAX + 1:
             raise InvalidKey(bound[:KEY_BYTES_MAX], "no key is, or follows, this bound of a span")
 
 
 def _check_page(limit: int) -> None:
-    # However much is asked for: a page may end early, and says so.
+    # A limit has no maximum: a page may end early, and says so.
     if limit < 1:
-        raise InvalidValue("a page holds one or more")
+        raise InvalidValue("the limit of a page is 1 or more")

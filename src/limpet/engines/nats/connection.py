@@ -1,9 +1,9 @@
 """One connection to NATS, on which any number of requests are under way at a time.
 
-The driver connects, proves who we are and notices when the line is dead. Requests go past its queues:
-all frames of one turn of the loop are written together, and each answer is handed to whoever waits
-for it, found by the last word of its subject. A link that broke stays broken. Nothing is kept for
-later and nothing is sent again, so whatever is sent once arrives once or never.
+The driver connects, authenticates and notices when the connection is dead. Requests bypass its queues: all
+frames of one turn of the loop are written together, and each reply is delivered to its waiter, which is
+found by the last word of the reply's subject. A connection that broke stays broken. Nothing is buffered and
+nothing is sent again, so a frame that is sent once arrives once or never.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nats.protocol.parser import Parser
 
 from limpet.errors import PermissionDenied
 
-__all__ = ["Link", "LinkLost", "Refused", "Silent", "Unheard"]
+__all__ = ["ApiError", "Connection", "ConnectionLost", "NoReply", "NoResponders"]
 
 CONNECT_S: Final = 5
 REQUEST_S: Final = 5.0
@@ -29,31 +29,31 @@ PING_S: Final = 5
 CLOSE_S: Final = 2.0
 
 Handler = Callable[[bytes, bytes, bytes, bytes], None]
-"""Takes a message: its subject, where to answer, its headers, its body."""
+"""Takes a message: its subject, its reply subject, its headers, its body."""
 
 
-class LinkLost(Exception):
-    """The line broke. Nobody can say what became of what was sent last."""
+class ConnectionLost(Exception):
+    """The connection broke. It is unknown whether the last requests were applied."""
 
 
-class Silent(Exception):
-    """No answer came in time. Nobody can say what became of the request."""
+class NoReply(Exception):
+    """No reply came in time. It is unknown whether the request was applied."""
 
 
-class Unheard(Exception):
-    """Nobody listens to that subject now: the request did nothing."""
+class NoResponders(Exception):
+    """No one listens to that subject now: the request did nothing."""
 
 
-class Refused(Exception):
-    """The server says no, with a number of its own."""
+class ApiError(Exception):
+    """JetStream refused a request, with an error code."""
 
-    def __init__(self, code: int, problem: str) -> None:
-        super().__init__(problem)
+    def __init__(self, code: int, description: str) -> None:
+        super().__init__(description)
         self.code = code
 
 
-class Link:
-    """A connection and those who wait for answers on it."""
+class Connection:
+    """A connection, and the waiters for replies on it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -69,22 +69,25 @@ class Link:
         self.denied: str | None = None
 
     @classmethod
-    async def connect(cls, servers: list[str], **options: Any) -> Link:
-        """Connect to the first of these servers that answers."""
-        problem: Exception = OSError("no server is known")
+    async def connect(cls, servers: list[str], **options: Any) -> Connection:
+        """Connect to the first of these servers that can be reached."""
+        last_error: Exception = OSError("no server is known")
         for server in servers:
             client = Client()
-            heard: list[Link] = []
-            problems: list[Exception] = []
+            # The callbacks are needed before there is a connection that they can call.
+            opened: list[Connection] = []
+            errors: list[Exception] = []
 
-            async def closed(heard: list[Link] = heard) -> None:
-                for link in heard:
-                    link.break_off()
+            async def on_closed(opened: list[Connection] = opened) -> None:
+                for connection in opened:
+                    connection.abort()
 
-            async def failed(error: Exception, heard: list[Link] = heard, problems: list[Exception] = problems) -> None:
-                problems.append(error)
-                for link in heard:
-                    link.complain(str(error))
+            async def on_error(
+                error: Exception, opened: list[Connection] = opened, errors: list[Exception] = errors
+            ) -> None:
+                errors.append(error)
+                for connection in opened:
+                    connection.on_error(str(error))
 
             try:
                 async with asyncio.timeout(CONNECT_S):
@@ -95,81 +98,81 @@ class Link:
                         reconnect_time_wait=0,
                         connect_timeout=CONNECT_S,
                         ping_interval=PING_S,
-                        closed_cb=closed,
-                        error_cb=failed,
+                        closed_cb=on_closed,
+                        error_cb=on_error,
                         **options,
                     )
             except Exception as error:
-                problem = next((one for one in problems if isinstance(one, OSError)), error)
+                last_error = next((one for one in errors if isinstance(one, OSError)), error)
                 await _discard(client)
                 continue
             except BaseException:
                 await _discard(client)
                 raise
-            link = cls(client)
-            heard.append(link)
-            link.open()
-            return link
-        raise problem
+            connection = cls(client)
+            opened.append(connection)
+            connection.open()
+            return connection
+        raise last_error
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """What the server said of itself."""
+    def server_info(self) -> dict[str, Any]:
+        """What the server reported about itself when we connected."""
         found: dict[str, Any] = self._client._server_info
         return found
 
     @property
     def servers(self) -> list[str]:
-        """All servers that are known by now."""
+        """All servers of the cluster that are known by now."""
         return [server.geturl() for server in self._client.servers]
 
     def open(self) -> None:
-        """Listen to everything that is addressed to us."""
-        self._client._ps = _Parser(self._client, self._heard)
+        """Subscribe to all replies that are addressed to us."""
+        self._client._ps = _Parser(self._client, self._on_message)
         self._write(b"SUB " + self._inbox + b"* 1\r\n")
 
-    # Asking -------------------------------------------------------------------
+    # Requests -----------------------------------------------------------------
 
-    def ask(
+    def request(
         self, subject: str, body: bytes = b"", headers: bytes = b"", *, wait_s: float | None = None
     ) -> asyncio.Future[tuple[bytes, bytes]]:
-        """Send a request. What comes is the answer's headers and body, or `LinkLost`, or `Silent`."""
-        answer: asyncio.Future[tuple[bytes, bytes]] = self._loop.create_future()
+        """Send a request. The result is the reply's headers and body, or `ConnectionLost`, or `NoReply`."""
+        waiter: asyncio.Future[tuple[bytes, bytes]] = self._loop.create_future()
         if self.is_lost:
-            answer.set_exception(LinkLost())
-            return answer
+            waiter.set_exception(ConnectionLost())
+            return waiter
         token = b"%x" % next(self._tokens)
-        self._waiting[token] = (answer, self._loop.time() + (wait_s or REQUEST_S), subject)
+        self._waiting[token] = (waiter, self._loop.time() + (wait_s or REQUEST_S), subject)
         if self._ticker is None:
             self._ticker = self._loop.call_later(TICK_S, self._tick)
-        self.tell(subject, body, headers, self._inbox + token)
-        return answer
+        self.send(subject, body, headers, self._inbox + token)
+        return waiter
 
-    def tell(self, subject: str, body: bytes = b"", headers: bytes = b"", reply: bytes = b"") -> None:
-        """Send a message that is not answered, or whose answer goes elsewhere."""
+    def send(self, subject: str, body: bytes = b"", headers: bytes = b"", reply: bytes = b"") -> None:
+        """Send a message without waiting for a reply."""
         if headers:
             size = len(headers)
-            line = b"HPUB %b %b %d %d\r\n" % (subject.encode(), reply, size, size + len(body))
-            self._write(b"".join((line, headers, body, b"\r\n")))
+            first = b"HPUB %b %b %d %d\r\n" % (subject.encode(), reply, size, size + len(body))
+            self._write(b"".join((first, headers, body, b"\r\n")))
         else:
             self._write(b"PUB %b %b %d\r\n%b\r\n" % (subject.encode(), reply, len(body), body))
 
-    def listen(self, handler: Handler) -> tuple[str, bytes]:
-        """Have messages handed to a function. Returns the subject that they are to be sent to, and its number."""
+    def subscribe(self, handler: Handler) -> tuple[str, bytes]:
+        """Pass messages to a function. Returns the subject to send them to, and the number of the subscription."""
         number = b"%d" % next(self._numbers)
-        # What a consumer delivers keeps its own subject, so it takes a subscription to tell whose it is. It is a
-        # word longer than those of answers: among them, a key might be taken for the name of one.
+        # Messages that a consumer delivers keep their own subject, so each consumer needs its own subscription. Its
+        # subject is a word longer than those of replies: otherwise a key could be taken for the token of a reply.
         subject = b"%bw.%b" % (self._inbox, number)
         self._handlers[number] = handler
         self._write(b"SUB %b %b\r\n" % (subject, number))
         return subject.decode(), number
 
-    def forget(self, number: bytes) -> None:
-        """Hand no more messages to that function."""
+    def unsubscribe(self, number: bytes) -> None:
+        """Pass no more messages to that function."""
         if self._handlers.pop(number, None) is not None:
             self._write(b"UNSUB %b\r\n" % number)
 
-    # The line -----------------------------------------------------------------
+    # Bytes ------------------------------------------------------------------
 
     def _write(self, frame: bytes) -> None:
         if not self._out:
@@ -182,61 +185,61 @@ class Link:
             # The driver's own flush would copy all this through a queue and a task.
             self._client._transport.write(b"".join(frames))
 
-    def _heard(self, words: list[bytes], reply: bytes, headers: bytes, body: bytes) -> None:
+    def _on_message(self, words: list[bytes], reply: bytes, headers: bytes, body: bytes) -> None:
         _, subject, number, *_ = words
         if number == b"1":
-            waiting = self._waiting.pop(subject[len(self._inbox) :], None)
-            if waiting is not None and not waiting[0].done():
-                waiting[0].set_result((headers, body))
+            entry = self._waiting.pop(subject[len(self._inbox) :], None)
+            if entry is not None and not entry[0].done():
+                entry[0].set_result((headers, body))
         elif number in self._handlers:
             self._handlers[number](subject, reply, headers, body)
 
     def _tick(self) -> None:
-        """Tell those who have waited too long. All wait equally long, so the oldest come first."""
+        """Fail requests whose reply is overdue."""
         if self._client.is_closed:
-            # The driver gave the line up, and says so only when it has got rid of what was not sent yet.
-            self.break_off()
+            # The driver has given up, and calls back only after it has flushed its own buffer.
+            self.abort()
             return
         now = self._loop.time()
-        late: list[bytes] = []
-        for token, (answer, until, _) in self._waiting.items():
-            if until <= now or answer.cancelled():
-                late.append(token)
-        for token in late:
-            answer = self._waiting.pop(token)[0]
-            if not answer.done():
-                answer.set_exception(Silent())
+        overdue: list[bytes] = []
+        for token, (waiter, until, _) in self._waiting.items():
+            if until <= now or waiter.cancelled():
+                overdue.append(token)
+        for token in overdue:
+            waiter = self._waiting.pop(token)[0]
+            if not waiter.done():
+                waiter.set_exception(NoReply())
         self._ticker = self._loop.call_later(TICK_S, self._tick) if self._waiting else None
 
-    def complain(self, problem: str) -> None:
-        """Take what the server says of no request in particular: which subject was forbidden."""
-        forbidden = _FORBIDDEN.search(problem)
+    def on_error(self, message: str) -> None:
+        """Fail the requests to a forbidden subject. The server names the subject, and not the request."""
+        forbidden = _FORBIDDEN.search(message)
         if forbidden is None:
             return
         self.denied = forbidden[0]
-        for token, (answer, _, subject) in list(self._waiting.items()):
-            # The server tells it in small letters.
-            if subject.lower() == forbidden[1].lower() or "subscription" in problem:
+        for token, (waiter, _, subject) in list(self._waiting.items()):
+            # The server reports the subject in lower case.
+            if subject.lower() == forbidden[1].lower() or "subscription" in message:
                 del self._waiting[token]
-                if not answer.done():
-                    answer.set_exception(PermissionDenied(f"NATS: {forbidden[0]}"))
+                if not waiter.done():
+                    waiter.set_exception(PermissionDenied(f"NATS: {forbidden[0]}"))
 
-    def break_off(self) -> None:
-        """Be lost, and tell whoever waits."""
+    def abort(self) -> None:
+        """Treat the connection as lost, and fail all waiters."""
         if self.is_lost:
             return
         self.is_lost = True
         if self._ticker is not None:
             self._ticker.cancel()
         waiting, self._waiting = self._waiting, {}
-        for answer, _, _ in waiting.values():
-            if not answer.done():
-                answer.set_exception(LinkLost())
+        for waiter, _, _ in waiting.values():
+            if not waiter.done():
+                waiter.set_exception(ConnectionLost())
         self._handlers.clear()
 
     async def close(self) -> None:
-        """Let go of the connection."""
-        self.break_off()
+        """Close the connection."""
+        self.abort()
         await _discard(self._client)
 
 
@@ -253,15 +256,15 @@ async def _discard(client: Any) -> None:
         with contextlib.suppress(Exception):
             transport.close()
         with contextlib.suppress(Exception):
-            # What a server that stands still does not read would keep the socket open.
+            # Bytes that a paused server does not read would keep the socket open.
             transport._io_writer.transport.abort()
 
 
 class _Parser(Parser):
-    """Takes messages apart for us, and leaves all else to the driver."""
+    """Parses messages, and leaves all other frames to the driver."""
 
-    def __init__(self, client: Any, heard: Callable[[list[bytes], bytes, bytes, bytes], None]) -> None:
-        self._heard = heard
+    def __init__(self, client: Any, on_message: Callable[[list[bytes], bytes, bytes, bytes], None]) -> None:
+        self._on_message = on_message
         self._kept: list[bytes] = []
         self._kept_bytes = 0
         self._needed_bytes = 0
@@ -278,33 +281,33 @@ class _Parser(Parser):
             if self._kept_bytes < self._needed_bytes:
                 return
             data = b"".join(self._kept)
-        at, end, heard = 0, len(data), self._heard
+        at, end, on_message = 0, len(data), self._on_message
         needed = 0
         while at < end:
-            line = data.find(b"\r\n", at)
-            if line < 0:
+            line_end = data.find(b"\r\n", at)
+            if line_end < 0:
                 break
-            words = data[at:line].split()
+            words = data[at:line_end].split()
             kind = words[0] if words else b""
             if kind == b"HMSG":
-                start = line + 2
+                start = line_end + 2
                 body, stop = start + int(words[-2]), start + int(words[-1])
                 if stop + 2 > end:
                     needed = stop + 2 - at
                     break
-                heard(words, words[3] if len(words) == 6 else b"", data[start:body], data[body:stop])
+                on_message(words, words[3] if len(words) == 6 else b"", data[start:body], data[body:stop])
                 at = stop + 2
             elif kind == b"MSG":
-                start = line + 2
+                start = line_end + 2
                 stop = start + int(words[-1])
                 if stop + 2 > end:
                     needed = stop + 2 - at
                     break
-                heard(words, words[3] if len(words) == 5 else b"", b"", data[start:stop])
+                on_message(words, words[3] if len(words) == 5 else b"", b"", data[start:stop])
                 at = stop + 2
             else:
-                await super().parse(data[at : line + 2])
-                at = line + 2
+                await super().parse(data[at : line_end + 2])
+                at = line_end + 2
         rest = data[at:]
         self._kept = [rest] if rest else []
         self._kept_bytes, self._needed_bytes = len(rest), needed

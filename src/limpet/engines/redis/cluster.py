@@ -1,8 +1,8 @@
 """Redis Cluster: a namespace is in one slot, and so on one server, by the hash tag in its keys.
 
-Each server has an engine of its own, and a call goes to the one that serves the slot of its
-namespace. When a slot has moved, or its server does not answer, the map is asked for again; the
-call fails as one that may be tried again, and is.
+Each server has its own engine, and a call goes to the one that serves the slot of its namespace. When a
+slot has moved, or its server does not reply, the call fails with an error that may be retried, and the
+next call reads the slot map again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,21 @@ from limpet.model import (
     Window,
 )
 
-Place = tuple[str, int]
-Slots = list[tuple[int, int, Place]]
+Server = tuple[str, int]
+"""A host and a port."""
+Slots = list[tuple[int, int, Server]]
+"""Ranges of slots, first and last, and the server of each."""
 T = TypeVar("T")
 
 
 class RedisCluster:
     """A handle on the servers of a cluster."""
 
-    def __init__(self, first: RedisEngine, place: Place, connect: Callable[[Place], Awaitable[RedisEngine]]) -> None:
-        self._connect = connect
-        self._engines = {place: first}
+    def __init__(
+        self, first: RedisEngine, server: Server, open_server: Callable[[Server], Awaitable[RedisEngine]]
+    ) -> None:
+        self._open_server = open_server
+        self._engines = {server: first}
         self._slots: Slots = []
         self._first = first
         self._store_id, self._epoch = "", 1
@@ -52,31 +56,31 @@ class RedisCluster:
         """See `Engine.traits`."""
         return self._first.traits
 
-    # The map ------------------------------------------------------------------
+    # The slot map ------------------------------------------------------------------
 
     async def _engine_of(self, slot: int) -> RedisEngine:
         if not self._slots:
-            self._slots = await self._ask_for_slots()
-        for first, last, place in self._slots:
+            self._slots = await self._load_slots()
+        for first, last, server in self._slots:
             if first <= slot <= last:
-                if place not in self._engines:
-                    self._engines[place] = await self._connect(place)
-                return self._engines[place]
+                if server not in self._engines:
+                    self._engines[server] = await self._open_server(server)
+                return self._engines[server]
         self._slots = []
         raise Unavailable(f"no server of the cluster serves slot {slot}")
 
-    async def _ask_for_slots(self) -> Slots:
-        """Which server serves which slots, by the first that answers."""
-        problem: Exception | None = None
-        for place, engine in [*self._engines.items()]:
+    async def _load_slots(self) -> Slots:
+        """Which server serves which slots, according to the first server that replies."""
+        last_error: Exception | None = None
+        for server, engine in [*self._engines.items()]:
             try:
-                found = await engine._ask("CLUSTER", "SLOTS")
+                found = await engine._request("CLUSTER", "SLOTS")
             except Unavailable as error:
-                problem = error
+                last_error = error
                 continue
-            # A server may not know its own name.
-            return [(first, last, (primary[0].decode() or place[0], primary[1])) for first, last, primary, *_ in found]
-        raise problem or Unavailable("no server of the cluster answers")
+            # A server may not know its own host name.
+            return [(first, last, (primary[0].decode() or server[0], primary[1])) for first, last, primary, *_ in found]
+        raise last_error or Unavailable("no server of the cluster replies")
 
     async def _on(self, namespace: str, call: Callable[[RedisEngine], Awaitable[T]]) -> T:
         try:
@@ -87,9 +91,9 @@ class RedisCluster:
             raise
 
     async def prepare(self) -> None:
-        """Learn the name of the store, from the server that keeps it."""
+        """Learn the id of the store, from the server that keeps it."""
         engine = await self._engine_of(key_slot(b"limpet:store"))
-        self._store_id, self._epoch = await engine.name_store()
+        self._store_id, self._epoch = await engine.load_store_id()
 
     # The eight primitives -----------------------------------------------------
 
@@ -108,8 +112,8 @@ class RedisCluster:
         limit: int = 500,
     ) -> ScanPage:
         """See `Engine.scan`."""
-        how: dict[str, Any] = {"family": family, "where": where, "values": values, "limit": limit}
-        return await self._on(namespace, lambda engine: engine.scan(namespace, span, **how))
+        options: dict[str, Any] = {"family": family, "where": where, "values": values, "limit": limit}
+        return await self._on(namespace, lambda engine: engine.scan(namespace, span, **options))
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -144,8 +148,8 @@ class RedisCluster:
     # Epochs -------------------------------------------------------------------
 
     async def raise_epoch(self, skip: int) -> int:
-        """See `Restoring.raise_epoch`. Every server has namespaces of its own, and one of them keeps the epoch."""
-        firsts = {place: first for first, _, place in await self._ask_for_slots()}
+        """See `Restoring.raise_epoch`. Every server has its own namespaces, and one of them keeps the epoch."""
+        firsts = {server: first for first, _, server in await self._load_slots()}
         for first in firsts.values():
             await (await self._engine_of(first)).skip_revisions(skip)
         keeper = await self._engine_of(key_slot(b"limpet:store"))

@@ -31,8 +31,8 @@ from limpet.semantic.store import (
     request_id_of,
 )
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, WRITER, audit, lock_of
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, WRITER, audit, lock_of
 
 OTHER = "tenant/acme/project/docs/onedrive/cursor"
 SHORT_S = 0.1
@@ -492,15 +492,15 @@ async def test_a_copy_goes_with_its_entry_and_is_in_no_listing(store: limpet.Sto
     """What has no time to live has none, and what was ended by hand leaves none."""
     kept = SemanticStore(store)
     await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": 60})
-    assert [copy.live is not None for copy in await kept._copies.look([KEY, OTHER])] == [True, False]
+    assert [copy.live is not None for copy in await kept._copies.load([KEY, OTHER])] == [True, False]
     assert [entry.key async for entry in store.scan()] == [KEY]
 
     await put(kept, {"n": 2})
     await put(kept, {"n": 1}, OTHER, semantics={**CHECKPOINT, "ttlSeconds": 60})
     await kept.kv_delete(OTHER, writer=WRITER)
 
-    for copy in await kept._copies.look([KEY, OTHER]):
-        assert (copy.live, copy.over) == (None, None)
+    for copy in await kept._copies.load([KEY, OTHER]):
+        assert (copy.live, copy.expired) == (None, None)
 
 
 async def test_recovery_ends_with_the_grace(store: limpet.Store) -> None:
@@ -516,7 +516,7 @@ async def test_recovery_ends_with_the_grace(store: limpet.Store) -> None:
 
 
 async def rows(kept: SemanticStore) -> list[tuple[str, int]]:
-    from limpet.semantic.seal import rows_of
+    from limpet.semantic.rows import rows_of
 
     return [(row["op"], row["n"]) async for row in rows_of(kept.store)]
 
@@ -580,7 +580,7 @@ async def test_an_expiry_is_logged_with_what_it_was_for(
         putting = SemanticStore(store) if form == "put by another" else kept
         if form == "put by another":
             # As if the process that put it were gone.
-            putting._copies.expect = lambda *_: None  # type: ignore[method-assign]
+            putting._copies.check_later = lambda *_: None  # type: ignore[method-assign]
         await put(putting, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
         await logged(caplog)
     (expiry,) = expiries(caplog)
@@ -609,7 +609,7 @@ async def test_an_expiry_is_logged_when_the_lock_is_acquired_again(
 ) -> None:
     caplog.set_level(logging.INFO, logger="limpet.semantic")
     kept = SemanticStore(store)
-    kept._copies.expect = lambda *_: None  # type: ignore[method-assign]
+    kept._copies.check_later = lambda *_: None  # type: ignore[method-assign]
     await put(kept, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
     await gone(kept, KEY)
 

@@ -14,7 +14,8 @@ from limpet import ManualClock
 from limpet.errors import InvalidValue
 from limpet.semantic import alarm as conflicts
 from limpet.semantic.alarm import ConflictAlarm, ConflictAlert
-from limpet.semantic.store import Observation, Outcome, SemanticStore, VersionConflict
+from limpet.semantic.observe import Observation, ObservedOutcome
+from limpet.semantic.store import SemanticStore, VersionConflict
 
 KEY = "tenant/acme/project/docs/delta"
 
@@ -30,7 +31,7 @@ class Heard:
     def minute(self, writes: int, met: int, namespace: str = "platform") -> None:
         """A fifth of a window: so many writes, so many of which met a conflict."""
         for number in range(writes):
-            outcome: Outcome = "conflict" if number < met else "success"
+            outcome: ObservedOutcome = "conflict" if number < met else "success"
             self.alarm(Observation("kvPut", outcome, namespace, "checkpoint", KEY, "r"))
         self.clock.advance(60)
 
@@ -112,7 +113,7 @@ def test_names_that_were_made_up_do_not_fill_the_memory(monkeypatch: pytest.Monk
     for number in range(10):
         heard.minute(1, 1, f"made-up-{number}")
 
-    assert len(heard.alarm._held) == 3
+    assert len(heard.alarm._counters) == 3
 
 
 async def fight(kept: SemanticStore, turn: Callable[[float], None]) -> None:
@@ -145,7 +146,7 @@ async def test_whoever_takes_the_alert_cannot_make_a_write_fail(caplog: pytest.L
     async with limpet.open("memory:", clock=clock, sweep=False) as store:
         await fight(SemanticStore(store, observer=ConflictAlarm(broken, clock=clock)), clock.advance)
 
-    assert "nobody took an alert of conflicts in namespace default: RuntimeError" in caplog.text
+    assert "the alert of conflicts in namespace default failed: RuntimeError" in caplog.text
 
 
 async def test_a_delete_that_conflicts_is_told_with_the_purpose_of_what_it_met() -> None:

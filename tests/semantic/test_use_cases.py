@@ -14,12 +14,12 @@ import pytest
 
 import limpet
 from limpet.errors import LockLost
-from limpet.semantic.seal import rows_of
+from limpet.semantic.rows import rows_of
 from limpet.semantic.store import Envelope, Put, Semantics, SemanticStore, VersionConflict
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.harvesters import CHECKPOINT, HOME, PAGE, Harvester, harvest
-from tests.faces.semantics import audit, lock_of
 from tests.processes import PATIENCE_S
+from tests.semantic.harvesters import CHECKPOINT, HOME, PAGE, Harvester, harvest
+from tests.semantic.support import audit, lock_of
 
 ITEMS = int(os.environ.get("LIMPET_HARVEST_ITEMS", "600"))
 

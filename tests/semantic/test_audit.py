@@ -26,12 +26,14 @@ from limpet.model import Delete as Remove
 from limpet.model import Put as Write
 from limpet.semantic import seal as sealing
 from limpet.semantic.audit import Keys
-from limpet.semantic.seal import rows_of, seal, verify
+from limpet.semantic.rows import rows_of
+from limpet.semantic.seal import seal
 from limpet.semantic.store import Audit, Delete, Put, Semantics, SemanticStore, VersionConflict
+from limpet.semantic.verify import verify
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, SECRET, WRITER, audit, lock_of
-from tests.faces.trails import replace, rows_in, tamper
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, SECRET, WRITER, audit, lock_of
+from tests.semantic.trails import replace, rows_in, tamper
 
 START = "tenant/acme/project/docs/"
 

@@ -8,8 +8,8 @@ import sys
 
 import limpet
 from limpet.semantic.store import Put, Semantics, SemanticStore, VersionConflict
-from tests.faces.semantics import audit
 from tests.processes import Process
+from tests.semantic.support import audit
 
 HOME = "tenant/acme/project/docs"
 CHECKPOINT = f"{HOME}/source/delta"
@@ -17,7 +17,7 @@ PAGE = 20
 
 
 class Harvester(Process):
-    module = "tests.faces.harvesters"
+    module = "tests.semantic.harvesters"
     measured = False
 
 

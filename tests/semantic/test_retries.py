@@ -24,8 +24,8 @@ from limpet.semantic.store import (
     VersionConflict,
 )
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, WRITER, Hasty, SelfTurning, audit
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, WRITER, Hasty, SelfTurning, audit
 
 SCHEDULE = [1, 2, 4, 8, 16, 32]
 SECRET_VALUE = "s3cret-token"

@@ -18,11 +18,12 @@ import limpet
 from limpet.conformance.support import fail
 from limpet.errors import Corrupt, InvalidValue
 from limpet.model import Delete, Put
-from limpet.semantic.seal import Report, has_trail, rows_of, verify
+from limpet.semantic.rows import has_trail, rows_of
 from limpet.semantic.store import Audit, InvalidField, SemanticStore
+from limpet.semantic.verify import Report, verify
 from tests.engines import ENGINES, unique, url_of
-from tests.faces.semantics import CHECKPOINT, WRITER, audit
-from tests.faces.trails import replace, rows_in, tamper
+from tests.semantic.support import CHECKPOINT, WRITER, audit
+from tests.semantic.trails import replace, rows_in, tamper
 
 START = "tenant/acme/project/docs/"
 ALL = timedelta(hours=-1)

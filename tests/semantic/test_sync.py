@@ -25,8 +25,8 @@ from limpet.semantic import sync as blocking
 from limpet.semantic.store import Envelope, Escalated, Observation, RetryPolicy, VersionConflict
 from limpet.semantic.sync import DeadLetters, SemanticStore
 from tests.engines import unique, url_of
-from tests.faces.semantics import CHECKPOINT, KEY, WRITER, audit, lock_of
 from tests.processes import PATIENCE_S
+from tests.semantic.support import CHECKPOINT, KEY, WRITER, audit, lock_of
 
 START = "tenant/acme/project/docs/"
 ALL = timedelta(hours=-1)

@@ -1,0 +1,411 @@
+"""The messages of a commit on NATS: how they are built, grouped and sent.
+
+A commit of one key is one conditional message. A commit of several keys, or one that must leave a receipt,
+is an atomic batch of such messages: a key that is only guarded has a message that carries just the guard.
+
+A server without room may store the first messages of an atomic batch and not the others. So a batch begins
+with a mark under the subject of its receipt and ends with the receipt. Where the mark is still there, a part
+of the batch is stored: it is not acknowledged, and a repeated request stores the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply
+from limpet.engines.nats.messages import (
+    EntryId,
+    Message,
+    carry_requests,
+    encode_headers,
+    encode_touched,
+    encode_value,
+    is_past_full,
+)
+from limpet.engines.nats.stream import (
+    BASE,
+    BatchAbandoned,
+    KeyChanged,
+    NamespaceStream,
+    ReplyLost,
+    Server,
+    await_ack,
+    entry_at,
+    is_mark,
+    parse_ack,
+    seq_of,
+)
+from limpet.errors import ValueTooLarge
+from limpet.model import Batch, Change, Commit, Entry
+from limpet.transition import Plan, keep
+
+__all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "commit_of", "digest_of"]
+
+# How long a receipt is kept that the caller did not request.
+MADE_RECEIPT_MS: Final = 120_000
+# Allowed clock skew between processes, plus a margin.
+CLOCK_SKEW_MS: Final = 1_000
+BATCHES_MAX: Final = 24
+GROUP_MIN: Final = 16
+GROUP_MAX: Final = 900
+SMALL_BYTES: Final = 100_000
+# How long the mark of a batch that was stored in part is kept.
+MARK_S: Final = 86_400
+
+_Headers = Callable[[bytes], bytes]
+"""Makes the headers of a message, with some more that are known only when it is sent."""
+_Outgoing = tuple[str, _Headers, bytes]
+"""A message before it is sent: its subject, its headers, its body."""
+
+
+class MaybeStored(Exception):
+    """The server refused an atomic batch, of which it may have stored a part."""
+
+    def __init__(self, refusal: ApiError) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
+
+
+class Publisher:
+    """Sends the messages of one namespace, of this process."""
+
+    def __init__(self, server: Server, stream: NamespaceStream, is_settled: Callable[[str], bool]) -> None:
+        """Send for a writer; ``is_settled`` says whether a request was answered, so that it will not be retried."""
+        self._server = server
+        self._stream = stream
+        self._subjects = stream.subjects
+        self._is_settled = is_settled
+        self._batches = asyncio.Semaphore(BATCHES_MAX)
+        self._group: list[tuple[_Outgoing, asyncio.Future[int]]] = []
+        self._grouping: asyncio.Task[None] | None = None
+
+    def stop(self) -> None:
+        """Cancel the work in the background."""
+        if self._grouping is not None:
+            self._grouping.cancel()
+
+    # One message ----------------------------------------------------------------
+
+    def _draft(
+        self, before: Message | None, change: Change, cause: str, now_ms: int, *, has_receipt: bool = False
+    ) -> Message:
+        """The message of a change, before it has a number."""
+        lost, past = (0, "") if before is None else carry_requests(before, now_ms, self._is_settled)
+        entry, op = change.entry, change.op
+        if op in ("delete", "expire"):
+            value_seq, size_bytes = entry.revision, 0
+        else:
+            value_seq = before.value_seq if op == "touch" and before is not None else change.revision
+            size_bytes = entry.size_bytes
+        name = None if op == "expire" else cause
+        touched = encode_touched(before) if op == "touch" and before is not None else ""
+        return Message(
+            change.revision,
+            op,
+            entry,
+            value_seq,
+            0,
+            change.at_ms,
+            name,
+            size_bytes,
+            lost,
+            past,
+            touched,
+            has_receipt,
+        )
+
+    async def send_one(
+        self, batch: Batch, entry_id: EntryId, before: Message | None, outcome: Plan, cause: str, now_ms: int
+    ) -> Commit:
+        """Send the change of a commit of one key."""
+        draft = self._draft(before, outcome.changes[-1], cause, now_ms)
+        if draft.past and draft.cause is not None and is_past_full(draft.past):
+            receipt: EntryId = ("receipt", cause)
+            found = {receipt: await self._stream.last(receipt), entry_id: before}
+            named = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
+            return await self.send_all(named, receipt, found, outcome.commit, outcome.changes, now_ms)
+        kind, body = _encode_body(draft)
+        expected = seq_of(before)
+        subject = self._subjects.of(entry_id)
+        connection = self._server.live_connection or await self._server.connection()
+        _check_size(entry_id[1], body, draft, connection)
+        alarm = None if draft.entry.expires_ms is None else self._new_alarm(entry_id, before, draft)
+        # Before the entry, on the same connection: an entry without its alarm would never expire.
+        alarm_ack = None if alarm is None else _send_alarm(connection, alarm)
+        if self._server.syncs:
+            headers = _make_headers(draft, kind, expected, 0)
+            # Make them once before they join a group: an error here must not fail the others.
+            headers(b"")
+            number = await self._join_group((subject, headers, body))
+        else:
+            try:
+                number = parse_ack(*await connection.request(subject, body, encode_headers(draft, kind, expected)))
+            except (ConnectionLost, NoReply) as error:
+                raise ReplyLost from error
+        if alarm is not None and alarm_ack is not None:
+            await self._confirm_alarm(alarm, alarm_ack)
+        message = _with_seq(draft, number, number)
+        self._stream.cache(entry_id, message)
+        return commit_of(message)
+
+    def _new_alarm(self, entry_id: EntryId, before: Message | None, draft: Message) -> str | None:
+        """The subject of the alarm that an entry needs and does not have yet."""
+        expires_ms = draft.entry.expires_ms
+        if expires_ms is None or draft.held is None:
+            return None
+        if before is not None and before.held is not None and before.held.expires_ms == expires_ms:
+            return None
+        return self._subjects.alarm(entry_id, expires_ms)
+
+    async def _confirm_alarm(self, alarm: str, alarm_ack: asyncio.Future[tuple[bytes, bytes]]) -> None:
+        """Make sure that an alarm was stored, and that no sweeper met it before its entry was there.
+
+        In doubt the alarm is sent again, which does no harm.
+        """
+        must_repeat = self._stream.now_ms() >= self._subjects.parse_alarm(alarm)[0] - CLOCK_SKEW_MS
+        with contextlib.suppress(Exception):
+            try:
+                await await_ack(alarm_ack)
+            except Exception:
+                must_repeat = True
+            if must_repeat:
+                connection = await self._server.connection()
+                await await_ack(connection.request(alarm))
+
+    # Groups: where each message is synced to disk, many are sent as one batch -----
+
+    def _join_group(self, message: _Outgoing) -> asyncio.Future[int]:
+        """Send a message together with others of the same moment: the server then syncs once for all of them."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[int] = loop.create_future()
+        self._group.append((message, waiter))
+        if self._grouping is None or self._grouping.done():
+            self._grouping = loop.create_task(self._send_groups())
+        return waiter
+
+    async def _send_groups(self) -> None:
+        while self._group:
+            group, self._group = self._group[:GROUP_MAX], self._group[GROUP_MAX:]
+            group = [(message, waiter) for message, waiter in group if not waiter.cancelled()]
+            try:
+                await self._send_group(await self._server.connection(), group)
+            except Exception as error:
+                for _, waiter in group:
+                    _resolve(waiter, error)
+
+    async def _send_group(self, connection: Connection, group: list[tuple[_Outgoing, asyncio.Future[int]]]) -> None:
+        if len(group) >= GROUP_MIN:
+            # If the key of one has changed, none is stored; then each is sent by itself.
+            with contextlib.suppress(KeyChanged):
+                first = await self.send_batch(connection, [message for message, _ in group])
+                for number, (_, waiter) in enumerate(group, first):
+                    _resolve(waiter, number)
+                return
+        acks = [connection.request(subject, body, headers(b"")) for (subject, headers, body), _ in group]
+        for (_, waiter), ack in zip(group, acks, strict=True):
+            try:
+                _resolve(waiter, await await_ack(ack))
+            except Exception as error:
+                _resolve(waiter, error)
+
+    # Several messages -----------------------------------------------------------
+
+    async def send_batch(self, connection: Connection, messages: list[_Outgoing]) -> int:
+        """Send messages that are stored together or not at all. Returns the number of the first."""
+        name = os.urandom(9).hex().encode()
+        *others, (subject, headers, body) = messages
+        for number, (one, its_headers, its_body) in enumerate(others, 1):
+            position = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
+            connection.send(one, its_body, its_headers(position))
+        last = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\nNats-Batch-Commit: 1\r\n" % (name, len(messages))
+        try:
+            return await await_ack(connection.request(subject, body, headers(last))) - len(others)
+        except BatchAbandoned:
+            # The server refuses it before it stores anything.
+            raise
+        except ApiError as error:
+            raise MaybeStored(error) from error
+
+    async def send_all(
+        self,
+        batch: Batch,
+        receipt: EntryId,
+        found: dict[EntryId, Message | None],
+        commit: Commit,
+        changes: Sequence[Change],
+        now_ms: int,
+    ) -> Commit:
+        """Send the changes of a commit: after the guards on keys that it does not change, and before its receipt."""
+        # A log of the last change of each key has no room for an end that was followed by a beginning.
+        last = {(change.family, change.key): change for change in changes}
+        guarded = [entry_id for entry_id in found if entry_id != receipt and entry_id not in last]
+        connection = await self._server.connection()
+        cause = batch.request_id or ""
+        drafts = {
+            entry_id: self._draft(found[entry_id], change, cause, now_ms, has_receipt=True)
+            for entry_id, change in last.items()
+        }
+        alarms = {}
+        for entry_id, draft in drafts.items():
+            if (alarm := self._new_alarm(entry_id, found[entry_id], draft)) is not None:
+                alarms[alarm] = _send_alarm(connection, alarm)
+
+        has_mark = is_mark(found[receipt])
+        messages: list[_Outgoing] = []
+        if drafts and not has_mark:
+            messages.append(self._mark_message(batch, receipt, found[receipt], now_ms))
+        for number, entry_id in enumerate(guarded):
+            guard = _make_guard(self._subjects.of(entry_id), seq_of(found[entry_id]))
+            messages.append((self._subjects.carrier(number), guard, b""))
+        offsets = {draft.seq: number for number, draft in enumerate(drafts.values(), len(messages))}
+        end = len(messages) + len(drafts) - 1
+        for entry_id, draft in drafts.items():
+            kind, body = _encode_body(draft)
+            _check_size(entry_id[1], body, draft, connection)
+            headers = _make_headers(draft, kind, seq_of(found[entry_id]), end - offsets[draft.seq])
+            messages.append((self._subjects.of(entry_id), headers, body))
+        relative = _commit_at(commit, offsets, BASE, end) if changes else commit
+        # The server refuses a guard on a subject that the same batch has written.
+        expected = seq_of(found[receipt]) if has_mark or not drafts else None
+        messages.append(self._receipt_message(connection, batch, receipt, expected, relative, now_ms))
+
+        async with self._batches:
+            if len(messages) == 1:
+                subject, headers, body = messages[0]
+                first = await await_ack(connection.request(subject, body, headers(b"")))
+            else:
+                first = await self.send_batch(connection, messages)
+        if alarms:
+            await asyncio.gather(*(self._confirm_alarm(alarm, alarm_ack) for alarm, alarm_ack in alarms.items()))
+        for entry_id, draft in drafts.items():
+            self._stream.cache(entry_id, _with_seq(draft, first + offsets[draft.seq], first + end))
+        return _commit_at(commit, offsets, first, end) if changes else commit
+
+    def _mark_message(self, batch: Batch, entry_id: EntryId, before: Message | None, now_ms: int) -> _Outgoing:
+        """The mark under the subject of a receipt, for as long as a batch is stored in part."""
+        entry = Entry(entry_id[1], None, 1, BASE, BASE, now_ms, now_ms, now_ms + MARK_S * 1000, digest_of(batch))
+        headers = _make_headers(Message(BASE, "put", entry, BASE, BASE, now_ms, None), "-", seq_of(before), 0)
+        return self._subjects.of(entry_id), lambda more: headers(b"Nats-TTL: %ds\r\n%b" % (MARK_S, more)), b""
+
+    def _receipt_message(
+        self,
+        connection: Connection,
+        batch: Batch,
+        entry_id: EntryId,
+        expected: int | None,
+        commit: Commit,
+        now_ms: int,
+    ) -> _Outgoing:
+        receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
+        entry = keep(batch, commit, receipt_ms)
+        entry = msgspec.structs.replace(entry, revision=BASE, created_revision=BASE)
+        draft = Message(BASE, "put", entry, BASE, BASE, now_ms, None)
+        kind, body = _encode_body(draft)
+        # It contains values that were taken, and whole records after a field was set.
+        _check_size(entry_id[1], body, draft, connection)
+        # Rounded up, and a little longer: the server must not drop it before it expires by our time.
+        ttl = b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + 5)
+        headers = _make_headers(draft, kind, expected, 0)
+        return self._subjects.of(entry_id), lambda more: headers(ttl + more), body
+
+
+# Parts ------------------------------------------------------------------------
+
+
+def digest_of(batch: Batch) -> bytes:
+    """What distinguishes a request from another one with the same id, in the form of a meta."""
+    return b'"%b"' % batch.digest.hex().encode()
+
+
+def commit_of(message: Message) -> Commit:
+    """The commit of a message that is alone in its batch."""
+    if message.op in ("delete", "expire"):
+        return Commit(message.commit, (None,), (message.entry,), message.at_ms)
+    return Commit(message.commit, (message.entry,), (None,), message.at_ms)
+
+
+def _send_alarm(connection: Connection, alarm: str) -> asyncio.Future[tuple[bytes, bytes]]:
+    """Send an alarm. If its entry is refused, nothing awaits the reply, so its error is retrieved here."""
+    ack = connection.request(alarm)
+    ack.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return ack
+
+
+def _check_size(key: str, body: bytes, draft: Message, connection: Connection) -> None:
+    if len(body) < SMALL_BYTES:
+        return
+    limit_bytes = int(connection.server_info.get("max_payload", 1_048_576))
+    size_bytes = len(body) + len(draft.past) + len(draft.entry.meta_json or b"") + 4_096
+    if size_bytes > limit_bytes:
+        raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes, what="message")
+
+
+def _with_seq(draft: Message, seq: int, commit: int) -> Message:
+    """A message with the number that the server gave it."""
+    entry = draft.entry
+    if draft.op in ("delete", "expire"):
+        # The entry that ended keeps its own revision.
+        return msgspec.structs.replace(draft, seq=seq, commit=commit)
+    value_seq = seq if draft.value_seq == draft.seq else draft.value_seq
+    entry = entry_at(entry, seq, seq)
+    return Message(
+        seq,
+        draft.op,
+        entry,
+        value_seq,
+        commit,
+        draft.at_ms,
+        draft.cause,
+        draft.size_bytes,
+        draft.lost,
+        draft.past,
+        draft.touched,
+        draft.has_receipt,
+    )
+
+
+def _commit_at(commit: Commit, offsets: dict[int, int], first: int, end: int) -> Commit:
+    """A commit with its revisions, from the number of its first message and the offset of its last change."""
+
+    def resolve(entry: Entry) -> Entry:
+        if entry.revision < BASE:
+            # It was stored by an earlier attempt.
+            return entry
+        number = first + offsets[entry.revision]
+        return entry_at(entry, number, number)
+
+    entries = tuple(None if entry is None else resolve(entry) for entry in commit.entries)
+    return msgspec.structs.replace(commit, revision=first + end, entries=entries)
+
+
+def _encode_body(draft: Message) -> tuple[str, bytes]:
+    stored = draft.entry.stored
+    return ("-", b"") if draft.held is None or stored is None else encode_value(stored)
+
+
+def _make_headers(draft: Message, kind: str, expected: int | None, after: int) -> _Headers:
+    return lambda more: encode_headers(draft, kind, expected, after, more)
+
+
+def _make_guard(subject: str, seq: int) -> _Headers:
+    """The headers of a message that is stored only if this is the number of a subject's last message."""
+    text = (
+        f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {seq}\r\n"
+        f"Nats-Expected-Last-Subject-Sequence-Subject: {subject}\r\n"
+    ).encode()
+    return lambda more: text + more + b"\r\n"
+
+
+def _resolve(waiter: asyncio.Future[int], result: int | Exception) -> None:
+    if waiter.done():
+        return
+    if isinstance(result, Exception):
+        waiter.set_exception(result)
+    else:
+        waiter.set_result(result)

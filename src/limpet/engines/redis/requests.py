@@ -1,0 +1,172 @@
+"""What the Redis engine sends to its script: batches and puts, encoded as msgpack, and the script itself.
+
+The script never decodes a value, so values travel as they are. Its decoder is `limpet.engines.redis.replies`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from limpet import codec
+from limpet.codec import Stored
+from limpet.engines.server_engine import request_group
+from limpet.model import (
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Delete,
+    Equals,
+    Expire,
+    FieldEquals,
+    Guard,
+    HeldBy,
+    Patch,
+    Put,
+    Revision,
+    Touch,
+    Version,
+    Write,
+)
+
+__all__ = ["TEST_CLOCK_KEY", "encode_batches", "encode_field", "encode_puts", "find_plain_put", "load_script"]
+
+TEST_CLOCK_KEY: Final = "limpet:test-clock"
+"""The key that holds the time in milliseconds, for a store that was opened with ``?clock=test``."""
+
+_KEEP_MS: Final = -1
+_NEVER_MS: Final = -2
+_NO_SUCH_NUMBER: Final = -1
+_TEST_CLOCK_BLOCK: Final = re.compile(rb"^ *-- test clock: begin\n.*?^ *-- test clock: end\n", re.MULTILINE | re.DOTALL)
+_pack = msgspec.msgpack.Encoder().encode
+
+
+@functools.cache
+def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
+    """The text of the script, and the hash by which the server knows it.
+
+    Only the variant for tests has the block that reads the test clock.
+    """
+    text = Path(__file__).with_name("script.lua").read_bytes()
+    if not test_clock:
+        text = _TEST_CLOCK_BLOCK.sub(b"", text)
+    return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
+
+
+def encode_batches(batches: list[Batch], causes: list[str], group: str) -> tuple[bytes, list[bytes]]:
+    """Batches as the script takes them, and beside them the bytes that are not text."""
+    raw: list[bytes] = []
+    return _pack([_encode_batch(batch, cause, group, raw) for batch, cause in zip(batches, causes, strict=True)]), raw
+
+
+def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
+    """One batch. Nothing in it is None, which would be a hole in a Lua table.
+
+    The script's msgpack decoder knows text only. Bytes that are not UTF-8 are added to ``raw``, and their number there
+    (from 1) takes their place.
+    """
+
+    def encode_bytes(item: bytes) -> str | int:
+        try:
+            return item.decode()
+        except UnicodeDecodeError:
+            raw.append(item)
+            return len(raw)
+
+    def encode_fields(fields: Mapping[str, bytes]) -> list[str | int]:
+        return [item for name, field in fields.items() for item in (name, encode_bytes(encode_field(field)))]
+
+    def encode_value(stored: Stored) -> tuple[str, Any]:
+        if not isinstance(stored, bytes):
+            return "r", encode_fields(stored)
+        return ("b", encode_bytes(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
+
+    def encode_guard(guard: Guard) -> list[Any]:
+        names = [guard.family, guard.key]
+        match guard.condition:
+            case Version(number):
+                return [*names, "version", _exact(number), ""]
+            case Revision(number):
+                return [*names, "revision", _exact(number), ""]
+            case HeldBy(token):
+                return [*names, "held", _exact(token), ""]
+            case Equals(stored):
+                return [*names, "equals", *encode_value(stored)]
+            case FieldEquals(name, expected):
+                field = encode_bytes(encode_field(expected)) if isinstance(expected, bytes) else False
+                return [*names, "field", field, name]
+            case condition:
+                return [*names, "present" if condition is PRESENT else "absent", "", ""]
+
+    def encode_write(write: Write) -> list[Any]:
+        names = [write.family, write.key]
+        match write:
+            case Put():
+                size_bytes, expiry = codec.size_bytes(write.stored), _encode_ttl(write.ttl_ms)
+                return ["put", *names, *encode_value(write.stored), size_bytes, expiry, _encode_meta(write.meta_json)]
+            case Add():
+                return ["add", *names, str(write.by), _encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
+            case Patch():
+                how = [list(write.unset), write.if_exists, batch.value_bytes_max]
+                times = [_encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
+                return ["patch", *names, encode_fields(write.fields), *how, *times]
+            case Touch():
+                return ["touch", *names, _encode_ttl(write.ttl_ms)]
+            case Delete():
+                return ["delete", *names, write.take]
+            case Expire():
+                return ["expire", *names, write.revision]
+
+    since = -1 if batch.retry_since is None else batch.retry_since
+    name = request_group(batch.request_id) if since >= 0 and batch.request_id else group
+    guards, writes = [encode_guard(guard) for guard in batch.guards], [encode_write(write) for write in batch.writes]
+    digest = batch.digest.hex()
+    return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes, batch.is_brief]
+
+
+def find_plain_put(batch: Batch) -> Put | None:
+    """The only write of a batch, if the script has a short way for it: a put of a JSON value and nothing else."""
+    if batch.guards or batch.request_id is not None or len(batch.writes) != 1:
+        return None
+    put = batch.writes[0]
+    if type(put) is not Put or put.ttl_ms is not None or put.meta_json is not None or put.family != "data":
+        return None
+    return put if isinstance(put.stored, bytes) and put.stored[:1] != b"\0" else None
+
+
+def encode_puts(puts: list[Put]) -> bytes:
+    """Plain puts as the script takes them."""
+    return _pack([[put.key for put in puts], [put.stored.decode() for put in puts]])  # type: ignore[union-attr]
+
+
+def encode_field(field: bytes) -> bytes:
+    """A field of a record as the Redis hash holds it.
+
+    A field of raw bytes is stored as it is, so that other programs read what they expect. A JSON field gets a zero byte
+    in front, and so do raw bytes that begin with one.
+    """
+    if field[:1] != b"\0":
+        return b"\0" + field
+    return field if field[1:2] == b"\0" else field[1:]
+
+
+def _exact(number: int) -> int:
+    """The number, or one that no entry has where a Lua number could not hold it exactly."""
+    return number if 0 <= number < 2**53 else _NO_SUCH_NUMBER
+
+
+def _encode_ttl(ttl_ms: Any) -> int:
+    encoded: int = _NEVER_MS if ttl_ms is None else _KEEP_MS if ttl_ms is KEEP else ttl_ms
+    return encoded
+
+
+def _encode_meta(meta_json: Any) -> str | bool:
+    encoded: str | bool = "" if meta_json is None else True if meta_json is KEEP else meta_json.decode()
+    return encoded
