@@ -256,14 +256,14 @@ def test_several_processes_that_open_at_once_migrate_once(old: str) -> None:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        said = [process.communicate(timeout=PATIENCE_S) for process in started]
+        output = [process.communicate(timeout=PATIENCE_S) for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
 
-    assert [err for _, err in said if err] == []
-    assert sorted(int(out) for out, _ in said) == [1, 2, 3, 4]
+    assert [err for _, err in output if err] == []
+    assert sorted(int(out) for out, _ in output) == [1, 2, 3, 4]
     assert migrate.current_revision(target_of(old)) == REVISION
 
 
@@ -491,10 +491,10 @@ def test_without_the_tools_the_error_names_what_to_install(old: str, module: str
     commanding = f"from limpet.cli import main\nmain(['migrate', 'up', '--url', {old!r}])"
 
     for script in (opening, commanding):
-        said = without(module, script)
-        assert f"migrating needs {module}" in said
-        assert "pip install 'limpet[migrate]'" in said
-    assert "Traceback" not in said
+        output = without(module, script)
+        assert f"migrating needs {module}" in output
+        assert "pip install 'limpet[migrate]'" in output
+    assert "Traceback" not in output
     assert migrate.current_revision(target_of(old)) == FIRST
 
 

@@ -344,7 +344,7 @@ async def test_a_wait_that_is_given_up_leaves_the_server_too(server: Running) ->
     """Or those who left would be waited for until their time is over."""
     async with limpet.open(server.as_(SECRET), namespace="trivia", sweep=False) as store:
         waiting = asyncio.create_task(engine_of(store).changes("trivia", 0, wait_s=600))
-        wakeup = server.session.engine._engine._place.wakeup  # type: ignore[attr-defined]
+        wakeup = server.session.engine._engine._memory.wakeup  # type: ignore[attr-defined]
         async with asyncio.timeout(120):
             while "trivia" not in wakeup._waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

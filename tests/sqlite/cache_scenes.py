@@ -21,10 +21,7 @@ import limpet.sync
 from limpet.engines.sqlite.cache import Cache
 from limpet.model import Entry
 from tests.sqlite.cache_support import UNCACHED, by_hand, disable_cache, engine_of
-from tests.sqlite.support import (
-    Process,
-    in_place,
-)
+from tests.sqlite.support import Process, in_place
 from tests.sqlite.workers import await_moment, hear, in_child, say
 
 
@@ -230,20 +227,20 @@ class Ledger:
         with open(path, "r+b") as file:
             self._numbers = memoryview(mmap.mmap(file.fileno(), self.SIZE)).cast("Q")
 
-    def _place(self, worker: int, counter: int) -> int:
+    def _slot(self, worker: int, counter: int) -> int:
         return (worker * (COUNTERS + 1) + counter) * 2
 
     def begin(self, worker: int, counter: int) -> None:
-        self._numbers[self._place(worker, counter)] += 1
+        self._numbers[self._slot(worker, counter)] += 1
 
     def acknowledge(self, worker: int, counter: int, value: int) -> None:
-        self._numbers[self._place(worker, counter) + 1] = value
+        self._numbers[self._slot(worker, counter) + 1] = value
 
     def begun(self, counter: int) -> int:
-        return sum(self._numbers[self._place(worker, counter)] for worker in range(WORKERS_MAX))
+        return sum(self._numbers[self._slot(worker, counter)] for worker in range(WORKERS_MAX))
 
     def acknowledged(self, counter: int) -> int:
-        return max(self._numbers[self._place(worker, counter) + 1] for worker in range(WORKERS_MAX))
+        return max(self._numbers[self._slot(worker, counter) + 1] for worker in range(WORKERS_MAX))
 
 
 class Blocking:

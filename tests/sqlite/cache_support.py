@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from limpet.engines.sqlite.cache import WalHeader
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.engines.sqlite.group import Counters
 from limpet.engines.sqlite.rows import READ, to_entry
-from tests.sqlite.support import (
-    stored,
-)
+from tests.processes import PATIENCE_S
+from tests.sqlite.support import stored
 
 LONG = int(os.environ.get("LIMPET_CACHE_LONG", "1"))
 
@@ -36,9 +36,20 @@ def disable_cache(patch: Callable[[Any, str, Any], None] = setattr) -> None:
     patch(WalHeader, "join", classmethod(lambda cls, path: None))
 
 
-def by_hand(path: Path) -> sqlite3.Connection:
-    """A connection that knows nothing of Limpet, as an operator has it."""
-    return sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+def by_hand(path: Path, *, raw: bool = False) -> sqlite3.Connection:
+    """A connection that knows nothing of Limpet, as an operator has it; raw, with text as bytes."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=5)
+    if raw:
+        connection.text_factory = bytes
+    return connection
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    """Run some work in a new thread, to its end."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 def set_by_hand(connection: sqlite3.Connection, key: str, number: int) -> None:

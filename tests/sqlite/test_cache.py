@@ -15,7 +15,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from limpet.engines.sqlite.cache import Cache, WalHeader, commit_count
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.engines.sqlite.rows import READ, SAVE_COUNTERS
 from limpet.errors import Ambiguous, Unavailable
-from limpet.model import Commit, Entry
+from limpet.model import Commit, Entry, Write
 from tests.processes import PATIENCE_S
 from tests.sqlite.cache_scenes import Party, Peer
 from tests.sqlite.cache_support import (
@@ -47,16 +47,7 @@ from tests.sqlite.cache_support import (
     set_by_hand,
     set_key,
 )
-from tests.sqlite.support import (
-    Gate,
-    Spy,
-    Times,
-    batch,
-    in_place,
-    open_sqlite,
-    put,
-    sqlite_error,
-)
+from tests.sqlite.support import Gate, Hook, Spy, Times, batch, in_place, open_sqlite, put, sqlite_error
 
 pytestmark = pytest.mark.timeout(600 * LONG)
 
@@ -110,6 +101,21 @@ def other(path: Path, engine: SqliteEngine) -> Iterator[sqlite3.Connection]:
     """An operator's connection to the file of the engine."""
     with closing(by_hand(path)) as connection:
         yield connection
+
+
+@pytest.fixture
+async def second(url: str, clock: limpet.ManualClock, engine: SqliteEngine) -> AsyncIterator[SqliteEngine]:
+    """Another engine of this process on the file."""
+    opened = await open_sqlite(url, clock)
+    yield opened
+    await opened.close()
+
+
+async def commit_then(engine: SqliteEngine, spy: Spy, hook: Hook, *writes: Write) -> None:
+    """Commit, and run a hook between COMMIT and the read of the header."""
+    spy.after["COMMIT"] = hook
+    await engine.commit("default", batch(*writes))
+    spy.after.clear()
 
 
 # That there is a cache at all ---------------------------------------------------
@@ -473,29 +479,25 @@ def test_a_file_behind_a_link_is_looked_at_where_it_is(tmp_path: Path) -> None:
 
 
 async def test_a_write_begins_from_what_the_file_holds(
-    engine: SqliteEngine, other: sqlite3.Connection, url: str, clock: limpet.ManualClock
+    engine: SqliteEngine, second: SqliteEngine, other: sqlite3.Connection
 ) -> None:
     """Guards see the state before the batch.
 
     That is the state of the file, and not what we last read of it; the counters of the namespace included.
     """
-    second = await open_sqlite(url, clock)
-    try:
-        for turn in range(1, 10):
-            await engine.commit("default", batch(put("key", 0)))
-            assert await number(engine, "key") == 0
-            assert keeps(engine, "key")
-            set_by_hand(other, "key", turn * 10)
-            theirs = await second.commit("default", batch(put("beside", turn)))
+    for turn in range(1, 10):
+        await engine.commit("default", batch(put("key", 0)))
+        assert await number(engine, "key") == 0
+        assert keeps(engine, "key")
+        set_by_hand(other, "key", turn * 10)
+        theirs = await second.commit("default", batch(put("beside", turn)))
 
-            ours = await engine.commit("default", batch(limpet.model.Add("key", 1)))
+        ours = await engine.commit("default", batch(limpet.model.Add("key", 1)))
 
-            assert isinstance(theirs, Commit)
-            assert isinstance(ours, Commit)
-            assert ours.revision > theirs.revision
-            assert [await number(engine, key) for key in ("key", "beside")] == [turn * 10 + 1, turn]
-    finally:
-        await second.close()
+        assert isinstance(theirs, Commit)
+        assert isinstance(ours, Commit)
+        assert ours.revision > theirs.revision
+        assert [await number(engine, key) for key in ("key", "beside")] == [turn * 10 + 1, turn]
 
 
 # Another commit right behind our own --------------------------------------------
@@ -513,9 +515,7 @@ async def test_a_commit_right_behind_ours_is_not_taken_for_ours(
     for turn in range(1, 10):
         assert await number(engine, "theirs") == turn - 1
         assert keeps(engine, "theirs")
-        spy.after["COMMIT"] = come_behind
-        await engine.commit("default", batch(put("ours", turn)))
-        spy.after.clear()
+        await commit_then(engine, spy, come_behind, put("ours", turn))
 
         assert [await number(engine, key) for key in ("theirs", "ours")] == [turn, turn]
 
@@ -525,51 +525,49 @@ async def test_a_commit_right_behind_ours_may_undo_it(
 ) -> None:
     """What we have just written is the first thing that another may change."""
     await engine.commit("default", batch(put("key", 0)))
+
+    def come_behind(_: sqlite3.Connection) -> None:
+        set_by_hand(other, "key", turn * 100)
+
     for turn in range(1, 10):
         assert await number(engine, "key") == (turn - 1) * 100
-        spy.after["COMMIT"] = lambda _, turn=turn: set_by_hand(other, "key", turn * 100)  # type: ignore[misc]
-        await engine.commit("default", batch(put("key", turn)))
-        spy.after.clear()
+        await commit_then(engine, spy, come_behind, put("key", turn))
 
         assert await number(engine, "key") == turn * 100
 
 
 async def test_revisions_go_on_from_a_commit_right_behind_ours(
-    engine: SqliteEngine, spy: Spy, url: str, clock: limpet.ManualClock
+    engine: SqliteEngine, second: SqliteEngine, spy: Spy
 ) -> None:
     """Each change has its own revision, growing in the order of the writes.
 
     The counters of a namespace are kept as the entries are, and another store moves them on.
     """
-    second = await open_sqlite(url, clock)
-    try:
-        revisions: list[int] = []
+    revisions: list[int] = []
 
-        def commit(committer: SqliteEngine) -> None:
-            outcome = in_place(committer.commit("default", batch(put("key", len(revisions)))))
-            assert isinstance(outcome, Commit)
-            revisions.append(outcome.revision)
+    def commit(committer: SqliteEngine) -> None:
+        outcome = in_place(committer.commit("default", batch(put("key", len(revisions)))))
+        assert isinstance(outcome, Commit)
+        revisions.append(outcome.revision)
 
-        def come_behind(_: sqlite3.Connection) -> None:
-            spy.after.clear()
-            commit(second)
+    def come_behind(_: sqlite3.Connection) -> None:
+        spy.after.clear()
+        commit(second)
 
-        def take_turns() -> None:
-            for _ in range(20):
-                spy.after["COMMIT"] = come_behind
-                commit(engine)
-                commit(engine)
+    def take_turns() -> None:
+        for _ in range(20):
+            spy.after["COMMIT"] = come_behind
+            commit(engine)
+            commit(engine)
 
-        await asyncio.to_thread(take_turns)
+    await asyncio.to_thread(take_turns)
 
-        assert len(revisions) == 60
-        # The one behind is recorded before the one it came behind.
-        in_order = [revision for one in range(0, 60, 3) for revision in (revisions[one + 1], revisions[one])]
-        assert in_order == sorted(set(in_order))
-        assert len(set(revisions)) == 60
-        assert (await engine.status("default")).revision == max(revisions)
-    finally:
-        await second.close()
+    assert len(revisions) == 60
+    # The one behind is recorded before the one it came behind.
+    in_order = [revision for one in range(0, 60, 3) for revision in (revisions[one + 1], revisions[one])]
+    assert in_order == sorted(set(in_order))
+    assert len(set(revisions)) == 60
+    assert (await engine.status("default")).revision == max(revisions)
 
 
 async def test_a_commit_after_our_look_is_not_taken_for_ours(
@@ -623,9 +621,7 @@ async def test_a_header_read_by_halves_deceives_no_reader(
             return ours[:cut] + theirs[cut:] if turn % 2 else theirs[:cut] + ours[cut:]
 
         monkeypatch.setattr(WalHeader, "read", torn)
-        spy.after["COMMIT"] = come_behind
-        await engine.commit("default", batch(put("ours", turn)))
-        spy.after.clear()
+        await commit_then(engine, spy, come_behind, put("ours", turn))
         monkeypatch.setattr(WalHeader, "read", header)
 
         assert [await number(engine, key) for key in ("theirs", "ours")] == [turn, turn]
@@ -636,11 +632,13 @@ async def test_a_checkpoint_right_behind_our_commit_changes_nothing(
     engine: SqliteEngine, spy: Spy, other: sqlite3.Connection, mode: str
 ) -> None:
     """A checkpoint may change the header and is no commit."""
+
+    def checkpoint(_: sqlite3.Connection) -> None:
+        other.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
+
     await engine.commit("default", batch(put("ours", 0), put("theirs", 0)))
     for turn in range(1, 10):
-        spy.after["COMMIT"] = lambda _: other.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
-        await engine.commit("default", batch(put("ours", turn)))
-        spy.after.clear()
+        await commit_then(engine, spy, checkpoint, put("ours", turn))
 
         assert [await number(engine, key) for key in ("theirs", "ours")] == [turn - 1, turn]
         set_by_hand(other, "theirs", turn)
@@ -728,8 +726,7 @@ def test_a_commit_that_failed_is_not_counted(
         return KeyboardInterrupt() if error is None else sqlite_error(error, "it failed")
 
     engine = in_place(open_sqlite(url, clock))
-    with closing(by_hand(path)) as connection:
-        connection.text_factory = bytes
+    with closing(by_hand(path, raw=True)) as connection:
         in_place(engine.commit("default", batch(put("key", 0))))
         for turn in range(1, 6):
             assert in_place(number(engine, "key")) == turn - 1

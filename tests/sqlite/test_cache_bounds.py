@@ -19,7 +19,6 @@ from limpet.engines.sqlite import cache as sqlite_cache
 from limpet.engines.sqlite import forks
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.errors import Conflict, TypeMismatch
-from tests.processes import PATIENCE_S
 from tests.sqlite.cache_scenes import COUNTERS, PAIR, Ledger, Peer
 from tests.sqlite.cache_support import (
     CACHED,
@@ -29,16 +28,11 @@ from tests.sqlite.cache_support import (
     check_cache,
     disable_cache,
     engine_of,
+    in_thread,
     keeps,
     number,
 )
-from tests.sqlite.support import (
-    batch,
-    in_place,
-    open_sqlite,
-    put,
-    together,
-)
+from tests.sqlite.support import batch, in_place, open_sqlite, put, together
 
 pytestmark = pytest.mark.timeout(600 * LONG)
 
@@ -106,8 +100,7 @@ def test_what_is_kept_is_what_the_file_holds(
     compared = 0
     with ExitStack() as stack:
         store = stack.enter_context(limpet.sync.open(f"{url}?synchronous=normal", sweep=False, clock=clock))
-        connection = stack.enter_context(closing(by_hand(path)))
-        connection.text_factory = bytes
+        connection = stack.enter_context(closing(by_hand(path, raw=True)))
         stores = [store, store.namespace("beside")]
         for _ in range(LONG * 400):
             chosen = dice.choice(stores)
@@ -129,8 +122,7 @@ async def test_what_a_group_leaves_is_what_the_file_holds(
     monkeypatch.setattr(sqlite_cache, "CACHED_BYTES_MAX", 1_000)
     dice = random.Random(5)
     compared = 0
-    with closing(by_hand(path)) as connection:
-        connection.text_factory = bytes
+    with closing(by_hand(path, raw=True)) as connection:
         for _ in range(LONG * 100):
             commits = []
             for _ in range(dice.randrange(1, 12)):
@@ -173,8 +165,10 @@ def test_many_readers_leave_the_cache_correct(url: str, path: Path, monkeypatch:
     """Threads fill, push out and rewrite at the same time, and what is kept stays right and within its bounds."""
     monkeypatch.setattr(sqlite_cache, "CACHED_MAX", 20)
     monkeypatch.setattr(sqlite_cache, "CACHED_BYTES_MAX", 800)
-    with limpet.sync.open(f"{url}?synchronous=normal", sweep=False) as store, closing(by_hand(path)) as connection:
-        connection.text_factory = bytes
+    with (
+        limpet.sync.open(f"{url}?synchronous=normal", sweep=False) as store,
+        closing(by_hand(path, raw=True)) as connection,
+    ):
         problems: list[str] = []
         for index in range(50):
             store.put(f"key/{index}", "x" * index * 20)
@@ -279,9 +273,7 @@ async def test_news_that_come_while_we_look_are_not_slept_through(url: str, cloc
         def slow_page(*args: Any) -> Any:
             pages.append(log_page(*args))
             if len(pages) == 1:
-                thread = threading.Thread(target=lambda: in_place(second.commit("default", batch(put("key", 1)))))
-                thread.start()
-                thread.join(PATIENCE_S)
+                in_thread(lambda: in_place(second.commit("default", batch(put("key", 1)))))
             return pages[-1]
 
         engine._log_page = slow_page  # type: ignore[assignment, method-assign]

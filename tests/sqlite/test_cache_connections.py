@@ -29,21 +29,14 @@ from tests.sqlite.cache_support import (
     by_hand,
     descriptors,
     engine_of,
+    in_thread,
     keeps,
     number,
     outside,
     set_by_hand,
     set_key,
 )
-from tests.sqlite.support import (
-    Spy,
-    Times,
-    batch,
-    in_place,
-    open_sqlite,
-    put,
-    sqlite_error,
-)
+from tests.sqlite.support import Spy, Times, batch, in_place, open_sqlite, put, sqlite_error
 
 pytestmark = pytest.mark.timeout(600 * LONG)
 
@@ -66,9 +59,7 @@ def come_and_go(url: str, manner: str) -> None:
         case _:
             with limpet.sync.open(url, sweep=False) as store:
                 for _ in range(5):
-                    thread = threading.Thread(target=lambda: store.get("key"))
-                    thread.start()
-                    thread.join()
+                    in_thread(lambda: store.get("key"))
 
 
 @pytest.fixture
@@ -192,9 +183,7 @@ def test_without_a_header_everything_works(url: str, path: Path, manner_of_faili
         def read_in_threads(first: int, count: int) -> None:
             for turn in range(first, first + count):
                 set_by_hand(connection, "key", turn)
-                thread = threading.Thread(target=read)
-                thread.start()
-                thread.join()
+                in_thread(read)
 
         read_in_threads(0, 3)
         before = descriptors()
@@ -331,9 +320,7 @@ def test_threads_that_come_and_go_see_what_is_so(url: str, path: Path) -> None:
 
         for turn in range(1, 40):
             set_by_hand(connection, "key", turn)
-            thread = threading.Thread(target=read)
-            thread.start()
-            thread.join()
+            in_thread(read)
             if turn % 4 == 0:
                 # With the writer gone too, the last connection is that of a thread that has ended.
                 engine_of(store)._writer.abandon()

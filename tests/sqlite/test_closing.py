@@ -71,7 +71,7 @@ async def test_a_closed_engine_leaves_no_thread_and_no_file(path: Path, url: str
 async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has_thread: bool) -> None:
     """Commits that began are finished; later calls raise Closed.
 
-    Another thread closes the engine between a task's look at it and its place in the queue.
+    Another thread closes the engine after a task has checked that it is open and before it is queued.
     """
     before = limpet_threads()
     if has_thread:
@@ -198,12 +198,12 @@ def test_two_loops_that_write_for_the_first_time_share_one_writer(
     assert limpet_threads() == before
 
 
-@pytest.mark.parametrize("face", ["async", "sync"])
-async def test_a_store_can_be_opened_and_closed_many_times(url: str, face: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_store_can_be_opened_and_closed_many_times(url: str, api: str) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed."""
     before = limpet_threads()
     for number in range(1, 21):
-        if face == "async":
+        if api == "async":
             store = await limpet.open(url)
             assert await store.add("hits") == number
             await store.close()

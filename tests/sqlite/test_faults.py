@@ -70,12 +70,12 @@ async def test_an_io_error_at_commit_leaves_the_outcome_open(engine: SqliteEngin
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("face", ["async", "sync"])
+@pytest.mark.parametrize("api", ["async", "sync"])
 async def test_an_io_error_at_commit_is_settled_by_the_store(
-    url: str, quick: QuickClock, spy: Spy, moment: str, face: str
+    url: str, quick: QuickClock, spy: Spy, moment: str, api: str
 ) -> None:
     """A write whose reply was lost is retried by the store itself and applied once."""
-    if face == "async":
+    if api == "async":
         store: Any = await limpet.open(url, clock=quick, sweep=False)
         add, close = store.add, store.close
     else:
@@ -223,9 +223,9 @@ async def test_a_writer_that_never_ends_makes_the_file_unavailable(
         assert (await store.put("key", 2)).version == 1
 
 
-@pytest.mark.parametrize("face", ["async", "sync"])
+@pytest.mark.parametrize("api", ["async", "sync"])
 async def test_a_writer_that_ends_in_time_is_waited_for(
-    url: str, blocker: sqlite3.Connection, spy: Spy, face: str
+    url: str, blocker: sqlite3.Connection, spy: Spy, api: str
 ) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
 
@@ -236,7 +236,7 @@ async def test_a_writer_that_ends_in_time_is_waited_for(
             await super().sleep(seconds)
 
     clock = Ending()
-    if face == "async":
+    if api == "async":
         async with limpet.open(url, clock=clock, sweep=False) as store:
             blocker.execute("BEGIN IMMEDIATE")
             entry = await store.put("key", 1)
