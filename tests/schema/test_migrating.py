@@ -230,6 +230,7 @@ def test_a_word_that_the_option_does_not_know_is_refused(url: str) -> None:
 # At once ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_processes_that_open_at_once_migrate_once(old: str) -> None:
     script = (
         "import sys, limpet.sync\n"

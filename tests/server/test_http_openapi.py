@@ -92,6 +92,7 @@ def url() -> Iterator[str]:
         yield found
 
 
+@pytest.mark.slow
 @fuzzed.parametrize()
 @hypothesis.settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

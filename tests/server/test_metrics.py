@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, LimpetError, Unavailable
-from limpet.protocol.codes import CODES, OF_FACES
+from limpet.protocol.codes import CODES, INTERFACE_CODES
 from limpet.server import metrics
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher, TrustedCaller
@@ -207,7 +207,7 @@ async def test_what_there_was_before_is_no_lag(counted: Counted, store: Store) -
     async with store.watch("*", initial=True) as watch:
         await anext(watch)
 
-        assert [lag for lags in store._session.watched().values() for lag in lags] == [0]
+        assert [lag for lags in store._session.watch_lags().values() for lag in lags] == [0]
 
 
 async def test_expiries_and_rounds_of_the_sweeper_are_counted(clock: ManualClock) -> None:
@@ -454,7 +454,7 @@ async def test_every_expression_asks_for_metrics_and_labels_that_there_are(where
             if label == "outcome":
                 assert set(value.split("|")) <= found[name]["outcome"]
             if label == "code":
-                assert set(value.split("|")) <= {kind.code for kind in CODES} | set(OF_FACES)
+                assert set(value.split("|")) <= {kind.code for kind in CODES} | set(INTERFACE_CODES)
     for names, label in uses.grouped:
         for name in names:
             assert label in OF_PROMETHEUS or label in found[name], f"{name} has no label {label}"

@@ -253,6 +253,7 @@ async def test_a_constraint_of_the_database_gives_no_value_away(server: Server, 
     check(server, schema)
 
 
+@pytest.mark.slow
 async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: str) -> None:
     async with connected() as other, server.client.stream("GET", "/v1/shop/watch", params={"pattern": "*"}) as stream:
         lines = stream.aiter_lines()
@@ -286,6 +287,7 @@ def check(server: Server, schema: str) -> None:
         assert not [line for line in found if "Server ready" not in line], (word, found[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, ValueError, KeyError])
 async def test_whatever_an_engine_says_stays_with_the_server(
     kind: type[Exception], log: io.StringIO, tmp_path: Path

@@ -305,6 +305,7 @@ def test_a_counter_of_two_processes_never_stands_still(url: str, path: Path) -> 
             assert there.do("add", "count", 1) == turn + 2
 
 
+@pytest.mark.slow
 def test_a_new_wal_index_of_the_same_file_is_seen_as_it_is(url: str, path: Path) -> None:
     """What was read is forgotten with the connection that read it.
 

@@ -216,6 +216,7 @@ async def test_namespaces_take_no_more_room_than_there_is(
 # Watching other processes -------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [CACHED, UNCACHED])
 async def test_news_of_another_process_come_soon(
     url: str, path: Path, monkeypatch: pytest.MonkeyPatch, caching: str
@@ -308,6 +309,7 @@ async def test_a_watch_goes_on_when_the_file_was_let_go_of(url: str, path: Path)
 # Under load ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_time_goes_forward_for_all_readers(url: str, path: Path, tmp_path: Path, capsys: Any) -> None:
     """A read never goes back, and is never behind what was acknowledged to any caller before it began.
 

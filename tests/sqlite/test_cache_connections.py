@@ -123,6 +123,7 @@ def test_a_store_that_closes_leaves_others_their_locks(
             assert store.get("key") == 3
 
 
+@pytest.mark.slow
 def test_opening_and_closing_one_file_leaves_no_descriptor(url: str) -> None:
     """A program may open a store for each request it serves."""
     with limpet.sync.open(url, sweep=False) as store:
@@ -136,6 +137,7 @@ def test_opening_and_closing_one_file_leaves_no_descriptor(url: str) -> None:
     assert descriptors() <= before
 
 
+@pytest.mark.slow
 def test_opening_and_closing_many_files_leaves_no_descriptor(tmp_path: Path) -> None:
     """A program may have a store for each of its users."""
     limpet.sync.open(f"sqlite:///{tmp_path}/first.db", sweep=False).close()
@@ -213,12 +215,14 @@ def test_opening_what_cannot_be_used_leaves_no_descriptor(url: str, path: Path) 
 # Forks --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_parent_and_child_see_each_other(url: str) -> None:
     """A child after a fork goes on with its own connections, and sees what its parent writes, and the other way."""
     with Peer("forks_and_takes_turns", f"{url}?synchronous=normal", LONG * 400) as process:
         assert process.hear() == [[], []]
 
 
+@pytest.mark.slow
 def test_a_fork_among_readers_of_the_cache_deceives_no_reader(url: str) -> None:
     """A child after a fork goes on with its own connections.
 
@@ -231,6 +235,7 @@ def test_a_fork_among_readers_of_the_cache_deceives_no_reader(url: str) -> None:
     assert reads > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opens", [0, 3, 40])
 @pytest.mark.parametrize("held_elsewhere", [False, True])
 def test_a_child_that_closes_what_it_inherited_goes_on(url: str, held_elsewhere: bool, opens: int) -> None:

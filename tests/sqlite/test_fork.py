@@ -11,6 +11,8 @@ import limpet
 import limpet.sync
 from tests.sqlite.support import Process
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_fork_while_threads_write_loses_nothing(url: str) -> None:
     """A child after a fork goes on with its own connections.

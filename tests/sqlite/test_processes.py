@@ -15,6 +15,8 @@ import limpet.sync
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import Process, together
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_processes_that_add_at_once_lose_nothing(url: str, processes: int) -> None:

@@ -397,7 +397,7 @@ class Tokens:
                 continue
             # A token that was revoked could not be told from one that was not.
             self._broken = Unavailable(_UNKNOWN)
-            await self._clock.sleep(self._outage.failed(error))
+            await self._clock.sleep(self._outage.record_failure(error))
 
     async def _watch(self, loaded: asyncio.Future[None]) -> None:
         """Load everything, then follow. What was known stays until everything is loaded."""
@@ -406,7 +406,7 @@ class Tokens:
             async for event in events:
                 if isinstance(event, Synced):
                     self._known, self._broken = known, None
-                    self._outage.over()
+                    self._outage.record_success()
                     if not loaded.done():
                         loaded.set_result(None)
                 else:
@@ -428,9 +428,9 @@ class Tokens:
             except Closed:
                 return
             except Exception as error:
-                pause_s = outage.failed(error)
+                pause_s = outage.record_failure(error)
             else:
-                outage.over()
+                outage.record_success()
                 pause_s = TIME_S
 
     async def _read_time(self) -> None:

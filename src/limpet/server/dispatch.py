@@ -181,7 +181,7 @@ class Dispatcher:
         """
         if all(caller.may(namespace, right, _EVERYTHING) for right in _TO_SHARE_IDS):
             return self._session
-        return self._session.through(own_ids(self._session.engine, caller.name, finds_others=finds_others))
+        return self._session.with_engine(own_ids(self._session.engine, caller.name, finds_others=finds_others))
 
     def refused(
         self,

@@ -254,7 +254,7 @@ class Metrics:
 
     def _watched(self) -> dict[str, list[int]]:
         found: defaultdict[str, list[int]] = defaultdict(list)
-        for namespace, lags in self._session.watched().items():
+        for namespace, lags in self._session.watch_lags().items():
             if namespace != OWN_NAMESPACE:
                 found[self._label(namespace)] += lags
         return found

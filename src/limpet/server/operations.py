@@ -33,10 +33,11 @@ from limpet.model import (
     Sentinel,
     Write,
 )
+from limpet.pages import latest_changes, lock_page
 from limpet.protocol.json import bytes_of, entry_as_json, event_as_json, field_of, lock_as_json, plain, status_as_json
 from limpet.semantic.store import Envelope, SemanticStore
 from limpet.server import requests
-from limpet.store import Store, latest_changes, lock_page
+from limpet.store import Store
 
 __all__ = ["OPERATIONS", "Operation", "Reach", "Right", "depends_on_value"]
 

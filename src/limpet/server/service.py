@@ -134,7 +134,7 @@ class Service:
         if settings.http is not None:
             await enter(self._http(session, settings.http, metrics, options))
         if settings.nats is not None:
-            plugins = session.limited(PLUGIN_VALUE_BYTES_MAX)
+            plugins = session.with_value_limit(PLUGIN_VALUE_BYTES_MAX)
             await enter(self._nats(Dispatcher(plugins, "nats", **options), settings.nats))
         await enter(_running(self._probe(session), "limpet-probe"))
         self._is_serving = True
@@ -153,10 +153,10 @@ class Service:
                 # The log was trimmed between the two reads, so the engine works.
                 pass
             except Exception as error:
-                outage.failed(error)
+                outage.record_failure(error)
                 self._is_serving = False
                 continue
-            outage.over()
+            outage.record_success()
             self._is_serving = True
 
     # HTTP -----------------------------------------------------------------------
