@@ -1,4 +1,4 @@
 # For fingers that type make. Everything is in ./dev, which also takes arguments.
-.PHONY: demo test check bench docs
-demo test check bench docs:
+.PHONY: demo test check fix bench docs
+demo test check fix bench docs:
 	@./dev $@

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import threading
 import zlib
-from collections import Counter
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 import coverage
 import pytest
 
-from limpet.conformance.plugin import ENGINES, TARGET
+from limpet.conformance.plugin import ENGINES, TARGET, SuiteTest, deselect, name_of, target_of
 from limpet.encryption.keyring import new_key
+from tests.engines import ENGINES as ENGINE_NAMES
 
 POSTGRES = "LIMPET_TEST_POSTGRES"
 REDIS = "LIMPET_TEST_REDIS"
 NATS = "LIMPET_TEST_NATS"
 HTTP = "LIMPET_TEST_HTTP"
 KEYS = "LIMPET_TEST_KEYS"
+
+LAYERS_FOLDER = Path(__file__).parent / "tests" / "faces"
 
 _running: dict[str, Any] = {}
 
@@ -39,6 +41,9 @@ def pytest_configure(config: pytest.Config) -> None:
         _run(HTTP, served)
     _let_coverage_be_forked()
     os.environ.setdefault(KEYS, ":".join(new_key()))
+    os.environ.setdefault("LIMPET_MODEL_EXAMPLES", "100" if WHOLE else "20")
+    # Where engines are named, all their cases run.
+    config.option.limpet_sampled = not config.option.limpet_engine
     if not config.option.limpet_engine:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
         # A schema and a database of its own, because the time of each is turned by itself.
@@ -65,90 +70,82 @@ def _is_encrypted(url: str) -> bool:
 
 
 def _run(name: str, start: Callable[[], Any]) -> None:
-    """Have a server, unless somebody says where one is."""
+    """Have a server, unless the environment names one."""
     if name not in os.environ:
         server = start()
         os.environ[name] = server.__enter__().url
         _running[name] = server
 
 
-# Leaving out what tells little more; LIMPET_WHOLE=1 asks for all.
+# Which tests run --------------------------------------------------------------------------------------------
 #
-# Of a promise of both faces, the blocking one is asked for one case on one engine. It runs the very coroutines that
-# the other face awaits. The engines take turns, test by test. What the blocking face alone promises is asked on each.
-#
-# Of a test with three cases or more, an engine behind a server is asked a third, and another engine another third:
-# most of them are about what is refused before an engine hears of it. Behind a Limpet server there is an engine that
-# is asked by itself, so there it is every other test, and a third of the blocking face's own cases too.
-#
-# Encryption is asked for a case of every third test, on one engine, and the engines take turns there too. It is the
-# same in front of all of them; LIMPET_ENCRYPTED=1 has the whole suite run with it.
+# The whole run (./dev test --all, or LIMPET_WHOLE=1) runs every test. The ordinary run leaves out the tests that are
+# marked slow, and some cases of the others.
+
+WHOLE = bool(os.environ.get("LIMPET_WHOLE"))
+
+# In this order, engines take turns. The last is a Limpet server, which has an engine of its own behind it.
+SCHEMES = ("memory", "sqlite", "postgresql", "redis", "nats", "http")
+
+
+def runs(test: SuiteTest, case: int, engine: str, face: str) -> bool:
+    """Whether a case of a test runs on an engine, through an interface.
+
+    Memory runs every case, and every other engine runs every test with a third of its cases; with one case if the
+    request is refused before an engine sees it. The sync API, encryption and a Limpet server do the same before every
+    engine, so each test has one case through the sync API, every second one case on a server, and every third one
+    case with encryption, on one engine by turns. A layer over the store has its tests on memory and on one other
+    engine by turns.
+
+    The whole run has every case on every engine and on a server, and every case through the sync API and with
+    encryption on one engine by turns.
+    """
+    place, turn = SCHEMES.index(engine.partition(":")[0]), zlib.crc32(test.name.encode())
+    is_memory, is_server = place == 0, place == len(SCHEMES) - 1
+    is_one_of_them = WHOLE or case == (turn + place) % test.cases
+    if _is_encrypted(engine) and not os.environ.get("LIMPET_ENCRYPTED"):
+        return is_one_of_them and face == "async" and turn % (5 if WHOLE else 15) == place
+    if face == "sync" and "face" not in test.marks:
+        return is_one_of_them and turn % 5 == place
+    if is_server and not WHOLE:
+        return is_one_of_them and turn % 2 == 0
+    if "layer" in test.marks and not WHOLE:
+        return is_memory or turn % 4 == place - 1
+    if "refused_early" in test.marks and not is_memory:
+        return is_one_of_them
+    return WHOLE or is_memory or test.cases < 3 or case % 3 == place % 3
 
 
 @pytest.hookimpl
-def pytest_limpet_asks(config: pytest.Config, test: str, engine: str, face: str, alone: bool) -> bool | None:
-    """Leave out whose turn it is not."""
-    if os.environ.get("LIMPET_WHOLE"):
+def pytest_limpet_runs(config: pytest.Config, test: SuiteTest, case: int, engine: str, face: str) -> bool | None:
+    """Leave out cases of the conformance suite, unless the engines are named on the command line."""
+    if not config.option.limpet_sampled:
         return None
-    urls: list[str] = config.option.limpet_engine
-    plain = _without_encryption(urls)
-    if engine not in plain:
-        return _is_turn(f"encrypted {test}", urls.index(engine) - len(plain), 3 * len(plain)) and face == "async"
-    if engine.startswith(os.environ[HTTP]) and "test_encryption.py" in test:
+    if engine.startswith(os.environ[HTTP]) and "test_encryption.py" in test.name:
+        # Behind a Limpet server, encryption is the server's.
         return False
-    if face == "sync" and not alone:
-        return _is_turn(test, plain.index(engine), len(plain))
-    return _is_turn(f"served {test}", 0, 2) if engine.startswith(os.environ[HTTP]) else None
-
-
-def _without_encryption(urls: list[str]) -> list[str]:
-    """The engines that are asked as they are; where all are asked with encryption, all of these."""
-    return [url for url in urls if not _is_encrypted(url)] or urls
-
-
-def _is_turn(test: str, place: int, places: int) -> bool:
-    return place == zlib.crc32(test.encode()) % places
+    return runs(test, case, engine, face)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out cases."""
-    if os.environ.get("LIMPET_WHOLE"):
-        return
-    chooser = _Chooser(config.option.limpet_engine)
-    left_out = [item for item in items if not chooser.takes(item)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(map(id, left_out))
-        items[:] = [item for item in items if id(item) not in gone]
+    """Leave out slow tests, and engines of the layers over the store."""
+    if not WHOLE:
+        deselect(config, items, [item for item in items if _is_slow(item) or not _runs_on_its_engine(item)])
 
 
-class _Chooser:
-    """Goes through the tests of the suite in their order, and takes those that tell something."""
-
-    def __init__(self, urls: list[str]) -> None:
-        self._engines = _without_encryption(urls)
-        self._met: Counter[tuple[str, Any]] = Counter()
-
-    def takes(self, item: pytest.Item) -> bool:
-        target, test = _target(item), _test(item)
-        if target is None:
-            return True
-        engine, face = target
-        self._met[test, target] += 1
-        met = self._met[test, target]
-        is_of_blocking_face = item.get_closest_marker("face") is not None
-        if engine not in self._engines or (face == "sync" and not is_of_blocking_face):
-            return met == 1
-        place = self._engines.index(engine)
-        if place < len(ENGINES) or (is_of_blocking_face and not engine.startswith(os.environ[HTTP])):
-            return True
-        return not _has_many_cases(item) or met % 3 == place % 3
+def _is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
-def _has_many_cases(item: pytest.Item) -> bool:
-    markers = item.iter_markers("parametrize")
-    # The engines and faces are not among them.
-    return math.prod(len(list(marker.args[1])) for marker in markers) > 2
+def _runs_on_its_engine(item: pytest.Item) -> bool:
+    """Whether a test of a layer over the store runs on the engine that is its parameter."""
+    case: Any = getattr(item, "callspec", None)
+    if case is None or item.path.parent != LAYERS_FOLDER or item.path.name == "test_use_cases.py":
+        return True
+    values = [value for value in case.params.values() if isinstance(value, str) and value in ENGINE_NAMES]
+    engines = [value.replace("postgres", "postgresql") for value in values]
+    test = SuiteTest(name_of(item), 1, frozenset({"layer"}))
+    return all(runs(test, 0, engine, "async") for engine in engines)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -158,7 +155,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     The engines take turns, test by test, with the first case of a test of the suite. All other tests are measured.
     """
     measuring = coverage.Coverage.current()
-    target = _target(item)
+    target = target_of(item)
     if measuring is None or target is None or _is_measured(item, target[0]):
         return (yield)
     measuring.stop()
@@ -189,22 +186,11 @@ def _let_coverage_be_forked() -> None:
 
 
 def _is_measured(item: pytest.Item, engine: str) -> bool:
-    test = _test(item)
+    test = name_of(item)
     case = getattr(item, "callspec", None)
     is_first = case is None or not any(case.indices[name] for name in case.indices if name != TARGET)
     engines: list[str] = item.config.option.limpet_engine
     return is_first and zlib.crc32(test.encode()) % 2 == engines.index(engine) % 2
-
-
-def _target(item: pytest.Item) -> tuple[str, str] | None:
-    """The engine and the face that a test of the suite is asked through."""
-    case: Any = getattr(item, "callspec", None)
-    found: tuple[str, str] | None = None if case is None else case.params.get(TARGET)
-    return found if isinstance(found, tuple) else None
-
-
-def _test(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

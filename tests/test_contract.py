@@ -1,19 +1,22 @@
-"""The contract and its tests say the same, word for word.
+"""The contract and its tests have the same sentences, word for word.
 
 A line of docs/contract.md, or of a Behaviour list in `limpet.engine`, that no conformance test
-quotes is a promise nobody keeps watch over. A test that quotes no such line holds engines to
-something they never promised.
+quotes is a promise that nothing checks. A test that quotes no such line holds engines to
+something they never promised. And each line is tested on each engine, in every run.
 """
 
 from __future__ import annotations
 
 import ast
-from collections import Counter
+import inspect
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from limpet.conformance.plugin import FACES, target_of
 
 ROOT = Path(__file__).parent.parent
 CONTRACT = ROOT / "docs" / "contract.md"
@@ -21,6 +24,9 @@ ENGINE = ROOT / "src" / "limpet" / "engine.py"
 SUITE = ROOT / "src" / "limpet" / "conformance"
 
 TESTS_MIN = 250
+
+# A Limpet server stands before one of these.
+ENGINES = {"memory", "sqlite", "postgresql", "redis", "nats"}
 
 
 class Quotation(NamedTuple):
@@ -116,6 +122,30 @@ def test_every_conformance_test_quotes_a_line(
     assert not strangers, (
         f"{len(strangers)} conformance tests quote no line of docs/contract.md or limpet.engine:\n{listed(strangers)}"
     )
+
+
+def test_every_line_meets_every_engine_and_both_interfaces(
+    contract: list[str], behaviour: list[str], request: pytest.FixtureRequest
+) -> None:
+    """The ordinary run leaves out cases, and no line may lose an engine by that."""
+    config = request.config
+    is_everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and config.option.limpet_sampled
+    if not is_everything or config.option.keyword or config.option.markexpr or config.option.limpet_face:
+        pytest.skip("only a run of everything has all conformance tests")
+    met: dict[str, set[str]] = defaultdict(set)
+    expected: dict[str, set[str]] = defaultdict(lambda: set(ENGINES))
+    for item in request.session.items:
+        target = target_of(item)
+        if target is not None and "encryption=" not in target[0]:
+            line = one_line((inspect.getdoc(getattr(item, "obj", None)) or "").partition("\n\n")[0])
+            met[line] |= {target[0].partition(":")[0], target[1]}
+            only = item.get_closest_marker("face")
+            expected[line] |= set(FACES) if only is None else set(only.args)
+    # A line without any engine, such as that errors have codes, is tested without one.
+    lost = [f"{line} ({missing})" for line in met if (missing := ", ".join(sorted(expected[line] - met[line])))]
+
+    assert len(met.keys() & {*contract, *behaviour}) > 300
+    assert not lost, f"{len(lost)} lines are not tested on every engine and through both interfaces:\n{listed(lost)}"
 
 
 def test_no_line_is_promised_twice(contract: list[str], behaviour: list[str]) -> None:

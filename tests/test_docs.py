@@ -41,9 +41,22 @@ def names(paths: list[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-# Many commands of a page are processes of their own.
+# A page with many commands starts as many processes.
+COMMANDS_MANY = 6
+
+
+def runnable() -> list[Any]:
+    """Every document; those that start many processes are slow."""
+    starts = {path: sum(block.text.count("$ ") for block in blocks(path)) for path in DOCUMENTS}
+    slow = {True: [pytest.mark.slow], False: []}
+    return [
+        pytest.param(path, id=str(path.relative_to(ROOT)), marks=slow[starts[path] > COMMANDS_MANY])
+        for path in DOCUMENTS
+    ]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("document", DOCUMENTS, ids=names(DOCUMENTS))
+@pytest.mark.parametrize("document", runnable())
 def test_every_example_of_a_document_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("LIMPET_URL", raising=False)

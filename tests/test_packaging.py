@@ -81,6 +81,7 @@ def install(tmp_path: Path) -> Callable[[Path], Path]:
     return install
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_a_distribution_works_in_a_fresh_environment(
@@ -108,6 +109,7 @@ def test_a_distribution_works_in_a_fresh_environment(
     assert "add -p limpet.conformance.plugin" in without_plugin.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_installing_limpet_changes_nothing_about_other_tests(
     distributions: dict[str, Path], install: Callable[[Path], Path], tmp_path: Path

@@ -50,6 +50,7 @@ def test_every_planted_bug_has_a_judge() -> None:
     assert JUDGES.keys() == BUGS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_the_suite_catches(bug: str) -> None:
     verdict = judge(bug)

@@ -1,6 +1,6 @@
-"""Real backups, put back on real servers: whoever had seen more than they hold is told so, and misses nothing.
+"""Real backups, restored on real servers: a reader that saw more than they hold gets Compacted, and misses nothing.
 
-A place is saved, gets changes that somebody sees, is put back as it was saved, and gets as many changes again. Store,
+A store is backed up, gets changes that a reader sees, is restored, and gets as many changes again. Store,
 namespace, epoch and revisions are then those that were seen. Only the changes are others.
 """
 
@@ -41,7 +41,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 class File:
-    """A SQLite file, copied while nobody has it open."""
+    """A SQLite file, copied while no process has it open."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._saved = folder / "state.db", folder / "saved.db"
@@ -181,6 +181,7 @@ async def test_a_restored_backup_is_never_followed_in_silence(place: Place) -> N
             assert found == ["a", "b", "new-1", "new-2", "new-3"][done:]
 
 
+@pytest.mark.slow
 async def test_a_running_watch_ends_when_its_store_is_put_back(server: Place) -> None:
     """The watcher has no position to give: it stands in the log, and does not notice that its server was away."""
     async with limpet.open(server.url, sweep=False) as store, limpet.open(server.url, sweep=False) as writer:
@@ -200,6 +201,7 @@ async def test_a_running_watch_ends_when_its_store_is_put_back(server: Place) ->
                 await asyncio.wait_for(waiting, PATIENCE_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sqlite", "postgresql", "redis"])
 @pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
 async def test_a_new_epoch_leaves_the_past_behind(name: str, encrypted: bool) -> None:

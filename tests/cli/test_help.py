@@ -110,6 +110,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -> None:
     """Run in a shell, with everything that it names at hand, none is a wrong use."""

@@ -310,6 +310,7 @@ async def test_a_worker_whose_task_was_given_to_another_changes_nothing(states: 
     assert await task.complete(again)
 
 
+@pytest.mark.slow
 async def test_every_job_is_completed_exactly_once_though_workers_die(states: StateStore, root: str) -> None:
     """Twenty workers, of whom many stop in the middle of a job, and two sweepers at once."""
     jobs, dice = 60, random.Random(7)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 import limpet
 from limpet.errors import Ambiguous, Unavailable
 from tests.servers import nats
+
+pytestmark = pytest.mark.slow
 
 KILLS = 3
 
@@ -55,7 +59,7 @@ async def test_a_killed_server_loses_and_doubles_nothing() -> None:
 
 
 async def _count(store: limpet.Store, name: str, done: asyncio.Event, acknowledged: dict[str, int]) -> None:
-    """Count one key up until told to stop, remembering what was acknowledged."""
+    """Count one key up until stopped, and remember the acknowledged values."""
     while not done.is_set():
         with contextlib.suppress(Unavailable, Ambiguous):
             acknowledged[name] = await store.add(name, 1)

@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a call ends in `Unavailable` when the server does not get on, and not before."""
+"""No call waits for ever: it ends in `Unavailable` when the server makes no progress, and not before."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pyt
             await CALLS[call](store)
 
 
+@pytest.mark.slow
 async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large namespace on a slow machine: only the time without a message counts."""
     monkeypatch.setattr(nats_mirror, "PROGRESS_S", 3.0)
@@ -95,19 +96,19 @@ async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_load_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started from the beginning each time, it would never end where it is interrupted often."""
-    heard, count = Follower._on_message, 0
+    on_message, count = Follower._on_message, 0
 
-    def hear_with_gaps(self: Follower, *message: Any) -> None:
+    def receive_with_gaps(self: Follower, *message: Any) -> None:
         nonlocal count
         count += 1
         if count % 5 == 0:
             self.stop()
         else:
-            heard(self, *message)
+            on_message(self, *message)
 
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
-        monkeypatch.setattr(Follower, "_on_message", hear_with_gaps)
+        monkeypatch.setattr(Follower, "_on_message", receive_with_gaps)
 
         async with asyncio.timeout(LONGEST_S):
             assert len(await _scan(store)) == KEYS
@@ -119,6 +120,7 @@ def own() -> Iterator[Nats]:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 async def test_a_call_ends_when_the_server_stands_still(own: Nats, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nats_link, "REQUEST_S", 0.5)
@@ -137,6 +139,7 @@ async def test_a_call_ends_when_the_server_stands_still(own: Nats, call: str, mo
             await _scan(store)
 
 
+@pytest.mark.slow
 async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -> None:
     """There is more to send than the system takes without the server's reading it."""
     store = await limpet.open(own.url, namespace=unique(), sweep=False)
@@ -145,7 +148,7 @@ async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -
     own.signal(signal.SIGSTOP)
     try:
         for _ in range(40):
-            connection.send("nobody", b"x" * 1_000_000)
+            connection.send("unused", b"x" * 1_000_000)
         await asyncio.sleep(0.1)
 
         async with asyncio.timeout(LONGEST_S):

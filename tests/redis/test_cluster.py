@@ -17,6 +17,8 @@ from limpet.engines.redis.cluster import RedisCluster
 from limpet.errors import Conflict, InvalidValue
 from tests.servers import Redis, free_port, redis
 
+pytestmark = pytest.mark.slow
+
 SLOTS = 16_384
 NAMES = [f"space-{number}" for number in range(12)]
 
@@ -49,7 +51,7 @@ def home(cluster: list[Redis], namespace: str) -> Redis:
     for first, last, primary, *_ in say(cluster[0], "CLUSTER", "SLOTS"):
         if first <= slot <= last:
             return next(server for server in cluster if server.port == primary[1])
-    raise AssertionError("nobody serves it")
+    raise AssertionError("no server serves it")
 
 
 def move(cluster: list[Redis], namespace: str, to: Redis) -> None:

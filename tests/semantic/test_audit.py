@@ -271,6 +271,7 @@ async def test_sealers_at_once_seal_each_row_once(kept: SemanticStore) -> None:
     assert (report.sealed, report.unsealed, report.problems) == (70, 0, ())
 
 
+@pytest.mark.slow
 async def test_a_row_is_sealed_by_itself_within_five_seconds(store: limpet.Store) -> None:
     async with SemanticStore(store, audit=audit()) as kept:
         began = asyncio.get_running_loop().time()

@@ -568,6 +568,7 @@ async def logged(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["audited", "entered", "not entered", "put by another"])
 async def test_an_expiry_is_logged_with_what_it_was_for(
     store: limpet.Store, caplog: pytest.LogCaptureFixture, form: str

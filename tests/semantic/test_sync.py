@@ -179,6 +179,7 @@ def test_letters_are_kept_where_their_store_can_write_them(store: limpet.sync.St
                 SemanticStore(local, dead_letters=DeadLetters.beside(store))
 
 
+@pytest.mark.slow
 def test_the_trail_is_sealed_in_the_background_and_pruned(store: limpet.sync.Store) -> None:
     with SemanticStore(store, audit=audit()) as kept:
         put(kept, {"n": 1})

@@ -96,7 +96,7 @@ async def serving(session: Session, *, nats_url: str | None = None, **options: A
     """A server on a connection of its own."""
     connection = await driver.connect(nats_url or nats_server().url, allow_reconnect=False)
     observers, more = options.pop("observers", ()), options.pop("dispatcher", {})
-    dispatcher = Dispatcher(session.limited(65_536), "nats", observers=observers, **more)
+    dispatcher = Dispatcher(session.with_value_limit(65_536), "nats", observers=observers, **more)
     served = PluginSubjects(dispatcher, connection, **options)
     await served.start()
     try:

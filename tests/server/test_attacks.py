@@ -214,6 +214,7 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_left_by_the_system()
 # Answers ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_large_scans_side_by_side_take_little_memory(url: str) -> None:
     """150 MB are stored. Whoever lists all of it gets pages, and the server never holds more than a few of them."""

@@ -98,7 +98,7 @@ async def serve(bounds: Bounds) -> AsyncIterator[Served]:
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.ensure_future(server._serve([listener]))
-        looking = asyncio.ensure_future(connections.look_after())
+        looking = asyncio.ensure_future(connections.check_deadlines())
         await until(lambda: server.started)
         served = Served(connections, application, listener.getsockname()[1])
         try:
@@ -223,6 +223,7 @@ async def test_a_body_that_trickles_ends_a_connection() -> None:
         await until(lambda: served.application.left == 1)
 
 
+@pytest.mark.slow
 async def test_a_slow_body_that_gets_on_has_more_time() -> None:
     async with serve(PATIENT._replace(body_s=0.1, body_bytes_per_s=1.0)) as served:
         line = await served.connect(put(200) + b"x" * 100)
@@ -252,6 +253,7 @@ async def test_a_connection_that_was_answered_is_not_kept_for_ever(sent: bytes) 
         assert await line.is_closed()
 
 
+@pytest.mark.slow
 async def test_an_answer_may_take_as_long_as_it_takes() -> None:
     async with serve(Bounds(head_s=0.1, body_s=0.1, idle_s=0.1)) as served:
         line = await served.connect(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -268,6 +270,7 @@ async def test_a_late_request_is_not_told_in_place_of_the_answer_to_an_earlier_o
             assert await line.reader.read() == b""
 
 
+@pytest.mark.slow
 async def test_requests_that_come_at_once_are_answered_in_turn() -> None:
     async with serve(PATIENT._replace(head_s=5.0, idle_s=0.1)) as served:
         line = await served.connect(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n" + put(3) + b"abc" + GET)

@@ -40,7 +40,7 @@ from limpet.model import (
 )
 from limpet.protocol import engine_msgpack as wire
 from limpet.semantic.store import SemanticStore, VersionConflict
-from limpet.server.limits import gates_of, limits_of
+from limpet.server.limits import checks_of, limits_of
 from limpet.server.logs import Logs
 from limpet.transition import read_receipt
 from tests.server.engine_support import Guest, Guests, Running, Scope, running
@@ -482,15 +482,15 @@ async def test_a_server_for_reading_refuses_every_write() -> None:
 # Limits and observers -------------------------------------------------
 
 
-def limited(**limits: float) -> Any:
+def with_value_limit(**limits: float) -> Any:
     """The options of a dispatcher that holds namespaces to these limits."""
-    rates, quotas = gates_of(limits_of(limits), limpet.SystemClock())
-    return {"gates": [gate for gate in (rates, quotas) if gate], "observers": [quotas] if quotas else []}
+    rates, quotas = checks_of(limits_of(limits), limpet.SystemClock())
+    return {"checks": [check for check in (rates, quotas) if check], "observers": [quotas] if quotas else []}
 
 
 async def test_a_namespace_is_held_to_its_room() -> None:
     async with (
-        running(**limited(keys=3)) as server,
+        running(**with_value_limit(keys=3)) as server,
         limpet.open(server.url, namespace="trivia", sweep=False) as store,
     ):
         await store.batch().put("a", 1).put("b", 1).commit()
@@ -507,7 +507,7 @@ async def test_a_namespace_is_held_to_its_room() -> None:
 
 async def test_a_namespace_is_held_to_its_rate() -> None:
     async with (
-        running(**limited(rate=0.01, burst=4)) as server,
+        running(**with_value_limit(rate=0.01, burst=4)) as server,
         limpet.open(server.url, namespace="trivia", sweep=False) as store,
     ):
         engine = store._session.engine

@@ -127,11 +127,11 @@ async def test_a_server_that_does_not_answer_in_time_leaves_the_outcome_open() -
             await store.put("key", 0)
             engine.holds = True
             patience: Any = store._session.engine
-            patience._answer_s = 0.2
+            patience._reply_s = 0.2
             writing = asyncio.create_task(store.add("key", 1))
             while not _came_again(server.app):  # noqa: ASYNC110 - it is another task's doing
                 await asyncio.sleep(0.01)
-            patience._answer_s = 30.0
+            patience._reply_s = 30.0
             engine.go()
 
             assert await writing == 1
@@ -221,6 +221,7 @@ def mortal() -> Iterator[LimpetServer]:
         yield server
 
 
+@pytest.mark.slow
 async def test_a_server_killed_under_load_loses_and_doubles_nothing(mortal: LimpetServer) -> None:
     """Some callers hear that it is not known, and can ask when the server is back."""
     async with limpet.open(f"{mortal.url}/file-killed", namespace=unique(), sweep=False) as store:
@@ -302,6 +303,7 @@ async def test_a_name_that_was_overtaken_is_refused_and_told_apart_from_others()
 KEPT = ("put", "create", "add", "take", "set", "batch", "batch with an add", "add with a request id", "refresh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sqlite", "postgres", "redis", "nats"])
 async def test_what_one_server_kept_and_another_has_done_is_done_once(engine: str, tmp_path: Path) -> None:
     """A server stands still with a request in its hands. The store asks another one and goes on. Then it wakes."""

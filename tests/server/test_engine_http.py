@@ -258,7 +258,7 @@ async def test_something_else_that_answers_is_told_apart(answering: tuple[str, t
     with pytest.raises(InvalidValue, match="no Limpet server"):
         await limpet.open(url)
     answers.do_GET = lambda self: self._say(404, {}, b"")  # type: ignore[method-assign]
-    with pytest.raises(InvalidValue, match="look at the URL"):
+    with pytest.raises(InvalidValue, match="check the URL"):
         await limpet.open(url)
 
 
@@ -369,6 +369,7 @@ def cli(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_line_works_over_a_server() -> None:
     url = f"{os.environ['LIMPET_TEST_HTTP']}/{unique('file')}"
 
@@ -379,6 +380,7 @@ def test_the_command_line_works_over_a_server() -> None:
     assert (refused.returncode, "conflict" in refused.stderr) == (4, True)
 
 
+@pytest.mark.slow
 def test_the_doctor_looks_at_a_server() -> None:
     url = f"{os.environ['LIMPET_TEST_HTTP']}/{unique('file')}"
 

@@ -21,7 +21,7 @@ from schemathesis.checks import (
     unsupported_method,
 )
 
-from limpet.server.http import ENDPOINTS
+from limpet.server.http_routes import ENDPOINTS
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from tests.docs_support import ROOT
@@ -92,6 +92,7 @@ def url() -> Iterator[str]:
         yield found
 
 
+@pytest.mark.slow
 @fuzzed.parametrize()
 @hypothesis.settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -14,7 +14,7 @@ from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, InvalidValue, RateLimited
 from limpet.server import limits
 from limpet.server.dispatch import Dispatcher, TrustedCaller
-from limpet.server.limits import Limit, NamespaceLimits, Quotas, Rates, gates_of, limits_of
+from limpet.server.limits import Limit, NamespaceLimits, Quotas, Rates, checks_of, limits_of
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from tests.engines import url_of
@@ -36,10 +36,10 @@ class Counter:
     """A dispatcher with limits, and a caller."""
 
     def __init__(self, store: Store, clock: ManualClock, **settings: Any) -> None:
-        rates, quotas = gates_of(limits_of(settings), clock)
+        rates, quotas = checks_of(limits_of(settings), clock)
         observers = [] if quotas is None else [quotas]
         self.dispatcher = Dispatcher(
-            store._session, "nats", gates=[one for one in (rates, quotas) if one], observers=observers
+            store._session, "nats", checks=[one for one in (rates, quotas) if one], observers=observers
         )
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> dict[str, Any]:
@@ -295,8 +295,8 @@ def test_a_namespace_takes_over_what_it_does_not_say() -> None:
 
 
 def test_without_limits_there_are_no_gates(clock: ManualClock) -> None:
-    assert gates_of(limits_of({}), clock) == (None, None)
-    rates, quotas = gates_of(limits_of({"namespaces": {"a": {"rate": 1}}}), clock)
+    assert checks_of(limits_of({}), clock) == (None, None)
+    rates, quotas = checks_of(limits_of({"namespaces": {"a": {"rate": 1}}}), clock)
     assert isinstance(rates, Rates)
     assert quotas is None
 

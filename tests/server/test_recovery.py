@@ -32,6 +32,8 @@ from tests.postgres.support import connected, new_schema
 from tests.server.engine_support import Behind
 from tests.server.test_access import until
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 SCOPE = Scope("shop", "", ("read", "reveal", "write", "lock"))
 
@@ -271,7 +273,7 @@ async def test_a_namespace_that_is_broken_holds_up_no_other() -> None:
     async with limpet.open("memory:", namespace="sound", clock=clock) as store:
         sweeper, rounds = store._session.sweeper, list[Any]()
         sweeper.listeners.append(rounds.append)
-        sweeper.watch_over("broken")
+        sweeper.add_namespace("broken")
         sweep = sweeper.sweep
         tried = 0
 
@@ -321,12 +323,12 @@ async def test_the_sealer_never_gives_up(caplog: pytest.LogCaptureFixture) -> No
 def test_an_outage_is_told_once_and_waits_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     outage = Outage(logging.getLogger("limpet.test"), "the work")
-    assert [outage.failed(Corrupt("secret")) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert [outage.record_failure(Corrupt("secret")) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     was_on = outage.is_on
-    outage.over()
-    outage.over()
+    outage.record_success()
+    outage.record_success()
     assert (was_on, outage.is_on) == (True, False)
-    assert outage.failed(ValueError("secret")) == 1
+    assert outage.record_failure(ValueError("secret")) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "the work failed and is tried again until it works: code=corrupt reason=Corrupt",
         "the work works again, after 6 failed attempts",

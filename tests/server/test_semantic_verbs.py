@@ -392,7 +392,7 @@ def audit() -> Audit:
 @pytest.fixture
 async def audited() -> AsyncIterator[Face]:
     audited = AuditedNamespaces(audit(), ["shop"])
-    async with face(dispatcher={"gates": [audited], "semantic": audited.semantic_store}) as found:
+    async with face(dispatcher={"checks": [audited], "semantic": audited.semantic_store}) as found:
         yield found
 
 
@@ -517,7 +517,7 @@ async def test_an_audited_namespace_takes_keys(tmp_path: Path, monkeypatch: pyte
 
 async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_nats: Plugins) -> None:
     audited = AuditedNamespaces(audit(), ["platform"])
-    options: dict[str, Any] = {"gates": [audited], "semantic": audited.semantic_store}
+    options: dict[str, Any] = {"checks": [audited], "semantic": audited.semantic_store}
     async with serving(sqlite_nats.session, prefix="trail.kv", dispatcher=options):
         body = json.dumps({"key": KEY, **PUT}).encode()
         assert (await sqlite_nats.say("trail.kv.platform.kv_put", body))["success"]

@@ -94,6 +94,7 @@ async def test_both_faces_serve_the_same_state(url: str) -> None:
         await connection.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_it_ends_with_streams_open(url: str, sign: signal.Signals) -> None:
     with (
@@ -148,6 +149,7 @@ def test_it_only_reads_when_told_to(url: str) -> None:
         assert client.put("/v1/default/entries/theme", json=1).status_code == 403
 
 
+@pytest.mark.slow
 def test_what_expired_while_nobody_served_is_swept(url: str) -> None:
     """A namespace that a server has written to is known to the next one."""
     with serving(url, *HTTP) as server, httpx2.Client(base_url=server.http) as client:
@@ -180,6 +182,7 @@ def test_logs_are_documents_when_asked_for(url: str) -> None:
     assert "hush-hush" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "code", "problem"),
     [
@@ -201,6 +204,7 @@ def test_what_cannot_be_served_is_told_at_once(url: str, options: tuple[str, ...
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 async def test_the_largest_group_of_commits_is_taken(url: str) -> None:
     """The engine says what one request may hold, and the server in front of it takes that."""
     with serving(url, *HTTP) as server:
@@ -243,6 +247,7 @@ async def test_an_answer_waits_for_no_acknowledgement() -> None:
                 end.close()
 
 
+@pytest.mark.slow
 async def test_two_servers_share_one_store(url: str) -> None:
     with serving(url, *HTTP) as one, serving(url, *HTTP) as other:
         async with httpx2.AsyncClient() as client:

@@ -515,7 +515,7 @@ async def test_kv_logging_set_operation(nats: Plugins) -> None:
 
     written, read = nats.observer.calls[-2:]
     assert (written.face, written.namespace, written.operation, written.error) == ("nats", "trivia", "set", None)
-    assert getattr(written.asked, "key", None) == "game_123"
+    assert getattr(written.request, "key", None) == "game_123"
     assert written.seconds > 0
     assert read.answer is not None
     assert read.answer["exists"]

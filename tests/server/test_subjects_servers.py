@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import limpet
 from limpet.errors import Ambiguous, Unavailable
 from tests.server.subjects_support import PATIENCE_S, connected, eventually, nats_server, opened, serving
@@ -79,6 +81,7 @@ async def test_a_watch_of_the_client_goes_on_with_another_server(tmp_path: Path)
                 await eventually(lambda: other.watches == 0)
 
 
+@pytest.mark.slow
 async def test_a_killed_server_loses_no_acknowledged_write_and_doubles_none(tmp_path: Path) -> None:
     """Two servers on one file; one is killed under load, and clients notice nothing but a delay."""
     url = f"sqlite:///{tmp_path}/state.db"

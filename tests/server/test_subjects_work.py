@@ -87,6 +87,7 @@ async def test_kv_requests_leave_nothing_behind(sqlite_nats: Plugins) -> None:
     assert not any(vars(served._queue).values())
 
 
+@pytest.mark.slow
 async def test_kv_cleanup_performance(nats: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand expired keys are a few dozen commits, and each of them leaves one change."""
     for first in range(0, 10_000, 128):

@@ -244,7 +244,10 @@ async def test_a_constraint_of_the_database_gives_no_value_away(server: Server, 
     assert {told[name].status_code for name in ("put", "batch", "record", "call", "semantic")} == {400}
     assert told["put"].json()["code"] == "invalid_value"
     assert told["put"].json()["retryable"] is False
-    assert told["put"].json()["detail"] == "the database behind the store refuses this; its operator can tell why"
+    assert (
+        told["put"].json()["detail"]
+        == "the database behind the store refuses this; its operator can see why in its log"
+    )
     assert (told["nats"]["error_code"], told["nats"]["code"]) == ("VALIDATION_ERROR", "invalid_value")
     assert isinstance(told["engine"], InvalidValue)
     text = server.log.getvalue()
@@ -253,6 +256,7 @@ async def test_a_constraint_of_the_database_gives_no_value_away(server: Server, 
     check(server, schema)
 
 
+@pytest.mark.slow
 async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: str) -> None:
     async with connected() as other, server.client.stream("GET", "/v1/shop/watch", params={"pattern": "*"}) as stream:
         lines = stream.aiter_lines()
@@ -286,6 +290,7 @@ def check(server: Server, schema: str) -> None:
         assert not [line for line in found if "Server ready" not in line], (word, found[:3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, ValueError, KeyError])
 async def test_whatever_an_engine_says_stays_with_the_server(
     kind: type[Exception], log: io.StringIO, tmp_path: Path

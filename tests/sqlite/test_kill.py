@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.sqlite.support import ROOT
+
+pytestmark = pytest.mark.slow
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The fixtures of the suite.
 
-A test asks for ``store`` and perhaps for ``elapse``, which lets time pass: by hand where the
-engine uses our clock or the server's can be set, else by waiting.
+A test takes ``store``, and perhaps ``elapse``, which lets time pass: by hand where the engine uses our clock or the
+server's can be set, else by waiting. A test that opens stores itself takes ``open_store``.
+
+The tests of one file share an opened engine where each of them would open the same URL, and each has a namespace of
+its own there. After a test that closed its store, the next one opens the engine again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import pytest_asyncio
 import limpet
 import limpet.sync
 from limpet.conformance.support import Blocking, in_thread, stands_still
+from limpet.engine import Engine
+from limpet.opening import open_engine
+from limpet.session import Session
 
 Elapse = Callable[[float], Awaitable[None]]
 SetBack = Callable[[float], Awaitable[bool]]
@@ -34,7 +40,7 @@ def clock() -> limpet.ManualClock:
 
 @pytest.fixture
 def limpet_target() -> tuple[str, str]:
-    """The engine's URL and the face. The plugin gives the values; this is what a run without it gets."""
+    """The engine's URL and the interface. The plugin gives the values; a run without it gets this error."""
     raise pytest.UsageError("the suite needs its plugin: add -p limpet.conformance.plugin")
 
 
@@ -52,7 +58,7 @@ def url(limpet_target: tuple[str, str], tmp_path: Path) -> str:
 
 @pytest.fixture
 def turn(url: str, request: pytest.FixtureRequest) -> Turn:
-    """A function that sets the clock of the server, where somebody knows how; None lets it run."""
+    """A function that sets the clock of the server, where a hook can do it; None lets it run."""
 
     async def turn(now_ms: int | None) -> bool:
         return bool(await in_thread(lambda: request.config.hook.pytest_limpet_turn(url=url, now_ms=now_ms)))
@@ -60,10 +66,25 @@ def turn(url: str, request: pytest.FixtureRequest) -> Turn:
     return turn
 
 
-@pytest_asyncio.fixture
-async def open_store(url: str, face: str, clock: limpet.ManualClock, turn: Turn) -> AsyncIterator[OpenStore]:
-    """A function that opens stores on the place of this test; it takes the options of `limpet.open`."""
-    namespace = f"t-{uuid.uuid4().hex[:12]}"
+@pytest.fixture
+def namespace() -> str:
+    """The namespace of this test."""
+    return f"t-{uuid.uuid4().hex[:12]}"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def open_store(
+    url: str, face: str, namespace: str, clock: limpet.ManualClock, turn: Turn
+) -> AsyncIterator[OpenStore]:
+    """A function that opens stores on the URL of this test; it takes the options of `limpet.open`."""
+    async with _opening(url, face, namespace, clock, turn) as open_one:
+        yield open_one
+
+
+@contextlib.asynccontextmanager
+async def _opening(
+    url: str, face: str, namespace: str, clock: limpet.ManualClock, turn: Turn
+) -> AsyncIterator[OpenStore]:
     async with contextlib.AsyncExitStack() as opened:
 
         async def open_one(**options: Any) -> Any:
@@ -87,13 +108,86 @@ async def open_store(url: str, face: str, clock: limpet.ManualClock, turn: Turn)
         yield open_on_right_clock
 
 
-@pytest_asyncio.fixture
-async def store(open_store: OpenStore) -> limpet.Store:
+class SharedEngines:
+    """The engines that the tests of one file share, by their URLs."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine | None] = {}
+
+    async def open(self, url: str, *, changes: bool) -> Engine | None:
+        """The engine of a URL; None where each test needs one to itself.
+
+        A URL that ``changes`` from test to test has an engine for each. So has an engine that goes by our clock,
+        because each test has its own, and encryption, which does too.
+        """
+        if changes or "encryption=" in url:
+            return None
+        if url not in self._engines:
+            engine = await open_engine(url, limpet.SystemClock())
+            if engine.traits.clock != "server":
+                await engine.close()
+                self._engines[url] = None
+            else:
+                self._engines[url] = engine
+        return self._engines[url]
+
+    def forget(self, url: str) -> None:
+        """Forget an engine that a test has closed."""
+        self._engines.pop(url, None)
+
+    async def close(self) -> None:
+        """Close all of them."""
+        for engine in self._engines.values():
+            if engine is not None:
+                await engine.close()
+
+
+class _LeftOpen:
+    """Stands for a shared engine when the session of a test is closed, so that the engine stays open."""
+
+    async def close(self) -> None:
+        """Leave the engine to the next test."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_engines() -> AsyncIterator[SharedEngines]:
+    """The engines of this file."""
+    shared = SharedEngines()
+    yield shared
+    await shared.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def store(
+    request: pytest.FixtureRequest,
+    limpet_target: tuple[str, str],
+    url: str,
+    face: str,
+    namespace: str,
+    clock: limpet.ManualClock,
+    turn: Turn,
+    shared_engines: SharedEngines,
+) -> AsyncIterator[limpet.Store]:
     """A store on an empty namespace."""
-    return await open_store()
+    opens = face == "sync" or "open_store" in request.fixturenames
+    engine = None if opens else await shared_engines.open(url, changes=url != limpet_target[0])
+    if engine is None:
+        async with _opening(url, face, namespace, clock, turn) as open_one:
+            yield await open_one()
+        return
+    is_set = await turn(clock.now_ms())
+    session = Session(engine, clock if is_set else limpet.SystemClock())
+    store = limpet.Store(session, namespace)
+    session.sweeper.start()
+    yield store
+    if session.closed:
+        shared_engines.forget(url)
+    else:
+        session.engine = _LeftOpen()  # type: ignore[assignment]
+        await session.close()
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def elapse(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> Elapse:
     """A function that lets so many seconds pass for the engine."""
 
@@ -102,7 +196,7 @@ async def elapse(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> 
             await asyncio.sleep(seconds)
             return
         if store.traits.clock == "server":
-            # First the server's: whoever wakes by ours asks it.
+            # First the server's clock: a sleeper that wakes by ours reads the server's.
             await turn(clock.after(seconds))
         clock.advance(seconds)
         await asyncio.sleep(0.01)
@@ -110,7 +204,7 @@ async def elapse(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> 
     return elapse
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def set_back(store: limpet.Store, clock: limpet.ManualClock, turn: Turn) -> SetBack:
     """A function that sets the engine's clock back by so many seconds; False where it cannot be set."""
 

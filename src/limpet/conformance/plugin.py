@@ -1,4 +1,4 @@
-"""What pytest must know before it collects the suite: which engines, and through which faces.
+"""What pytest must know before it collects the suite: which engines, through which interfaces, and which cases.
 
 It is loaded by name, with ``-p limpet.conformance.plugin``. Installing limpet alone changes nothing about
 other test runs. The fixtures are in the suite's own conftest.
@@ -6,12 +6,26 @@ other test runs. The fixtures are in the suite's own conftest.
 
 from __future__ import annotations
 
+import inspect
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 import pytest
 
 ENGINES = ("memory:{unique}?skip_revisions=yes", "sqlite:///{tmp}/state.db")
 FACES = ("async", "sync")
 TARGET = "limpet_target"
-"""The parameter of a test that holds the engine and the face it runs on."""
+"""The parameter of a test that holds the engine and the interface it runs on."""
+
+
+class SuiteTest(NamedTuple):
+    """A test of the suite: its name, the number of its cases on one engine, and its marks."""
+
+    name: str
+    cases: int
+    marks: frozenset[str]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,56 +38,117 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Test this engine; may be repeated. {tmp} stands for a new folder and {unique} for a new word, "
         "made for each test. Default: memory and SQLite.",
     )
-    group.addoption("--limpet-face", action="append", choices=FACES, help="Test through this face only. Default: both.")
+    group.addoption(
+        "--limpet-face",
+        action="append",
+        choices=FACES,
+        help="Test through this interface only. Default: both.",
+    )
 
 
 class Hooks:
-    """What the author of an engine may tell the suite."""
+    """What the author of an engine can set."""
 
     @pytest.hookspec(firstresult=True)
     def pytest_limpet_turn(self, url: str, now_ms: int | None) -> bool | None:
         """Set the clock of the server behind a URL, where the clock is the server's; None lets it run again.
 
-        True means that it was set. Otherwise the suite lets time pass by waiting, which takes its time.
+        Return True when the clock was set. Otherwise the suite lets time pass by waiting, which takes longer.
         """
 
     @pytest.hookspec(firstresult=True)
-    def pytest_limpet_asks(self, config: pytest.Config, test: str, engine: str, face: str, alone: bool) -> bool | None:
-        """Whether a test is to be asked on an engine, through a face, which may be the only one that promises it.
-
-        False leaves it out; nobody need answer.
-        """
+    def pytest_limpet_runs(
+        self, config: pytest.Config, test: SuiteTest, case: int, engine: str, face: str
+    ) -> bool | None:
+        """Whether a case of a test runs on an engine, through an interface. False leaves it out; None runs it."""
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Make the suite's hooks known."""
+    """Register the suite's hooks."""
     pluginmanager.add_hookspecs(Hooks)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the suite's marker known."""
-    config.addinivalue_line("markers", "face(name): a promise of one face alone, 'async' or 'sync'")
+    """Register the suite's markers."""
+    for marker in (
+        "face(name): a promise of one interface alone, 'async' or 'sync'",
+        "refused_early: the request is refused before any engine sees it",
+        "slow: takes long or needs many processes; the ordinary run leaves it out",
+    ):
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test of the suite on every engine, through every face that promises it."""
+    """Run a test of the suite on every engine, through every interface that promises it."""
     if TARGET not in metafunc.fixturenames:
         return
-    engines = metafunc.config.getoption("--limpet-engine") or ENGINES
-    faces = metafunc.config.getoption("--limpet-face") or FACES
+    config = metafunc.config
+    engines = config.getoption("--limpet-engine") or ENGINES
+    faces = config.getoption("--limpet-face") or FACES
     only = metafunc.definition.get_closest_marker("face")
-    if only is not None:
-        faces = [face for face in faces if face == only.args[0]]
-    asks, test = metafunc.config.hook.pytest_limpet_asks, metafunc.definition.nodeid
+    test = _test(metafunc.definition)
     targets = [
         (engine, face)
         for engine in engines
         for face in faces
-        if asks(config=metafunc.config, test=test, engine=engine, face=face, alone=only is not None) is not False
+        if only is None or face == only.args[0]
+        # A target without any case is not worth collecting.
+        if any(_runs(config, test, case, engine, face) for case in range(test.cases))
     ]
-    metafunc.parametrize(TARGET, targets, ids=[_named(engine, face) for engine, face in targets])
+    metafunc.parametrize(TARGET, targets, ids=[_target_name(engine, face) for engine, face in targets])
 
 
-def _named(engine: str, face: str) -> str:
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cases, and run the tests of one file on one event loop, which its shared engines need."""
+    met: Counter[tuple[str, tuple[str, str]]] = Counter()
+    left_out = set()
+    tests: dict[str, SuiteTest] = {}
+    for item in items:
+        target = target_of(item)
+        if target is None:
+            continue
+        name = name_of(item)
+        test = tests.get(name) or tests.setdefault(name, _test(item))
+        if not _runs(config, test, met[name, target], *target):
+            left_out.add(item)
+        met[name, target] += 1
+        if inspect.iscoroutinefunction(getattr(item, "obj", None)):
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+    deselect(config, items, left_out)
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], left_out: Iterable[pytest.Item]) -> None:
+    """Take items out of a run, and have pytest report how many."""
+    gone = set(left_out)
+    if gone:
+        config.hook.pytest_deselected(items=[item for item in items if item in gone])
+        items[:] = [item for item in items if item not in gone]
+
+
+def target_of(item: pytest.Item) -> tuple[str, str] | None:
+    """The URL of the engine and the interface that a test of the suite runs on; None for another test."""
+    case: Any = getattr(item, "callspec", None)
+    found: tuple[str, str] | None = None if case is None else case.params.get(TARGET)
+    return found if isinstance(found, tuple) else None
+
+
+def name_of(item: pytest.Item) -> str:
+    """The name of a test without its parameters."""
+    return item.nodeid.partition("[")[0]
+
+
+def _test(definition: pytest.Item) -> SuiteTest:
+    # The engines and interfaces are no marker, so they are not counted.
+    cases = math.prod(len(list(marker.args[1])) for marker in definition.iter_markers("parametrize"))
+    return SuiteTest(name_of(definition), cases, frozenset(marker.name for marker in definition.iter_markers()))
+
+
+def _runs(config: pytest.Config, test: SuiteTest, case: int, engine: str, face: str) -> bool:
+    found = config.hook.pytest_limpet_runs(config=config, test=test, case=case, engine=engine, face=face)
+    return found is not False
+
+
+def _target_name(engine: str, face: str) -> str:
     kind = "encrypted-" if "encryption=" in engine else ""
     return f"{kind}{engine.partition(':')[0]}-{face}"

@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
@@ -26,13 +27,13 @@ def ring(*ids: str, **options: Any) -> limpet.Keyring:
     return limpet.Keyring({name: keys[name] for name in ids}, **options)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def sealed(open_store: OpenStore) -> limpet.Store:
     """An encrypted store."""
     return await open_store(encryption=ring("old"))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def bare(open_store: OpenStore, url: str, monkeypatch: pytest.MonkeyPatch) -> limpet.Store:
     """The same place as somebody sees it who has no keys."""
     if "encryption=" in url:

@@ -110,7 +110,7 @@ async def test_no_read_falls_into_a_batch(open_store: OpenStore, url: str, face:
     assert torn == []
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def history(open_store: OpenStore, url: str, face: str, number: int) -> History:
     """A history that is yet to happen."""
     seed = int(os.environ.get("LIMPET_SEED") or random.randrange(2**32)) + number

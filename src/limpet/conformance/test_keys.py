@@ -102,6 +102,7 @@ async def test_a_key_of_1024_bytes_is_kept(store: limpet.Store, key: str) -> Non
     assert await store.take(key) == "full length"
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize(
     "key",
     ["k" * 1025, "\u00e9" * 512 + "k", "k" + "\u00e9" * 512, "\u20ac" * 342, "\U0001f600" * 256 + "k", "k" * 1_000_000],
@@ -147,6 +148,7 @@ async def test_long_keys_that_differ_at_their_end_are_two(store: limpet.Store) -
     assert await store.get(stem + "ac") == stem + "ac"
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("key", ["\0", "\0a", "a\0", "a\0b", "\u00e9\0"])
 async def test_a_key_with_u0000_is_refused(store: limpet.Store, key: str) -> None:
     """A key holds no U+0000 and no lone surrogate."""
@@ -161,6 +163,7 @@ async def test_a_key_with_u0000_is_refused(store: limpet.Store, key: str) -> Non
 SURROGATES = [chr(0xD800), chr(0xDBFF), chr(0xDC00), chr(0xDFFF), "a\ud83d", "\ude00\ud83d", "\ud83d" + "\ude00"]
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("key", SURROGATES, ids=ascii)
 async def test_a_key_with_a_lone_surrogate_is_refused(store: limpet.Store, key: str) -> None:
     """A key holds no U+0000 and no lone surrogate.
@@ -227,6 +230,7 @@ PREFIX_ROADS: dict[str, Road] = {
 ALL_ROADS = {**ROADS, **PREFIX_ROADS}
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("road", ALL_ROADS)
 async def test_a_key_that_is_not_a_str_is_refused(store: limpet.Store, road: str) -> None:
     """A key that is not a str is InvalidKey, not a crash."""
@@ -252,6 +256,7 @@ async def test_a_key_that_cannot_be_hashed_is_refused(store: limpet.Store) -> No
                 await ALL_ROADS[road](store, key)
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("road", ROADS)
 async def test_no_verb_lets_a_bad_key_in(store: limpet.Store, road: str) -> None:
     """A key holds no U+0000 and no lone surrogate."""
@@ -262,6 +267,7 @@ async def test_no_verb_lets_a_bad_key_in(store: limpet.Store, road: str) -> None
     assert (await store.status()).revision == 0
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("road", PREFIX_ROADS)
 async def test_no_verb_lets_a_bad_prefix_in(store: limpet.Store, road: str) -> None:
     """A key holds no U+0000 and no lone surrogate."""
@@ -287,6 +293,7 @@ async def test_a_kind_of_str_is_a_key(store: limpet.Store) -> None:
     assert {type(key) for key in (written.key, *found.keys)} == {str}
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -795,6 +802,7 @@ async def test_a_page_holds_as_many_keys_as_asked_for(store: limpet.Store) -> No
     assert (single.keys, single.truncated, single.cursor) == (keys[:1], True, keys[0])
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("limit", [0, -1, 10_001, 2**63, True, 5.0, "5", None])
 async def test_a_page_of_another_size_is_refused(store: limpet.Store, limit: Any) -> None:
     """A page holds 1 to 10,000 keys, 1,000 by default."""

@@ -518,6 +518,7 @@ async def test_a_handover_asks_once_however_many_wait(store: limpet.Store) -> No
 # Time to live -----------------------------------------------------------------
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("ttl", [0, -1, 0.0, True, None, "1", math.nan, math.inf, timedelta(0)])
 async def test_a_ttl_that_is_none_is_refused(store: limpet.Store, ttl: Any) -> None:
     """A lock needs a ttl, under the rules of every ttl."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 import limpet.sync
@@ -24,7 +25,7 @@ from limpet.errors import Closed, Conflict, InvalidNamespace, InvalidValue, Lock
 HIDDEN = "hunter2"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def open_at(face: str) -> AsyncIterator[OpenStore]:
     """A function that opens any URL through this face, with no option but those it is given."""
     async with contextlib.AsyncExitStack() as opened:
@@ -455,6 +456,7 @@ async def test_namespaces_that_look_alike_are_apart(store: limpet.Store) -> None
 # Engines and options ----------------------------------------------------------
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize(
     ("scheme", "nearest"), [("sqlit", "sqlite"), ("sqlite3", "sqlite"), ("memry", "memory"), ("memmory", "memory")]
 )
@@ -491,6 +493,7 @@ async def test_an_unknown_engine_in_the_environment_is_refused_as_well(
         await open_at()
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("option", ["no_such_option=1", "no_such_option=", "no_such_option"])
 async def test_an_unknown_option_is_refused(open_at: OpenStore, url: str, option: str) -> None:
     """An unknown option in the URL is refused, not ignored."""
@@ -558,6 +561,7 @@ async def test_a_password_beside_a_misspelt_option_is_not_told(open_at: OpenStor
     assert HIDDEN not in said
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("sign", ["/", "#", "@", ":", "%40", "[", " "])
 async def test_a_password_of_awkward_characters_is_not_told(open_at: OpenStore, sign: str) -> None:
     """A password in a URL never appears in an error or a repr.

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet import codec
@@ -120,7 +121,7 @@ class Asked:
         return [entries, await self.log(), status.revision, status.keys, status.size_bytes, status.log_changes]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def asked(open_store: OpenStore) -> Asked:
     """An engine on an empty namespace that nobody sweeps."""
     return Asked(await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False))

@@ -454,6 +454,7 @@ async def test_a_limit_reaches_over_pages(store: limpet.Store) -> None:
         assert await scanned(store, limit=limit) == keys[:limit]
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("limit", [0, -1, True, 1.5, "5"])
 async def test_a_limit_below_one_is_refused(store: limpet.Store, limit: Any) -> None:
     """A scan can be limited, and can go on after a key."""

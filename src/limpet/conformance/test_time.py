@@ -18,6 +18,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet.conformance.support import PATIENCE_S, assert_told, fail, next_event, session_of, stands_still, tells
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 MS = timedelta(milliseconds=1)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def store(open_store: OpenStore) -> limpet.Store:
     """A store without a sweeper in the background: what expired stays unswept until a test sweeps it."""
     return await open_store(sweep=False)
@@ -384,7 +385,7 @@ async def test_a_new_life_has_its_own_beginning(store: limpet.Store, elapse: Ela
 # Expired is absent ------------------------------------------------------------
 
 
-@pytest.fixture(params=["unswept", "swept"])
+@pytest_asyncio.fixture(params=["unswept", "swept"], loop_scope="module")
 async def expired(request: pytest.FixtureRequest, store: limpet.Store, elapse: Elapse) -> list[str]:
     """The keys b and d of a to e have expired, and were swept or not."""
     for key in "abcde":

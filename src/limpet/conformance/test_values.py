@@ -479,6 +479,7 @@ async def test_nesting_of_128_is_accepted(store: limpet.Store, kind: str) -> Non
     assert await store.record("field").get("f") == value
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("kind", ["list", "object", "both"])
 async def test_nesting_of_129_is_refused(store: limpet.Store, kind: str) -> None:
     """Nesting deeper than 128 is InvalidValue, and exactly 128 is accepted."""
@@ -517,6 +518,7 @@ async def test_nesting_without_end_is_refused(store: limpet.Store) -> None:
             await store.put("k", value)
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -999,6 +1001,7 @@ async def test_meta_does_not_count_against_the_value(open_store: OpenStore) -> N
     assert (written.size_bytes, written.meta) == (10, meta)
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("meta", ["text", 5, [["a", 1]], b"{}", ("a",), True, {"bad": b"raw"}, {1: "a"}, {"a": {1, 2}}])
 async def test_a_meta_that_is_no_json_object_is_refused(store: limpet.Store, meta: Any) -> None:
     """meta is a JSON object of at most 8,192 bytes beside the value."""

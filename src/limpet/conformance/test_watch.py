@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
@@ -296,6 +297,7 @@ async def test_a_prefix_of_the_last_code_point_can_be_watched(store: limpet.Stor
         assert [event.key for event in await next_events(watch, 3)] == [last, last + "a", last + last]
 
 
+@pytest.mark.refused_early
 @pytest.mark.parametrize("pattern", ["", "a\0b", "\0*", "a" * 1025])
 async def test_a_pattern_that_can_match_no_key_is_refused(store: limpet.Store, pattern: str) -> None:
     """`*` watches all keys, a trailing `*` all keys with that prefix, and anything else one exact key."""
@@ -867,7 +869,7 @@ async def test_a_revision_outlives_the_store_that_gave_it(open_store: OpenStore)
 # Where a watch cannot begin ---------------------------------------------------
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def trimmed(open_store: OpenStore) -> tuple[limpet.Store, list[limpet.Event]]:
     """A store with twenty changes, the first fifteen of them trimmed, and the events of all."""
     window = limpet.Window(changes=5, age_ms_min=0)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
@@ -22,7 +23,7 @@ async def drain(items: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in items]
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def racing(open_store: OpenStore) -> limpet.Store:
     """A store on the host's time: after a conflict `update` pauses, and nobody here would turn the clock."""
     return await open_store(clock=limpet.SystemClock())

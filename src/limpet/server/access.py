@@ -31,8 +31,8 @@ from limpet.keys import Span, check_namespace, prefix_span
 from limpet.model import ABSENT, Entry, Event, Synced
 from limpet.retry import Outage
 from limpet.server.dispatch import OWN_NAMESPACE
-from limpet.server.logs import shown
 from limpet.server.operations import Right
+from limpet.server.outcome import quote_name
 from limpet.session import Session
 from limpet.store import Store
 
@@ -244,7 +244,7 @@ def _token_of(entry: Entry) -> Token | None:
     try:
         return msgspec.convert(entry.value, Token)
     except msgspec.ValidationError:
-        log.warning("token %s cannot be read by this release, and is refused", shown(_id_of(entry.key)))
+        log.warning("token %s cannot be read by this release, and is refused", quote_name(_id_of(entry.key)))
         return None
 
 
@@ -371,7 +371,9 @@ class Tokens:
     def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
         facts = {"client": client or "-", "token_id": id or "-", "reason": problem}
         log.info(
-            "KV access refused: client=%s token=%s reason=%s", *(shown(fact) for fact in facts.values()), extra=facts
+            "KV access refused: client=%s token=%s reason=%s",
+            *(quote_name(fact) for fact in facts.values()),
+            extra=facts,
         )
         return Unauthenticated("this token is not valid" if name is None else f"token {name!r} is {problem}")
 
@@ -397,7 +399,7 @@ class Tokens:
                 continue
             # Revoked tokens could not be distinguished from valid ones.
             self._broken = Unavailable(_NOT_FOLLOWED)
-            await self._clock.sleep(self._outage.failed(error))
+            await self._clock.sleep(self._outage.record_failure(error))
 
     async def _watch(self, loaded: asyncio.Future[None]) -> None:
         """Load all tokens, then follow. The tokens known before stay valid until all are loaded."""
@@ -406,7 +408,7 @@ class Tokens:
             async for event in events:
                 if isinstance(event, Synced):
                     self._known, self._broken = known, None
-                    self._outage.over()
+                    self._outage.record_success()
                     if not loaded.done():
                         loaded.set_result(None)
                 else:
@@ -428,9 +430,9 @@ class Tokens:
             except Closed:
                 return
             except Exception as error:
-                pause_s = outage.failed(error)
+                pause_s = outage.record_failure(error)
             else:
-                outage.over()
+                outage.record_success()
                 pause_s = TIME_S
 
     async def _read_time(self) -> None:

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from limpet import codec
 from limpet.clock import Clock
 from limpet.errors import InvalidValue, RateLimited
 from limpet.keys import check_namespace
-from limpet.model import Add, Batch, Expire, Patch, Put
-from limpet.protocol.json import bytes_of, field_of
+from limpet.model import Batch, Expire
 from limpet.server import requests
+from limpet.server.additions import Addition, additions_of
 from limpet.server.dispatch import Call
 from limpet.server.operations import Operation
 from limpet.server.requests import Request
 from limpet.store import Store
 
-__all__ = ["Limit", "NamespaceLimits", "Quotas", "Rates", "gates_of", "limits_of"]
+__all__ = ["Limit", "NamespaceLimits", "Quotas", "Rates", "checks_of", "limits_of"]
 
 NAMESPACES_MAX: Final = 10_000
 REFRESH_S: Final = 1.0
@@ -113,7 +112,7 @@ def _limit_of(path: str, members: Mapping[str, Any]) -> Limit:
     return limit
 
 
-def gates_of(limits: NamespaceLimits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
+def checks_of(limits: NamespaceLimits, clock: Clock) -> tuple[Rates | None, Quotas | None]:
     """The checks that these limits need. The second must be an observer of the dispatcher, too."""
     every = (limits.default, *limits.namespaces.values())
     has_rates = any(one.rate is not None for one in every)
@@ -252,7 +251,7 @@ class Quotas:
 
     def done(self, call: Call) -> None:
         """Count a finished request: as written if it succeeded, else not at all."""
-        found = self._running.pop(id(call.asked), None)
+        found = self._running.pop(id(call.request), None)
         if found is not None:
             usage, growth, _ = found
             usage.pending = usage.pending.minus(growth)
@@ -296,63 +295,6 @@ def _exceeded_quota(limit: Limit, usage: _Usage, growth: Growth) -> str:
     return ""
 
 
-# What a request adds ----------------------------------------------------------
-
-
-class Addition(NamedTuple):
-    """What a request puts under a key: so many bytes, in place of everything or of certain fields."""
-
-    size_bytes: int
-    fields: Sequence[str] | None = None
-
-
-_COUNTER: Final = Addition(20)
-
-
-def additions_of(asked: Request, *, with_sizes: bool = True) -> dict[str, Addition]:
-    """What a request puts under which keys. Empty for one that only reads, deletes or touches."""
-    match asked:
-        case requests.Set() | requests.Cas():
-            return {asked.key: _content(asked.value, with_sizes)}
-        case requests.Put():
-            return {asked.key: _written(asked, with_sizes)}
-        case requests.Incr():
-            return {asked.key: _COUNTER}
-        case requests.FieldsOf():
-            fields = {} if isinstance(asked.set, UnsetType) else asked.set
-            if not isinstance(asked.swap, UnsetType):
-                fields = {asked.swap.field: asked.swap.new}
-            return {asked.key: _fields(fields, with_sizes)} if fields else {}
-        case requests.Batch():
-            return {write.key: _written(write, with_sizes) for write in asked.writes if write.op in _ADDING}
-        case requests.KvPut():
-            return {asked.key: _content(asked.value, with_sizes)}
-        case requests.KvBatch():
-            return {
-                item.key: _content(item.value, with_sizes)
-                for item in asked.items
-                if isinstance(item, requests.KvItemPut)
-            }
-        case requests.Primitive(what=Batch() as batch):
-            return {
-                write.key: _committed(write)
-                for write in batch.writes
-                if isinstance(write, Put | Add | Patch) and write.family == "data"
-            }
-        case _:
-            return {}
-
-
-def _committed(write: Put | Add | Patch) -> Addition:
-    match write:
-        case Put():
-            return Addition(codec.size_bytes(write.stored))
-        case Patch():
-            return Addition(codec.size_bytes(write.fields), tuple(write.fields))
-        case Add():
-            return _COUNTER
-
-
 def _count_writes(request: Request) -> int:
     """How many writes a request counts as."""
     match request:
@@ -365,30 +307,6 @@ def _count_writes(request: Request) -> int:
             return sum(not isinstance(write, Expire) for write in batch.writes)
         case _:
             return 1
-
-
-_ADDING: Final = frozenset({"put", "create", "add", "set"})
-
-
-def _written(asked: requests.Put | requests.BatchWrite, with_sizes: bool) -> Addition:
-    op = asked.op if isinstance(asked, requests.BatchWrite) else "put"
-    if op == "add":
-        return _COUNTER
-    if not isinstance(asked.fields, UnsetType):
-        addition = _fields(asked.fields, with_sizes)
-        return addition if op == "set" else Addition(addition.size_bytes)
-    if not isinstance(asked.bytes, UnsetType):
-        return Addition(len(bytes_of(asked.bytes)) if with_sizes else 0)
-    return _content(None if asked.value is UNSET else asked.value, with_sizes)
-
-
-def _content(value: Any, with_sizes: bool) -> Addition:
-    return Addition(codec.size_bytes(codec.encode(value)) if with_sizes else 0)
-
-
-def _fields(fields: Mapping[str, Any], with_sizes: bool) -> Addition:
-    encoded = codec.encode(codec.Fields({name: field_of(item) for name, item in fields.items()})) if with_sizes else {}
-    return Addition(codec.size_bytes(encoded), tuple(fields))
 
 
 def _growth_max(additions: Mapping[str, Addition]) -> Growth:
