@@ -1,4 +1,4 @@
-"""Every kind of write, and all that can be told of it afterwards: for lines that fail in the middle of one."""
+"""Every kind of write, and all that can be observed of it: for connections that fail in the middle of one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VERBS: dict[str, Act] = {
 
 
 async def prepared(store: limpet.Store) -> limpet.Lock:
-    """Something for every verb to work on."""
+    """Put entries that every verb can work on; returns a lock that is held."""
     await store.put("plain", "old")
     await store.put("other", "old")
     await store.put("object", {"n": 1})
@@ -64,9 +64,9 @@ def plainly(result: Any, number: Callable[[int], int] = lambda revision: revisio
 
 
 async def seen(store: limpet.Store, result: Any, *, ranked: bool = False) -> Any:
-    """Everything that a caller or an onlooker can tell afterwards, but for the times.
+    """All that a caller or another client can observe afterwards, except the times.
 
-    Ranked, revisions are told by their order alone: where a repeated request uses up some.
+    Ranked, revisions are replaced by their order: a repeated request may use up some.
     """
     log = (await store._session.engine.changes(store.name, 0)).changes
     entries = [entry async for entry in store.scan()]
@@ -74,15 +74,15 @@ async def seen(store: limpet.Store, result: Any, *, ranked: bool = False) -> Any
     used: set[int] = set()
 
     def everything(number: Callable[[int], int]) -> Any:
-        told = [(change.op, change.family, number(change.commit), plainly(change.entry, number)) for change in log]
+        logged = [(change.op, change.family, number(change.commit), plainly(change.entry, number)) for change in log]
         totals = (number(status.revision), status.keys, status.size_bytes, status.log_changes, status.log_bytes)
         held = [(lock.name, number(lock.token)) for lock in locks]
-        return plainly(result, number), told, [plainly(entry, number) for entry in entries], totals, held
+        return plainly(result, number), logged, [plainly(entry, number) for entry in entries], totals, held
 
-    def noted(revision: int) -> int:
+    def note(revision: int) -> int:
         used.add(revision)
         return revision
 
     locks = await store.locks()
-    found = everything(noted)
+    found = everything(note)
     return everything(sorted(used).index) if ranked else found

@@ -1,6 +1,6 @@
-"""What other processes do in `tests.test_fencing`: ``python -m tests.fenced NAME URL NAMESPACE …``.
+"""The other processes of `tests.test_fencing`: ``python -m tests.fenced NAME URL NAMESPACE …``.
 
-They talk in lines of JSON, and end when there is nobody left to talk to.
+They report in lines of JSON, and end when their standard input is closed.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ TTL_S = 0.3
 PAUSE_S = 0.02
 
 
-def say(word: Any) -> None:
-    print(json.dumps(word), flush=True)
+def report(message: Any) -> None:
+    print(json.dumps(message), flush=True)
 
 
 def hold(url: str, namespace: str) -> None:
-    """Each time it is told to: take the lock, stop in the middle of its body, and write when it goes on."""
+    """For each line of input: take the lock, stop in the middle of its body, and write when resumed."""
     with limpet.sync.open(url, namespace=namespace, sweep=False) as store:
         while sys.stdin.readline():
             with contextlib.suppress(LockLost), store.lock("job", ttl=TTL_S, wait=60) as lock:
-                say(lock.token)
-                # To this thread, so that it is here that it stops. The others stop with it.
+                report(lock.token)
+                # Sent to this thread, so that it stops here. The others stop with it.
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
                 try:
                     store.put("report", "by one who was stopped", fence=lock)
-                    say("written")
+                    report("written")
                 except LockLost:
-                    say("refused")
+                    report("refused")
 
 
 def lead(url: str, namespace: str, name: str) -> None:
-    """Campaign, and write as fast as one likes while it leads. Tells under which tokens it was refused."""
+    """Campaign, and write all the time while it leads. Reports the tokens under which it was refused."""
     asyncio.run(_lead(url, namespace, name))
 
 
@@ -63,11 +63,11 @@ async def _write_when_elected(store: limpet.Store, election: limpet.Election, na
             try:
                 await _write(store, election, name)
             except LockLost as refused:
-                say(refused.token)
+                report(refused.token)
 
 
 async def _write(store: limpet.Store, election: limpet.Election, name: str) -> None:
-    """Write until it is refused, whatever this candidate itself believes."""
+    """Write until a write is refused, even if this candidate believes that it does not lead any more."""
     for number in itertools.count():
         with contextlib.suppress(TransientError, Ambiguous):
             await store.put(f"term/{election.token:012}/{number:06}", name, fence=election)

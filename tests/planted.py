@@ -34,7 +34,7 @@ from limpet.model import Batch, Change, Commit, Entry, Expire, HeldBy, LogPage, 
 
 def version_not_restarting() -> None:
     """A key that is created again goes on counting from its earlier life."""
-    right, latest = transition._written, dict[str, int]()
+    right, latest = transition._make_entry, dict[str, int]()
 
     def wrong(write: Any, current: Entry | None, *rest: Any) -> Entry:
         entry = right(write, current, *rest)
@@ -43,7 +43,7 @@ def version_not_restarting() -> None:
         latest[write.key] = entry.version
         return entry
 
-    transition._written = wrong
+    transition._make_entry = wrong
 
 
 def revision_reused() -> None:

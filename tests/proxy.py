@@ -1,8 +1,8 @@
 """A proxy between a client and its server that does something to one certain request.
 
-It passes everything on, until a request has a pattern in it: then it loses the reply, or cuts the
-line before the request arrives, or keeps the request and delivers it when the client has long gone.
-It takes what it reads from a line at once for one request, so tests have one on a line at a time.
+It passes everything on, until a request contains a pattern: then it loses the reply, or cuts the connection
+before the request arrives, or keeps the request and delivers it long after the client has gone. It takes all
+bytes of one read for one request, so tests have one request at a time under way on a connection.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Greet = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[
 
 
 class Proxy:
-    """Runs on a thread of its own."""
+    """A proxy, which runs on its own thread."""
 
     def __init__(self, url: str, commit: bytes, greet: Greet) -> None:
-        """Stand before a server; ``commit`` tells a write by, ``greet`` says what a line for a kept one begins with."""
+        """Proxy a server; ``commit`` is the pattern of a write, ``greet`` opens the connection for a kept one."""
         self._server = urlsplit(url)
         self._commit = commit
         self._greet = greet
@@ -32,7 +32,7 @@ class Proxy:
         self._rule: tuple[Fault, bytes] | None = None
         self._after_s = 0.0
         self._kept: list[bytes] = []
-        self._lines: set[asyncio.Task[None]] = set()
+        self._connections: set[asyncio.Task[None]] = set()
         self.is_done = False
         self.url = ""
 
@@ -49,17 +49,17 @@ class Proxy:
         self._loop.close()
 
     def fault(self, fault: Fault, pattern: bytes | None = None, *, after_s: float = 0.0) -> None:
-        """Do this to the next request that has the pattern in it, and to no other. A lost reply is noticed later."""
+        """Apply a fault to the next request that contains the pattern. ``after_s`` delays the end of the connection."""
         self.is_done = False
         self._rule = (fault, pattern or self._commit)
         self._after_s = after_s
 
     def move(self, url: str) -> None:
-        """Stand before another server from now on."""
+        """Pass on to another server from now on."""
         self._server = urlsplit(url)
 
     def deliver(self) -> bytes:
-        """Let the request that was kept arrive now, and return what the server says to it."""
+        """Deliver the request that was kept, and return the server's reply."""
         return bytes(self._do(self._deliver()))
 
     def _do(self, work: Any) -> Any:
@@ -72,41 +72,41 @@ class Proxy:
 
     async def _end(self) -> None:
         self._listener.close()
-        for line in self._lines:
-            line.cancel()
-        await asyncio.gather(*self._lines, return_exceptions=True)
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._lines.add(task)
+        self._connections.add(task)
         far_reader, far_writer = await self._connect()
         replies = asyncio.create_task(_pass_on(far_reader, writer))
         try:
-            while asked := await self._request(reader):
+            while request := await self._request(reader):
                 rule = self._rule
-                if rule is None or re.search(rule[1], asked) is None:
-                    far_writer.write(asked)
+                if rule is None or re.search(rule[1], request) is None:
+                    far_writer.write(request)
                     continue
                 self._rule, self.is_done = None, True
                 if rule[0] == "keep":
-                    self._kept.append(asked)
+                    self._kept.append(request)
                 elif rule[0] == "lose":
                     replies.cancel()
                     await asyncio.gather(replies, return_exceptions=True)
-                    far_writer.write(asked)
+                    far_writer.write(request)
                     await far_reader.read(2**16)
                     await asyncio.sleep(self._after_s)
                 return
         finally:
-            self._lines.discard(task)
+            self._connections.discard(task)
             replies.cancel()
             for end in (writer, far_writer):
                 with contextlib.suppress(Exception):
                     end.close()
 
     async def _request(self, reader: asyncio.StreamReader) -> bytes:
-        """What comes next on a line; nothing at its end."""
+        """Read the next request of a connection; empty at its end."""
         return await reader.read(2**24)
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -118,13 +118,13 @@ class Proxy:
         kept = self._kept.pop()
         await self._greet(reader, writer, kept)
         writer.write(kept)
-        answer = await reader.read(2**16)
+        reply = await reader.read(2**16)
         writer.close()
-        return answer
+        return reply
 
 
 class HttpProxy(Proxy):
-    """Before a server that speaks HTTP, whose requests come in several pieces."""
+    """A proxy for HTTP, where a request may come in several reads."""
 
     def __init__(self, url: str, commit: bytes = rb"/engine/commit ") -> None:
         async def greet(_: asyncio.StreamReader, __: asyncio.StreamWriter, ___: bytes) -> None:
@@ -143,6 +143,6 @@ class HttpProxy(Proxy):
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
-        while told := await reader.read(2**24):
-            writer.write(told)
+        while reply := await reader.read(2**24):
+            writer.write(reply)
         writer.close()

@@ -1,9 +1,9 @@
 """A Limpet server for tests: ``python -m tests.served PORT FOLDER``.
 
-The first step of a path is a place, made when somebody first asks for it: a store with a clock of its own, which
-``POST /place/turn`` sets. Everything else under it is what `limpet.server.engine_routes` serves, to anybody and with
-every right. A place whose name begins with ``file`` is a file in the folder, and there again after a restart. Others
-are memory: a file does not believe a clock that goes back, as it does from one test to the next.
+The first step of a path names a store, which is made at the first request for it, with its own clock, which
+``POST /name/turn`` sets. Everything else under it is served by `limpet.server.engine_routes`, with every right for
+every caller. A store whose name begins with ``file`` is a file in the folder, and survives a restart. Others are in
+memory: a file does not accept a clock that goes back, as it does from one test to the next.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
 
 
-class Turned(SystemClock):
+class SettableClock(SystemClock):
     """The host's clock, unless it was set."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Turned(SystemClock):
 
 
 class Root:
-    """Whoever asks may do anything."""
+    """The only caller, with every right."""
 
     name = "root"
 
@@ -56,59 +56,59 @@ class Root:
         return self
 
 
-class Places:
-    """All stores of a server."""
+class Stores:
+    """All stores of a server, as one ASGI application."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._making = asyncio.Lock()
-        self._apps: dict[str, tuple[Turned, Starlette]] = {}
+        self._apps: dict[str, tuple[SettableClock, Starlette]] = {}
         self._ending = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         assert scope["type"] == "http"
-        place = scope["path"].split("/")[1]
-        if not re.fullmatch(r"[\w-]+", place):
-            await PlainTextResponse("there is no such place", 404)(scope, receive, send)
+        name = scope["path"].split("/")[1]
+        if not re.fullmatch(r"[\w-]+", name):
+            await PlainTextResponse("not the name of a store", 404)(scope, receive, send)
             return
-        clock, app = self._apps.get(place) or await self._make(place)
-        if scope["path"] == f"/{place}/turn":
+        clock, app = self._apps.get(name) or await self._make(name)
+        if scope["path"] == f"/{name}/turn":
             clock.set_ms = json.loads(await Request(scope, receive).body())
             await PlainTextResponse("turned")(scope, receive, send)
             return
         # Tests of the primitives write locks in forms that no lock has, as an admin with a reason may.
         headers = [*scope["headers"], (b"limpet-reason", b"tests of the primitives")]
-        await app({**scope, "headers": headers, "root_path": f"/{place}"}, receive, send)
+        await app({**scope, "headers": headers, "root_path": f"/{name}"}, receive, send)
 
     def end(self) -> None:
         self._ending.set()
 
-    async def _make(self, place: str) -> tuple[Turned, Starlette]:
+    async def _make(self, name: str) -> tuple[SettableClock, Starlette]:
         async with self._making:
-            if place not in self._apps:
-                clock = Turned()
-                is_file = place.startswith("file")
-                url = f"sqlite:///{self._folder}/{place}.db?synchronous=normal" if is_file else "memory:"
-                # Nobody sweeps here: when that happens is for the tests to say.
+            if name not in self._apps:
+                clock = SettableClock()
+                is_file = name.startswith("file")
+                url = f"sqlite:///{self._folder}/{name}.db?synchronous=normal" if is_file else "memory:"
+                # No sweeper runs here: the tests decide when to sweep.
                 window = Window(age_ms_min=0)
                 session = await open_session(url, clock=clock, max_value_bytes=10_000_000, window=window)
                 if isinstance(session.engine, MemoryEngine):
-                    # To clients, whose processes it outlives.
+                    # For its clients, whose processes it outlives.
                     session.engine.traits = msgspec.structs.replace(session.engine.traits, durability="process")
                 given = routes(session, callers=Root(), dispatcher=Dispatcher(session, "http"), ending=self._ending)
-                self._apps[place] = clock, Starlette(routes=given)
-            return self._apps[place]
+                self._apps[name] = clock, Starlette(routes=given)
+            return self._apps[name]
 
 
 async def serve(port: int, folder: Path) -> None:
-    places = Places(folder)
+    stores = Stores(folder)
 
-    class Server(uvicorn.Server):
+    class Uvicorn(uvicorn.Server):
         def handle_exit(self, *signal: Any) -> None:
-            places.end()
+            stores.end()
             super().handle_exit(*signal)
 
-    await Server(uvicorn.Config(places, port=port, log_level="warning", lifespan="off", loop="asyncio")).serve()
+    await Uvicorn(uvicorn.Config(stores, port=port, log_level="warning", lifespan="off", loop="asyncio")).serve()
 
 
 if __name__ == "__main__":

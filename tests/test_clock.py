@@ -209,16 +209,16 @@ async def test_a_clock_is_turned_for_a_loop_from_another_thread() -> None:
     await asyncio.wait_for(sleeper, PATIENCE_S)
 
 
-def test_a_loop_that_was_closed_has_nobody_to_tell() -> None:
+def test_a_callback_on_a_closed_loop_is_dropped() -> None:
     loop = asyncio.new_event_loop()
-    told: list[int] = []
-    call_on(loop, told.append, 1)
+    called: list[int] = []
+    call_on(loop, called.append, 1)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
 
-    call_on(loop, told.append, 2)
+    call_on(loop, called.append, 2)
 
-    assert told == [1]
+    assert called == [1]
 
 
 async def test_a_wait_is_ended_once() -> None:
@@ -277,15 +277,15 @@ def test_the_system_clock_tells_the_time() -> None:
 
 @thorough
 @given(st.lists(st.integers(0, 2**62), min_size=1, max_size=20))
-def test_the_system_clock_never_goes_back(told: list[int]) -> None:
+def test_the_system_clock_never_goes_back(times_ns: list[int]) -> None:
     clock = SystemClock()
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        for now_ns in told:
+        for now_ns in times_ns:
             patch.setattr(time, "time_ns", lambda now_ns=now_ns: now_ns)
             seen.append(clock.now_ms())
 
-    assert seen == [max(told[: index + 1]) // 1_000_000 for index in range(len(told))]
+    assert seen == [max(times_ns[: index + 1]) // 1_000_000 for index in range(len(times_ns))]
 
 
 async def test_the_system_clock_suspends_on_a_loop() -> None:
@@ -317,11 +317,11 @@ def test_the_system_clock_blocks_a_thread() -> None:
 
 
 def test_a_loop_is_known_where_it_runs() -> None:
-    async def ask() -> tuple[bool, bool]:
+    async def check() -> tuple[bool, bool]:
         return has_loop(), await asyncio.to_thread(has_loop)
 
     assert not has_loop()
-    assert asyncio.run(ask()) == (True, False)
+    assert asyncio.run(check()) == (True, False)
     assert not has_loop()
 
 

@@ -140,7 +140,7 @@ def test_equal_encodings_are_equal_values(one: Any, other: Any) -> None:
     ],
 )
 def test_the_stored_form_is_known(value: Any, stored: bytes) -> None:
-    """It is on disks and on wires: whoever changes it breaks what was written."""
+    """Stored data and wires have this form, so changing it breaks everything that was written before."""
     assert encode(value) == stored
 
 

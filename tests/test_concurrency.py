@@ -1,4 +1,4 @@
-"""Threads, tasks and event loops on one place: nothing is lost, one wins, nobody starves.
+"""Threads, tasks and event loops on one engine: nothing is lost, one wins, none starves.
 
 Every scene plays on the memory engine and on SQLite. Processes have tests of their own, beside the SQLite engine.
 """
@@ -127,7 +127,7 @@ async def test_one_task_wins_each_round_of_a_field(url: str) -> None:
 async def test_threads_and_tasks_on_one_place_lose_nothing(url: str) -> None:
     """Two stores opened on the same storage see each other's writes.
 
-    Threads of the blocking face and tasks of a loop, each through a store of its own, and a watcher that sees it all.
+    Threads of the sync API and tasks of a loop, each through its own store, and a watcher that sees it all.
     """
     total = THREADS * 30 + TASKS * 5
     async with limpet.open(url) as store, store.watch("hits") as watch:
@@ -317,7 +317,7 @@ CALLS = 50
 class Turns:
     """Counts the turns of the loop, and the most that happened in one of them.
 
-    The engine's budget is one whose turn is over whenever it asks the clock, so that calls are counted and
+    The engine's budget is one whose turn is over whenever it reads the clock, so that calls are counted and
     no machine is too slow for the test.
     """
 
@@ -338,7 +338,7 @@ class Turns:
 @pytest.mark.parametrize("readers", [1, TASKS])
 @pytest.mark.parametrize("verb", ["get", "scan"])
 async def test_readers_leave_the_loop_to_others(url: str, readers: int, verb: str) -> None:
-    """A loop that does nothing but read starves nobody.
+    """A loop that does nothing but read starves no other task.
 
     A read completes in place, without suspending. Tasks that do nothing but read must still let others have
     their turn: in no turn of the loop may there be more than a fair number of reads.
@@ -366,7 +366,7 @@ async def test_readers_leave_the_loop_to_others(url: str, readers: int, verb: st
 
 
 async def test_writers_leave_the_loop_to_others(url: str) -> None:
-    """A loop that does nothing but write starves nobody.
+    """A loop that does nothing but write starves no other task.
 
     The memory engine commits in place; that, too, is counted.
     """
@@ -388,7 +388,7 @@ async def test_writers_leave_the_loop_to_others(url: str) -> None:
 
 @pytest.mark.slow
 async def test_writers_are_not_starved_by_readers(url: str) -> None:
-    """A loop that does nothing but read starves nobody.
+    """A loop that does nothing but read starves no other task.
 
     A read from the cache never lets go of the interpreter, which a commit in another thread needs after each of
     its statements. Unless readers pause, a commit takes a second, and all of these minutes.
@@ -411,7 +411,7 @@ async def test_writers_are_not_starved_by_readers(url: str) -> None:
 
 @pytest.mark.slow
 def test_threads_that_write_are_not_starved_by_threads_that_read(url: str) -> None:
-    """A loop that does nothing but read starves nobody, in a thread as little as on an event loop."""
+    """A loop that does nothing but read starves no other caller, neither in a thread nor on an event loop."""
     done = threading.Event()
     with limpet.sync.open(url) as store:
         store.put("key", 0)
@@ -461,7 +461,7 @@ async def test_a_thousand_waiters_are_all_served(url: str) -> None:
     assert engine.commits <= 4 * waiters + 100
 
 
-async def test_waiters_that_give_up_at_once_are_all_told_who_holds_it(url: str) -> None:
+async def test_waiters_that_give_up_at_once_all_get_the_holder(url: str) -> None:
     async with limpet.open(url) as store:
         first = await store.lock("job", ttl=600, holder="first").acquire()
 
@@ -542,7 +542,7 @@ def test_a_child_forked_inside_an_update_goes_on(blocking: limpet.sync.Store) ->
 
 
 def test_threads_and_tasks_that_update_one_key_take_turns(url: str) -> None:
-    """The stores of one opened engine share their turns, whoever uses them."""
+    """The stores of one opened engine share their turns, in any thread or task."""
     with limpet.sync.open(url) as blocking:
         engine = count(blocking)
         twin = blocking.namespace("default")

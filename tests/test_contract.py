@@ -1,4 +1,4 @@
-"""The contract and its tests say the same, word for word.
+"""The contract and its tests have the same sentences, word for word.
 
 A line of docs/contract.md, or of a Behaviour list in `limpet.engine`, that no conformance test
 quotes is a promise that nothing checks. A test that quotes no such line holds engines to

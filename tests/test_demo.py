@@ -1,4 +1,4 @@
-"""The demonstration shows what it claims, and ends when it is told to."""
+"""The demonstration shows what it claims, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 DEMO = [sys.executable, "-m", "limpet.demo.acts"]
 PATIENCE_S = 120.0
 
-# What a spectator is told, act by act. Numbers that differ from run to run are left open.
+# What is printed, act by act. Numbers that differ from run to run are left open.
 CLAIMS = [
     r"ada: put step 2, now version 2 at revision \d+",
     r"ada: reads that ben is at step \d",
@@ -33,7 +33,7 @@ CLAIMS = [
     r"0.5 s later, reading it gives None",
     r"┊ +\d+ expire session/ada$",
     r"ada \(process \d+\) holds the lock with token \d+, and freezes",
-    r"ben asks: lock 'report' is held by ada for another \d\.\d s \(token \d+\)",
+    r"ben tries: lock 'report' is held by ada for another \d\.\d s \(token \d+\)",
     r"ada is refused: lock 'report' was lost; token \d+ is stale, stop writing",
     r"the report is still 'by ben'",
     r"the batch is refused as a whole: conflict on 'account/ada'",
@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running(folder: Path, *options: str, **more: str) -> Iterator[subprocess.Popen[str]]:
-    """The demonstration, started. Whatever a test finds, it does not outlive it."""
+    """The demonstration, started. It is killed after the test."""
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONIOENCODING": "utf-8", **more}
     with subprocess.Popen(
         [*DEMO, *options], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
@@ -70,12 +70,12 @@ def read_until(demo: subprocess.Popen[str], word: str) -> str:
     for line in demo.stdout:
         if word in line:
             return line
-    raise AssertionError(f"the demonstration ended without saying {word!r}")
+    raise AssertionError(f"the demonstration ended without printing {word!r}")
 
 
 @pytest.fixture(scope="module")
 def one_round(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What one round shows."""
+    """The output of one round."""
     folder = tmp_path_factory.mktemp("demo")
     with running(folder, "--once", "--fast") as demo:
         shown, complaints = demo.communicate(timeout=PATIENCE_S)
@@ -89,18 +89,18 @@ def test_one_round_shows_every_promise(one_round: str, claim: str) -> None:
     assert re.search(claim, one_round, re.MULTILINE), one_round
 
 
-def test_the_watch_tells_every_change_in_order(one_round: str) -> None:
-    told = [int(number) for number in re.findall(r"┊ +(\d+) ", one_round)]
+def test_the_watch_shows_every_change_in_order(one_round: str) -> None:
+    revisions = [int(number) for number in re.findall(r"┊ +(\d+) ", one_round)]
 
-    assert len(told) > 20
-    assert told == sorted(set(told))
+    assert len(revisions) > 20
+    assert revisions == sorted(set(revisions))
     # The late write of the frozen process is in no change.
     assert "too late" not in "".join(line for line in one_round.splitlines() if "┊" in line)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 @pytest.mark.parametrize("moment", ["put step 1", "and freezes"])
-def test_it_ends_when_told_to(folder: Path, sign: signal.Signals, moment: str) -> None:
+def test_it_ends_on_a_signal(folder: Path, sign: signal.Signals, moment: str) -> None:
     with running(folder, "--fast") as demo:
         line = read_until(demo, moment)
         demo.send_signal(sign)

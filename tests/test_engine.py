@@ -209,17 +209,17 @@ async def open_third_party(address: Address, clock: limpet.Clock) -> ThirdParty:
 
 @pytest.fixture
 def third_party(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """An engine installed under the name ``elsewhere``. Returns the groups that were asked for."""
-    asked: list[str] = []
+    """An engine installed under the name ``elsewhere``. Returns the groups that were requested."""
+    requested: list[str] = []
     point = EntryPoint("elsewhere", f"{__name__}:open_third_party", "limpet.engines")
 
     def entry_points(**selection: Any) -> EntryPoints:
-        asked.append(selection["group"])
+        requested.append(selection["group"])
         return EntryPoints([point]).select(**selection)
 
     monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
     monkeypatch.setattr(EntryPoint, "load", lambda self: open_third_party)
-    return asked
+    return requested
 
 
 async def test_an_engine_of_a_third_party_is_opened(third_party: list[str]) -> None:
@@ -387,7 +387,7 @@ def test_no_notification_is_missed_by_a_caller_that_reads_and_waits() -> None:
 
 
 def test_every_notification_leaves_another_token() -> None:
-    """A waiter must be able to tell one notification from the next."""
+    """A waiter must be able to distinguish one notification from the next."""
     wakeup = Wakeup()
     tokens = [wakeup.token("default")]
     for notify in [lambda: wakeup.notify("default"), wakeup.notify_all] * 10:
@@ -430,7 +430,7 @@ def test_a_loop_that_closes_during_a_notification_does_not_fail_the_notifier() -
 
 
 def counting(calls: int) -> Budget:
-    """A budget whose turn is over whenever it asks the clock, which is after so many calls."""
+    """A budget whose turn is over whenever it reads the clock, which is after so many calls."""
     return Budget(0.0, calls, timer=itertools.count(1).__next__)
 
 
@@ -488,7 +488,7 @@ async def test_a_budget_bounds_what_happens_in_one_turn() -> None:
 
 
 async def test_a_budget_lets_everybody_go_on_each_turn() -> None:
-    """Whoever had to wait is counted already, and goes on in the next turn, however many others there are."""
+    """A caller that had to wait is counted already, and goes on in the next turn, however many others there are."""
     budget = counting(10)
     counts = [0] * 8
     finished: list[list[int]] = []
@@ -503,12 +503,12 @@ async def test_a_budget_lets_everybody_go_on_each_turn() -> None:
     await asyncio.gather(*(work(index) for index in range(8)))
 
     assert counts == [330] * 8
-    # The greediest has had eleven in a turn, so thirty turns have passed, and one call of everybody in each.
+    # The greediest has had eleven in a turn, so thirty turns have passed, and one call of each caller in each.
     assert min(finished[0]) >= 28
 
 
 def test_a_budget_without_a_loop_is_never_spent() -> None:
-    """Without a loop nobody is starved, and a blocking call must not suspend."""
+    """Without a loop no task is starved, and a blocking call must not suspend."""
     budget = counting(10)
 
     assert not any(budget.spent() for _ in range(1_000))

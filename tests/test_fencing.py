@@ -27,7 +27,7 @@ LONG = bool(os.environ.get("LIMPET_LOCKS_LONG"))
 ROUNDS = 100 if LONG else 3
 CANDIDATES = 5
 
-# One that was stopped within its transaction may hold up all others. Then nobody takes over, and it is let go on.
+# A holder that was stopped within its transaction may block all others. Then none takes over, and it is continued.
 STOPPED_S_MAX = 3.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800 if LONG else 600)]

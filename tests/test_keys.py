@@ -143,7 +143,7 @@ def test_a_key_is_up_to_1024_bytes_of_anything(key: str) -> None:
     ],
     ids=lambda value: ascii(value)[:24],
 )
-def test_what_is_no_key_is_told_what_is_wrong(key: Any, problem: str) -> None:
+def test_a_message_names_what_is_wrong_with_a_key(key: Any, problem: str) -> None:
     with pytest.raises(InvalidKey) as refusal:
         check_key(key)
 

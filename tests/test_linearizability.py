@@ -39,7 +39,7 @@ def put(
     cause: str | None = None,
     result: object = None,
 ) -> Operation:
-    """A put or add; without what it made, one that never heard back."""
+    """A put or add; without a result, one that never got a reply."""
     left = None if made is None else Held(made[0], made[1], value if result is None else result)
     return Operation(
         client="writer",
@@ -85,8 +85,10 @@ def look(
     )
 
 
-def ask(at: int, *, key: str = "a", op: Any = "delete", cause: str | None = None, expect: Any = None) -> Operation:
-    """Something that never heard back."""
+def unanswered(
+    at: int, *, key: str = "a", op: Any = "delete", cause: str | None = None, expect: Any = None
+) -> Operation:
+    """An operation that never got a reply."""
     return Operation("loser", key, op, next(numbers), at, expect=expect, cause=cause)
 
 
@@ -173,7 +175,7 @@ WRONG: dict[str, list[Operation]] = {
         look((5, 6), (1, 1, 1)),
     ],
     "a read from the future": [look((1, 2), (1, 1, 1)), put(1, (3, 4), (1, 1))],
-    "a read of what nobody wrote": [put(1, (1, 2), (1, 1)), look((3, 4), (1, 1, 7))],
+    "a read of a value that was never written": [put(1, (1, 2), (1, 1)), look((3, 4), (1, 1, 7))],
     "a lost write": [put(1, (1, 2), (1, 1)), put(2, (3, 4), (2, 2)), put(3, (5, 6), (2, 3))],
     "a lost delete": [
         put(1, (1, 2), (1, 1)),
@@ -191,7 +193,7 @@ WRONG: dict[str, list[Operation]] = {
         look((4, 8), (1, 1, 1), op="delete", revision=3),
     ],
     "two who created the same": [put(1, (1, 9), (1, 1), expect=ABSENT), put(2, (2, 8), (2, 2), expect=ABSENT)],
-    "a guard that was not looked at": [
+    "a guard that was not checked": [
         put(1, (1, 2), (1, 1)),
         put(2, (3, 4), (2, 2)),
         put(3, (5, 6), (3, 3), expect=Revision(1)),
@@ -224,7 +226,7 @@ WRONG: dict[str, list[Operation]] = {
 
 @pytest.mark.parametrize("history", WRONG.values(), ids=WRONG.keys())
 @pytest.mark.parametrize("check", [check_register, check_order])
-def test_what_is_wrong_is_told(history: list[Operation], check: Callable[[list[Operation]], str | None]) -> None:
+def test_what_is_wrong_is_reported(history: list[Operation], check: Callable[[list[Operation]], str | None]) -> None:
     assert check(history) is not None
 
 
@@ -248,7 +250,7 @@ def test_an_explanation_shows_the_operations_that_cannot_be() -> None:
 
 
 def test_an_operation_tells_what_it_was() -> None:
-    assert str(ask(3, expect=ABSENT)) == "loser delete 'a' expecting limpet.ABSENT [3, ?] -> unknown"
+    assert str(unanswered(3, expect=ABSENT)) == "loser delete 'a' expecting limpet.ABSENT [3, ?] -> unknown"
     assert str(look((3, 4), (1, 1, UNSEEN), op="delete", revision=2)) == (
         "reader delete 'a' [3, 4] -> found something (version 1, revision 1) and became revision 2"
     )
@@ -268,7 +270,7 @@ def test_what_is_unknown_may_have_happened() -> None:
 
 
 def test_what_is_unknown_may_not_have_happened() -> None:
-    history = [put(1, (1, 2), (1, 1)), put(2, (3, None), cause="x"), ask(4, cause="y"), look((5, 6), (1, 1, 1))]
+    history = [put(1, (1, 2), (1, 1)), put(2, (3, None), cause="x"), unanswered(4, cause="y"), look((5, 6), (1, 1, 1))]
 
     assert check_register(history) is None
     assert check_order(history, [event(1, value=1)]) is None
@@ -277,7 +279,7 @@ def test_what_is_unknown_may_not_have_happened() -> None:
 def test_what_is_unknown_may_have_happened_late() -> None:
     history = [
         put(1, (1, 2), (1, 1)),
-        ask(3, cause="x"),
+        unanswered(3, cause="x"),
         look((5, 6), (1, 1, 1)),
         look((7, 8), None),
     ]
@@ -286,7 +288,7 @@ def test_what_is_unknown_may_have_happened_late() -> None:
     assert check_order(history, [event(1, value=1), event(2, "delete", cause="x")]) is None
 
 
-def test_what_is_unknown_has_not_happened_before_it_was_asked() -> None:
+def test_what_is_unknown_has_not_happened_before_it_was_sent() -> None:
     history = [look((1, 2), (1, 1, 1)), put(1, (3, None), cause="x")]
 
     assert check_register(history) is not None
@@ -312,8 +314,8 @@ def test_what_is_unknown_keeps_its_guard() -> None:
     assert check_order(history, [event(1, value=1), event(2, value=2, version=2, cause="x")]) is not None
 
 
-def test_a_revision_that_nobody_was_told_fails_no_guard() -> None:
-    """The place of an unknown write shows when somebody looks, and then it counts."""
+def test_a_revision_that_no_caller_got_fails_no_guard() -> None:
+    """The position of an unknown write shows when it is read, and from then on it counts."""
     unknown = put(1, (1, None))
     right = [unknown, put(2, (3, 4), (2, 6), expect=Revision(5))]
     wrong = [unknown, look((2, 3), (1, 4, 1)), put(2, (4, 5), (2, 6), expect=Revision(5))]
@@ -322,7 +324,7 @@ def test_a_revision_that_nobody_was_told_fails_no_guard() -> None:
     assert check_register(wrong) is not None
 
 
-def test_a_search_without_end_is_given_up_and_told() -> None:
+def test_a_search_without_end_is_given_up_and_reported() -> None:
     history = [put(number, (1, None)) for number in range(12)]
     history.append(look((2, 3), (13, 13, 99)))
 
@@ -369,7 +371,7 @@ def test_a_batch_stands_together() -> None:
     assert "torn" in found
 
 
-def test_half_a_batch_is_told() -> None:
+def test_half_a_batch_is_reported() -> None:
     both = batch(put(1, (1, None), cause="x"), put(2, (1, None), key="b", cause="x"))
 
     assert check_order(both, []) is None
@@ -416,14 +418,14 @@ def test_revisions_order_the_writes_of_different_keys() -> None:
     assert "out of order" in found
 
 
-def test_two_writes_of_one_revision_are_told() -> None:
+def test_two_writes_of_one_revision_are_reported() -> None:
     found = check_order([put(1, (1, 2), (1, 1)), put(2, (3, 4), (1, 1), key="b")])
 
     assert found is not None
     assert "two writes have revision 1" in found
 
 
-def test_a_read_under_another_key_is_told() -> None:
+def test_a_read_under_another_key_is_reported() -> None:
     found = check_order([put(1, (1, 2), (1, 1)), look((3, 4), (1, 1, 1), key="b")])
 
     assert found is not None
@@ -455,7 +457,7 @@ def test_a_lost_write_is_missing_in_the_log() -> None:
     assert "a lost write" in found
 
 
-def test_a_lost_write_that_was_told_no_revision_is_missing_in_the_log() -> None:
+def test_a_lost_write_that_got_no_revision_is_missing_in_the_log() -> None:
     deleted = look((3, 4), (1, 1, 1), op="delete", cause="x")
 
     found = check_order([put(1, (1, 2), (1, 1)), deleted], [event(1, value=1)])
@@ -474,7 +476,7 @@ def test_a_lost_write_that_was_told_no_revision_is_missing_in_the_log() -> None:
         ([event(1, value=1, version=2)], "holds 1 (version 2"),
     ],
 )
-def test_the_log_holds_what_was_asked_and_nothing_else(log: list[Event], problem: str) -> None:
+def test_the_log_holds_what_was_requested_and_nothing_else(log: list[Event], problem: str) -> None:
     found = check_order([put(1, (1, 2), (1, 1))], log)
 
     assert found is not None
@@ -525,7 +527,7 @@ def test_a_watch_that_is_right_passes() -> None:
         ([*EVENTS, event(10, value=4, version=3, cause="five")], "applied 2 times"),
     ],
 )
-def test_a_watch_that_is_wrong_is_told(events: list[Event], problem: str) -> None:
+def test_a_watch_that_is_wrong_is_reported(events: list[Event], problem: str) -> None:
     found = check_watch(events, LIFE, FINAL)
 
     assert found is not None
@@ -660,12 +662,12 @@ class Simulated:
             free = [client for client in clients if all(parts[0].client != client for parts, _ in under_way)]
             if calls and free and self.dice.random() < 0.4:
                 calls -= 1
-                under_way.append((self._ask(free[0]), "asked"))
+                under_way.append((self._ask(free[0]), "sent"))
             elif under_way:
                 parts, stage = under_way.pop(self.dice.randrange(len(under_way)))
-                if stage == "asked" and self.dice.random() < self.unknown:
+                if stage == "sent" and self.dice.random() < self.unknown:
                     self.dice.choice([lambda _: None, self._effect, late.append])(parts)
-                elif stage == "asked":
+                elif stage == "sent":
                     under_way.append((self._effect(parts) or parts, "done"))
                 else:
                     self._return(parts)
@@ -846,7 +848,7 @@ def test_every_planted_write_fault_is_caught_among_unknowns(fault: str) -> None:
     planted = 0
     for seed in SEEDS:
         made = Simulated(seed, fault=fault, unknown=0.05)
-        # What was asked and never answered may be lost: that is no fault.
+        # A request without a reply may be lost: that is no fault.
         if made.struck is None or (made.struck.outcome == "unknown" and fault == "lost"):
             continue
         planted += 1

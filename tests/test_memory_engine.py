@@ -118,7 +118,7 @@ async def test_an_option_that_would_do_nothing_is_refused(option: str) -> None:
 async def test_the_order_of_keys_survives_any_coming_and_going(engine: MemoryEngine, seed: int) -> None:
     """Order is code-point order of the keys.
 
-    The engine keeps the order apart from the map and sorts when it is asked. Keys come, go and come back between
+    The engine keeps the order apart from the map and sorts when the order is read. Keys come, go and come back between
     looks, in small numbers and in large.
     """
     dice = random.Random(seed)
@@ -152,8 +152,8 @@ async def test_keys_that_are_gone_do_not_pile_up(engine: MemoryEngine) -> None:
     assert len(order._sorted) + len(order._fresh) < 500
 
 
-async def test_writers_that_nobody_scans_do_not_pile_up_names(engine: MemoryEngine) -> None:
-    """Every queue, buffer, page and loop has a bound, even when nobody ever asks for the order."""
+async def test_writers_without_a_scan_do_not_pile_up_names(engine: MemoryEngine) -> None:
+    """Every queue, buffer, page and loop has a bound, even when the order is never read."""
     for number in range(2_000):
         await commit(engine, Put(f"job/{number}", b"1"))
         await commit(engine, Delete(f"job/{number}"))
@@ -180,7 +180,7 @@ async def test_moments_that_are_over_do_not_pile_up(engine: MemoryEngine, clock:
     assert [expire.key for expire in await engine.due("default")] == ["key"]
 
 
-async def test_what_is_due_is_told_again_and_in_parts(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
+async def test_what_is_due_is_listed_again_and_in_parts(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
     """Listing them changes nothing; two callers get the same list."""
     revisions = [(await commit(engine, Put(f"key/{n}", b"1", ttl_ms=1_000 + n))).revision for n in range(10)]
     await commit(engine, Put("key/3", b"2", ttl_ms=60_000))
@@ -246,7 +246,7 @@ def test_readers_in_threads_see_whole_batches() -> None:
 def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
     """A slow watcher misses nothing and delays no other.
 
-    The watcher's loop is closed just when a commit, which has been applied already, rings for it.
+    The watcher's loop is closed just when a commit, which has been applied already, wakes it.
     """
 
     engine = asyncio.run(open_engine("memory:", limpet.ManualClock()))
@@ -260,10 +260,10 @@ def test_a_watcher_whose_loop_vanished_does_not_fail_a_commit() -> None:
     del task
 
 
-async def test_a_close_between_looking_and_waiting_is_told(engine: MemoryEngine) -> None:
+async def test_a_close_between_reading_and_waiting_ends_the_wait(engine: MemoryEngine) -> None:
     """Callers that wait for changes are woken and get Closed.
 
-    Another thread closes the engine after the look at the log and before the wait.
+    Another thread closes the engine after the log was read and before the wait.
     """
     wakeup: Any = engine._memory.wakeup
     wait = wakeup.wait
@@ -290,10 +290,10 @@ def test_a_fork_copies_a_memory_whole() -> None:
     copy, and leaves the parent's alone.
     """
     with Process("forks_a_memory", "") as process:
-        told, left, right = process.hear()
+        results, left, right = process.hear()
 
-    assert len(told) == 20
-    for its_left, its_right, added, keys in told:
+    assert len(results) == 20
+    for its_left, its_right, added, keys in results:
         assert its_left == its_right
         assert added == (its_left or 0) + 1_000_000
         assert keys == (["left", "right"] if its_left else ["left"])
@@ -301,7 +301,7 @@ def test_a_fork_copies_a_memory_whole() -> None:
     assert left < 1_000_000
 
 
-def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
+def test_a_place_that_is_made_during_a_fork_blocks_no_one() -> None:
     """A fork holds the locks of all places. One that another thread makes meanwhile was not held, and must not be
     let go, or the locks behind it would never be.
     """
@@ -341,9 +341,7 @@ def test_a_place_that_is_made_during_a_fork_stops_nobody() -> None:
     assert len(made) == 20
 
 
-async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
-    engine: MemoryEngine, clock: limpet.ManualClock
-) -> None:
+async def test_a_superseded_mark_is_dropped_after_an_hour(engine: MemoryEngine, clock: limpet.ManualClock) -> None:
     again = Batch((), (Put("a", b"1"),), "mine", retry_since=0)
     await engine.commit("default", again)
     space = engine._state("default")

@@ -23,7 +23,7 @@ def change(revision: int, at_ms: int = 1_700_000_000_000, *, cause: str | None =
 
 
 def test_a_fingerprint_names_its_revision_and_shows_no_key() -> None:
-    """Whoever may see a position may not be allowed to see the key that changed, or what it holds."""
+    """A caller that may see a position may lack the right to see the key that changed, or its value."""
     assert fingerprint(change(7)).startswith("7-")
     assert fingerprint(change(7, key="a")) == fingerprint(change(7, key="b"))
 
@@ -62,7 +62,7 @@ def test_a_log_of_the_last_changes_is_compared_by_time(found: Change, same: bool
 
 
 def test_a_change_of_unknown_time_is_older_than_nothing() -> None:
-    """Another program wrote it, and nobody knows when."""
+    """Another program wrote it, so its time is unknown."""
     foreign = fingerprint(change(7, 0, cause=None))
 
     assert is_same_history(fingerprint(change(6)), foreign, LAST)
@@ -74,7 +74,7 @@ async def until(watch: limpet.Watch, key: str) -> None:
         pass
 
 
-async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
+async def test_a_running_watch_is_compacted_when_the_store_is_restored() -> None:
     """The place is put back under a watcher, and gets more changes than were lost before the watcher looks again."""
     name, clock = "memory:put-back", limpet.ManualClock()
     async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
@@ -97,7 +97,7 @@ async def test_a_running_watch_is_told_when_the_store_is_put_back() -> None:
                     await anext(watch)
 
 
-async def test_a_watch_that_was_away_is_told_too() -> None:
+async def test_a_watch_that_was_away_is_compacted_too() -> None:
     """It does not look while the place is put back, and another watch starts before it looks again."""
     name, clock = "memory:put-back-unseen", limpet.ManualClock()
     async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
@@ -123,7 +123,7 @@ async def test_a_watch_that_was_away_is_told_too() -> None:
                     await anext(busy)
 
 
-async def test_a_watch_behind_the_hub_is_told_too() -> None:
+async def test_a_watch_behind_the_hub_is_compacted_too() -> None:
     """It reads the log by itself, from where it stands."""
     name, clock = "memory:put-back-behind", limpet.ManualClock()
     async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
@@ -146,7 +146,7 @@ async def test_a_watch_behind_the_hub_is_told_too() -> None:
 
 
 async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -> None:
-    """Who leads now can be read, whatever the log can tell of what came in between."""
+    """The present leader can be read, whatever the log has of the time in between."""
     name, clock = "memory:put-back-observed", limpet.ManualClock()
     async with limpet.open(name, clock=clock) as store, limpet.open(name) as writer:
         await writer.put("a", 1)
@@ -164,7 +164,7 @@ async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -
         await writer.put("c", 1)
         await writer.put("d", 1)
         await asyncio.sleep(0.01)
-        lead = await writer.election("nightly", ttl=60, candidate="somebody").campaign()
+        lead = await writer.election("nightly", ttl=60, candidate="a candidate").campaign()
 
         async with asyncio.timeout(120):
             while not changed.done():
@@ -172,5 +172,5 @@ async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -
                 await asyncio.sleep(0.01)
         leader = await changed
         assert leader is not None
-        assert (leader.holder, leader.token) == ("somebody", lead.token)
+        assert (leader.holder, leader.token) == ("a candidate", lead.token)
         await lead.resign()

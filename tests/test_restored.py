@@ -1,6 +1,6 @@
-"""Real backups, put back on real servers: whoever had seen more than they hold is told so, and misses nothing.
+"""Real backups, restored on real servers: a reader that saw more than they hold gets Compacted, and misses nothing.
 
-A place is saved, gets changes that somebody sees, is put back as it was saved, and gets as many changes again. Store,
+A store is backed up, gets changes that a reader sees, is restored, and gets as many changes again. Store,
 namespace, epoch and revisions are then those that were seen. Only the changes are others.
 """
 
@@ -41,7 +41,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 class File:
-    """A SQLite file, copied while nobody has it open."""
+    """A SQLite file, copied while no process has it open."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._saved = folder / "state.db", folder / "saved.db"

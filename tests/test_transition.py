@@ -157,7 +157,7 @@ def test_a_patch_sets_and_clears_fields() -> None:
     assert before.stored == {"a": b"1", "b": b"2", "c": b"3"}
 
 
-def test_a_patch_makes_a_record_unless_told_not_to() -> None:
+def test_a_patch_makes_a_record_unless_it_must_exist() -> None:
     assert planned(batch(Patch("k", {"a": b"1"}, ("b",)))).changes[0].entry.stored == {"a": b"1"}
     assert refused(batch(Patch("k", {"a": b"1"}, if_exists=True))) == Refusal("missing", "k", None, NOW)
 
@@ -349,7 +349,7 @@ def test_guards_see_the_state_before_the_batch() -> None:
     assert len(made.changes) == 1
 
 
-def test_the_first_guard_that_fails_is_the_one_that_is_told() -> None:
+def test_the_first_guard_that_fails_is_the_one_in_the_refusal() -> None:
     guards = (Guard("k", PRESENT), Guard("x", PRESENT), Guard("y", PRESENT))
 
     assert refused(batch(guards=guards), finding(entry())).guard == guards[1]
@@ -477,7 +477,7 @@ def test_a_touch_without_its_value_is_recalled_with_the_value_that_is_there() ->
     touched_again = msgspec.structs.replace(made.changes[0].entry, revision=60, expires_ms=None)
     rewritten = msgspec.structs.replace(made.changes[0].entry, version=4, stored=b"8")
     reborn = msgspec.structs.replace(made.changes[0].entry, created_revision=60, stored=b"8")
-    told = {
+    found = {
         name: recall(wanted, [lean], find)
         for name, find in {
             "same": finding(made.changes[0].entry),
@@ -490,7 +490,7 @@ def test_a_touch_without_its_value_is_recalled_with_the_value_that_is_there() ->
 
     whole = msgspec.structs.replace(made.commit, replayed=True)
     bare = msgspec.structs.replace(whole, entries=(lean.entry,))
-    assert told == {"same": whole, "touched again": whole, "rewritten": bare, "reborn": bare, "gone": bare}
+    assert found == {"same": whole, "touched again": whole, "rewritten": bare, "reborn": bare, "gone": bare}
 
 
 # By property ------------------------------------------------------------------
@@ -645,12 +645,12 @@ def _numbered_alike(item: Entry | None) -> Entry | None:
 @thorough
 @given(wanted=batches, state=maps)
 def test_the_expired_is_absent_but_for_its_expiry(wanted: Batch, state: Map) -> None:
-    asked = msgspec.structs.replace(
+    request = msgspec.structs.replace(
         wanted, writes=tuple(write for write in wanted.writes if not isinstance(write, Expire))
     )
     alive = {place: item for place, item in state.items() if live(item, NOW) is not None}
 
-    with_expired, without = decide(asked, state), decide(asked, alive)
+    with_expired, without = decide(request, state), decide(request, alive)
 
     if isinstance(with_expired, Refusal) or isinstance(without, Refusal):
         assert with_expired == without
@@ -662,18 +662,18 @@ def test_the_expired_is_absent_but_for_its_expiry(wanted: Batch, state: Map) -> 
     assert list(map(_numbered_alike, with_expired.commit.entries)) == list(map(_numbered_alike, without.commit.entries))
     assert with_expired.commit.ended == without.commit.ended
     expired = [(change.family, change.key) for change in with_expired.changes if change.op == "expire"]
-    recreated = [(write.family, write.key) for write in asked.writes if isinstance(write, Put | Add | Patch)]
+    recreated = [(write.family, write.key) for write in request.writes if isinstance(write, Put | Add | Patch)]
     assert expired == [place for place in recreated if place in state and place not in alive]
 
 
 @thorough
 @given(wanted=batches, state=maps, lean=st.booleans())
 def test_a_commit_is_recalled_from_its_own_changes(wanted: Batch, state: Map, lean: bool) -> None:
-    """An expiry names no cause, so a batch of Expire is not recalled: nobody asks for that again."""
-    asked = msgspec.structs.replace(
+    """An expiry names no cause, so a batch of Expire is not recalled: it is never retried."""
+    request = msgspec.structs.replace(
         wanted, writes=tuple(write for write in wanted.writes if not isinstance(write, Expire))
     )
-    outcome = decide(asked, state)
+    outcome = decide(request, state)
     if isinstance(outcome, Refusal):
         return
     after = dict(state)
@@ -686,7 +686,7 @@ def test_a_commit_is_recalled_from_its_own_changes(wanted: Batch, state: Map, le
         bare = lean and change.op == "touch"
         log.append(msgspec.structs.replace(change, entry=change.entry.without_value()) if bare else change)
 
-    recalled = recall(asked, log, lambda family, key: after.get((family, key)))
+    recalled = recall(request, log, lambda family, key: after.get((family, key)))
 
     if any(change.cause is not None for change in log):
         assert recalled == msgspec.structs.replace(outcome.commit, replayed=True)
@@ -697,18 +697,18 @@ def test_a_commit_is_recalled_from_its_own_changes(wanted: Batch, state: Map, le
 @thorough
 @given(wanted=batches, state=maps)
 def test_a_repeated_request_gets_the_first_answer(wanted: Batch, state: Map) -> None:
-    asked = msgspec.structs.replace(wanted, receipt_ms=1000)
-    outcome = decide(asked, state)
+    request = msgspec.structs.replace(wanted, receipt_ms=1000)
+    outcome = decide(request, state)
     if isinstance(outcome, Refusal):
         return
     assert outcome.receipt is not None
 
-    again = decide(asked, {("receipt", "r1"): outcome.receipt})
+    again = decide(request, {("receipt", "r1"): outcome.receipt})
 
     assert again == Plan(msgspec.structs.replace(outcome.commit, replayed=True), ())
 
 
-def test_a_batch_that_nobody_named_is_not_found_in_the_log() -> None:
+def test_a_batch_without_a_name_is_not_found_in_the_log() -> None:
     """An expiry has no cause either, and is not to be taken for the work of a batch without a name."""
     expired = Change("expire", entry("a"), 7, 7, NOW)
 

@@ -1,4 +1,4 @@
-"""Turns: in order, for tasks and threads, and never in the way of somebody who would get on without."""
+"""Turns: in order, for tasks and threads, and never a deadlock."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def test_tasks_of_two_loops_take_turns_together() -> None:
     assert counted == [300]
 
 
-def test_a_child_after_a_fork_waits_for_nobody() -> None:
+def test_a_child_after_a_fork_waits_for_no_one() -> None:
     turns = Turns()
     held = turns.turn("n")
     assert held.join()
@@ -250,7 +250,7 @@ async def test_a_turn_ends_when_it_lasts_too_long_while_others_wait() -> None:
     assert second.is_up
 
 
-async def test_a_turn_lasts_while_nobody_waits() -> None:
+async def test_a_turn_lasts_while_no_one_waits() -> None:
     turns = Turns()
     first = await take(turns, lasts_s=SHORT_S)
 
@@ -287,7 +287,7 @@ async def test_only_the_next_one_follows_a_turn_that_lasted_too_long() -> None:
 # Inside -----------------------------------------------------------------------
 
 
-async def test_code_inside_a_turn_and_tasks_started_there_are_told() -> None:
+async def test_code_inside_a_turn_and_tasks_started_there_are_inside() -> None:
     turns = Turns()
     assert not is_inside()
     turn = await take(turns)
@@ -327,7 +327,7 @@ async def test_code_that_waits_for_its_turn_is_not_inside() -> None:
     assert not is_inside()
 
 
-async def test_code_inside_a_turn_that_was_cut_short_holds_up_nobody() -> None:
+async def test_code_inside_a_turn_that_was_cut_short_is_not_inside() -> None:
     turns = Turns()
     first = await take(turns, lasts_s=SHORT_S)
 

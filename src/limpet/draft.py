@@ -93,7 +93,7 @@ class Fencing(Protocol):
         ...
 
 
-class field:  # noqa: N801 - reads as a word of the filter language
+class field:  # noqa: N801 - part of the filter language, where names are lower case
     """A field of a record or a top-level member of a JSON object: ``limpet.field("state") != "done"``."""
 
     def __init__(self, name: str) -> None:

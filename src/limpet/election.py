@@ -1,9 +1,9 @@
-"""Elections: one of several candidates leads, and whoever no longer does cannot write as if.
+"""Elections: one of several candidates leads, and a former leader cannot write as the leader.
 
 The lead is the lock of the election's name, renewed until it is resigned or lost. So its
 token is greater than that of every earlier leader, ``fence=election`` is checked in the
-commit it guards, and a leader that was paused past its time is refused. A lock taken by
-hand under that name keeps candidates waiting as well.
+commit it guards, and a leader that was paused past its lease is refused. A lock taken by
+hand under that name makes candidates wait as well.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Election"]
 
 
 class Election:
-    """A candidate in an election. Whether it leads is a matter of this handle.
+    """A candidate in an election. This handle leads, not the task or thread that uses it.
 
     Use it with ``async with``: the body runs while it leads, and when the lead is lost the body
     is cancelled and `LockLost` is raised, unless ``cancel=False``. Or `campaign` and `resign` by
-    hand, and look at ``lost``.
+    hand, and check ``lost``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Election:
 
     @property
     def name(self) -> str:
-        """What is led."""
+        """The name of the election."""
         return self._lock.name
 
     @property
@@ -73,16 +73,16 @@ class Election:
         return self._lock.fence
 
     def check(self) -> None:
-        """Raise `LockLost` when the lead is lost, or when its time may be over before anything is heard."""
+        """Raise `LockLost` when the lead is lost, or when its lease may be over by now."""
         self._lock.check()
 
     async def campaign(self) -> Self:
-        """Wait until nobody else leads, and lead: until `resign`, or until the lead is lost. Raises `LockHeld`."""
+        """Wait until no one else leads, and lead: until `resign`, or until the lead is lost. Raises `LockHeld`."""
         await self._lead(cancel=False)
         return self
 
     async def resign(self) -> None:
-        """Let another lead. Raises `LockExpired` or `LockNotHeld` when this one does not."""
+        """Give up the lead. Raises `LockExpired` or `LockNotHeld` when this candidate does not lead."""
         await self._lock.release()
 
     async def __aenter__(self) -> Self:
@@ -93,55 +93,55 @@ class Election:
         await self._lock.__aexit__(kind, error, trace)
 
     async def leader(self) -> LockInfo | None:
-        """Who leads now, under which token and for how many seconds more; None when nobody does."""
+        """The current leader, its token and remaining seconds; None when no one leads."""
         entry = await self._session.read(self._namespace, self.name, family="lock")
         if entry is None:
             return None
-        status = await self._session.retrying(lambda: self._session.engine.status(self._namespace))
+        status = await self._session.retry(lambda: self._session.engine.status(self._namespace))
         return lock_info(entry, status.now_ms)
 
     async def observe(self) -> AsyncIterator[LockInfo | None]:
-        """Who leads now, and again whenever that has changed; None while nobody does. Ends when the store closes."""
+        """The current leader, and again whenever it changes; None while no one leads. Ends when the store closes."""
         leader = await self.leader()
         with contextlib.suppress(Closed):
             while True:
                 yield leader
-                leader = await self._next_after(leader)
+                leader = await self._await_change(leader)
 
-    async def _next_after(self, known: LockInfo | None) -> LockInfo | None:
-        """Wait until somebody else leads than the one known."""
+    async def _await_change(self, known: LockInfo | None) -> LockInfo | None:
+        """Wait until the leader is another than the known one."""
         while True:
             try:
-                return await self._follow(known)
+                return await self._follow_change(known)
             except Compacted:
-                # The log cannot tell what came in between, as after a restored backup. Who leads now can be read.
+                # The log has a gap, as after a restored backup. The present leader can still be read.
                 await self._session.clock.sleep(RETRY_S)
 
-    async def _follow(self, known: LockInfo | None) -> LockInfo | None:
-        """Follow the log from now on until somebody else leads than the one known."""
+    async def _follow_change(self, known: LockInfo | None) -> LockInfo | None:
+        """Follow the log from now on until the leader is another than the known one."""
         hub = self._session.hub(self._namespace)
         after = (await hub.join()).revision
         try:
             while _token(leader := await self.leader()) == _token(known):
-                told = False
-                while not told:
-                    feed = await self._session.retrying(functools.partial(hub.changes, after, None))
-                    if feed is None:
-                        await hub.news()
+                has_changed = False
+                while not has_changed:
+                    page = await self._session.retry(functools.partial(hub.changes, after, None))
+                    if page is None:
+                        await hub.wait()
                         continue
-                    after = feed.next_after
-                    told = any(change.family == "lock" and change.key == self.name for change in feed.changes)
+                    after = page.next_after
+                    has_changed = any(change.family == "lock" and change.key == self.name for change in page.changes)
         finally:
             hub.leave()
         return leader
 
     async def _lead(self, *, cancel: bool) -> None:
         if self._lock._is_held and not self.lost:
-            # Whoever was refused a fenced write comes here before its renewal has noticed.
+            # A leader whose fenced write was refused may campaign again before its renewal has noticed the loss.
             with contextlib.suppress(LockExpired):
                 await self._lock.refresh()
                 raise InvalidValue(f"this candidate leads {self.name!r} already")
-        # A lock of its own for each lead: what is left of a lost one cannot disturb the next.
+        # A new lock for each lead, so that a task left over from a lost one cannot disturb the next.
         lock = self._new_lock(self.name, cancel=cancel)
         await lock.__aenter__()
         self._lock = lock

@@ -23,9 +23,11 @@ next. It never holds a value, which may be a secret.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from limpet.model import Entry
 
 __all__ = [
@@ -71,6 +73,19 @@ class LimpetError(Exception):
         # By default Exception calls the constructor with the message alone,
         # which our keyword arguments do not allow.
         return _rebuild, (type(self), self.args, self.__dict__)
+
+    def public_fields(self) -> dict[str, Any]:
+        """The names and numbers that a server sends beside the message. A stored value is never among them."""
+        return {name: field for name in _PUBLIC if (field := getattr(self, name, None)) is not None}
+
+    def reveal_if(self, may_see: Callable[[str], bool]) -> None:
+        """Let an error that has found a value include it in `public_fields`, if the caller may see that key."""
+
+
+_PUBLIC: Final = (
+    *("key", "field", "expected", "path", "name", "holder", "token", "remaining", "oldest", "attempts", "request_id"),
+    *("size_bytes", "limit_bytes", "retry_after"),
+)
 
 
 def _rebuild(kind: type[LimpetError], args: tuple[Any, ...], state: dict[str, Any]) -> LimpetError:
@@ -196,6 +211,10 @@ class Conflict(StateError):
         self.actual_version = None if current is None else current.version
         self.actual_revision = None if current is None else current.revision
         self.reason = reason
+
+    def public_fields(self) -> dict[str, Any]:
+        """See `LimpetError.public_fields`; with the version and the revision found, which are null where none is."""
+        return {**super().public_fields(), "version": self.actual_version, "revision": self.actual_revision}
 
 
 class NotFound(StateError):

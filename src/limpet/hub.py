@@ -1,9 +1,9 @@
-"""The watch hub: the hot end of a namespace's log, read once for everybody.
+"""The watch hub: the end of a namespace's log, read once for all its watchers.
 
-One task follows the log of a watched namespace and keeps its last changes. A watcher is
-only a position in that log. While it keeps up it reads from the hub; when it has fallen
-behind it reads the log itself, from where it stands. So a slow watcher never blocks a
-writer, never makes a queue grow and never misses a change without being told.
+One task follows the log of a watched namespace and keeps the last changes in memory. A
+watcher is only a position in that log. While it keeps up it reads from the hub; when it has
+fallen behind it reads the log itself, from its position. So a slow watcher never blocks a
+writer, never makes a queue grow and never misses a change silently: it gets `Compacted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
 from limpet.model import BEGINNING, Change, Event, LogPage, Op, Status, Synced, Traits, fingerprint
-from limpet.retry import Outage, retrying
+from limpet.retry import Outage, retry
 
 __all__ = ["Hub", "Watch", "event_of"]
 
@@ -33,11 +33,11 @@ WAIT_S: Final = 30.0
 RETRY_S: Final = 0.2
 DROP_BEYOND: Final = 64
 SKEW_MS: Final = 5_000
-"""By how much the times of two changes may contradict their order, where each writer reads the clock for itself."""
+"""Allowed clock skew between writers: the times of two changes may contradict their order by this much."""
 
 
 class Hub:
-    """Follows the log of one namespace while anybody watches it.
+    """Follows the log of one namespace while it has watchers.
 
     Attributes:
         failing_since: Since when the log cannot be read, by the monotonic clock; None while it can.
@@ -50,21 +50,21 @@ class Hub:
         self._tail: list[Change] = []
         self._tail_bytes = 0
         self._floor = self._head = 0
-        # The fingerprint of the change at the head, by which another history is recognised.
+        # The fingerprint of the change at `_head`, by which another history is recognised.
         self._at = BEGINNING
         self._follower: asyncio.Task[None] | None = None
         self._watchers = 0
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._news: asyncio.Event = asyncio.Event()
+        self._changed: asyncio.Event = asyncio.Event()
         self._end: LimpetError | None = None
         self.failing_since: float | None = None
 
     async def join(self) -> Status:
-        """Start following, for one more watcher. Returns the namespace as it was just before."""
+        """Add a watcher, and follow the log if it is the first. Returns the status from just before."""
         self._watchers += 1
         try:
-            status = await retrying(self.clock, lambda: self.engine.status(self.namespace))
-            at = await self.before(status.revision) if self._follower is None else self._at
+            status = await retry(self.clock, lambda: self.engine.status(self.namespace))
+            at = await self.fingerprint_at(status.revision) if self._follower is None else self._at
         except BaseException:
             self.leave()
             raise
@@ -73,30 +73,30 @@ class Hub:
             self._floor = self._head = status.revision
             self._at = at
             self._end = None
-            self._news = asyncio.Event()
+            self._changed = asyncio.Event()
             self._follower = asyncio.get_running_loop().create_task(self._follow(), name="limpet-hub")
         return status
 
-    async def before(self, revision: int) -> str:
-        """The fingerprint of the change at a revision, or of the last one before it."""
+    async def fingerprint_at(self, revision: int) -> str:
+        """Get the fingerprint of the change at a revision, or of the last one before it."""
         if self._follower is not None and revision == self._head:
             return self._at
-        feed = await retrying(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=0))
-        return feed.before
+        page = await retry(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=0))
+        return page.before
 
     def leave(self) -> None:
-        """One watcher less; the last one stops the following."""
+        """Remove a watcher; without any, stop following the log."""
         self._watchers -= 1
         if self._watchers == 0 and self._follower is not None:
             self._follower.cancel()
             self._follower = None
 
     def lags(self) -> list[int]:
-        """How many revisions each watch is behind what the hub has read."""
-        return [max(0, self._head - watch._delivered()) for watch in self._watches]
+        """Count how many revisions each watch is behind the hub."""
+        return [max(0, self._head - watch._last_delivered()) for watch in self._watches]
 
     async def changes(self, after: int, span: Span | None) -> LogPage | None:
-        """What came after a revision; None when there is nothing yet. Other families come with no span."""
+        """Get the changes after a revision; None when there is none yet. Without a span, those of all families."""
         if self._end is not None:
             raise self._end
         if after < self._floor:
@@ -108,15 +108,15 @@ class Hub:
             fresh = [change for change in fresh if change.family == "data" and change.key in span]
         return LogPage(fresh, self._head, "", self._at)
 
-    async def news(self) -> None:
-        """Wait until something may have changed: the log, a watch that was closed, the store."""
-        await self._news.wait()
+    async def wait(self) -> None:
+        """Wait until something may have changed: the log has grown, or a watch or the store was closed."""
+        await self._changed.wait()
 
-    def ring(self) -> None:
-        """Let everybody look again."""
-        # Those who wait hold the old bell; whoever comes later waits for the next.
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def notify(self) -> None:
+        """Wake all waiters, so that they check again."""
+        # Present waiters hold the old event; later ones wait for the new one.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def close(self) -> None:
         """Wake all watchers and let them end."""
@@ -130,9 +130,9 @@ class Hub:
         outage = Outage(log, f"reading the log of namespace {self.namespace}")
         while True:
             try:
-                # After a failure without waiting for news, so that it is known at once when the log can be read again.
+                # After a failure, do not wait for a change, so that a success shows at once that the log works again.
                 wait_s = WAIT_S if self.failing_since is None else 0.0
-                feed = await self.engine.changes(self.namespace, self._head, wait_s=wait_s)
+                page = await self.engine.changes(self.namespace, self._head, wait_s=wait_s)
             except TransientError:
                 self._note_failure()
                 await self.clock.sleep(RETRY_S)
@@ -143,33 +143,33 @@ class Hub:
                     self._finish(error)
                 return
             except Exception as error:
-                # Nobody may be left waiting for a task that has ended.
+                # The task must not end while watchers wait for it.
                 self._note_failure()
-                await self.clock.sleep(outage.failed(error))
+                await self.clock.sleep(outage.record_failure(error))
                 continue
             if self._follower is not asyncio.current_task():
-                # Another has begun since, from elsewhere.
+                # Another follower has begun since, from another position.
                 return
             self.failing_since = None
-            outage.over()
-            if not is_same_history(feed.before, self._at, self.engine.traits):
+            outage.record_success()
+            if not is_same_history(page.before, self._at, self.engine.traits):
                 self._finish(_other_history(self._head))
                 return
-            self._at = _head_of(feed) or self._at
-            self._tail.extend(feed.changes)
-            self._tail_bytes += sum(change.entry.size_bytes for change in feed.changes)
+            self._at = _last_fingerprint(page) or self._at
+            self._tail.extend(page.changes)
+            self._tail_bytes += sum(change.entry.size_bytes for change in page.changes)
             if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
-                self._shorten()
-            if feed.next_after > self._head:
-                self._head = feed.next_after
-                self.ring()
+                self._shorten_tail()
+            if page.next_after > self._head:
+                self._head = page.next_after
+                self.notify()
 
     def _note_failure(self) -> None:
         if self.failing_since is None:
             self.failing_since = self.clock.monotonic()
 
-    def _shorten(self) -> None:
-        """Forget the older half; whoever still needs it reads the log."""
+    def _shorten_tail(self) -> None:
+        """Drop the older half; a watcher that still needs it reads the log."""
         half = (len(self._tail) + 1) // 2
         self._floor = self._tail[half - 1].revision
         self._tail_bytes -= sum(change.entry.size_bytes for change in self._tail[:half])
@@ -177,18 +177,18 @@ class Hub:
 
     def _finish(self, error: LimpetError) -> None:
         self._end = error
-        # Whoever comes later may start to follow again before these have looked.
+        # Set it on the present watches directly: a later one may reset `_end` before they have read it.
         for watch in self._watches:
             watch._end = error
         self._follower = self._follower if isinstance(error, Closed) else None
-        self.ring()
+        self.notify()
 
 
 class Watch:
     """Changes as they happen: an async iterator of events.
 
-    It begins when it is entered with ``async with`` or first asked for an event. Closing the
-    store ends it; `aclose` ends it alone.
+    It begins when it is entered with ``async with`` or when its first event is awaited. Closing
+    the store ends it; `aclose` ends it alone.
 
     Attributes:
         dropped: How many events were dropped, with ``overflow="drop"``.
@@ -204,7 +204,7 @@ class Watch:
         overflow: Literal["resume", "drop"],
     ) -> None:
         if initial and after is not None:
-            raise InvalidValue("a watch starts from a position or with what there is (initial=True), not both")
+            raise InvalidValue("a watch starts after a position or with the existing entries (initial=True), not both")
         if overflow not in ("resume", "drop"):
             raise InvalidValue("overflow is 'resume' or 'drop'")
         if after is not None and (isinstance(after, bool) or not isinstance(after, str | int)):
@@ -216,12 +216,12 @@ class Watch:
         self._initial = initial
         self._overflow = overflow
         self._cursor = 0
-        # The fingerprint of the change that the cursor stands on. While this watch is behind the hub it may be that of
-        # an earlier change; then nothing of the span lies in between.
+        # The fingerprint of the change at the cursor. While this watch is behind the hub it may be that of an earlier
+        # change; then no change of the span lies in between.
         self._at = BEGINNING
         self._prefix = ""
         self._ready: deque[Event] = deque()
-        # Revisions of entries that the initial scan found newer than its starting point.
+        # Revisions of entries that the initial scan found, and that are newer than its starting point.
         self._known: dict[str, int] = {}
         self._scan_from: str | None = None
         self._end: LimpetError | None = None
@@ -262,13 +262,13 @@ class Watch:
     def position(self) -> str | None:
         """Where to resume without missing anything, also if no event has come yet.
 
-        None while an event waits to be taken, whose own position is the one to keep, and before there is any.
+        None before the watch has begun, and while an event waits to be taken: then keep the event's own position.
         """
-        settled = self._state == "following" and not self._ready
-        return self._prefix + self._at if settled else None
+        is_idle = self._state == "following" and not self._ready
+        return self._prefix + self._at if is_idle else None
 
     async def aclose(self) -> None:
-        """End this watch, also for whoever waits in it."""
+        """End this watch, also for a task that waits in it."""
         self._ready.clear()
         self._finish()
 
@@ -276,24 +276,23 @@ class Watch:
         if self._state in ("scanning", "following"):
             self._hub.leave()
             self._hub._watches.discard(self)
-            self._hub.ring()
+            self._hub.notify()
         self._state = "ended"
 
-    def _delivered(self) -> int:
-        """Up to which revision everything was handed out. What there was before has no place in the order."""
-        waits = bool(self._ready) and self._ready[0].position is not None
-        return self._ready[0].revision - 1 if waits else self._cursor
+    def _last_delivered(self) -> int:
+        """The revision up to which all changes were delivered. Entries of the initial scan do not count."""
+        has_change = bool(self._ready) and self._ready[0].position is not None
+        return self._ready[0].revision - 1 if has_change else self._cursor
 
     async def _start(self) -> None:
-        # The position is taken before the scan. The other way round, a change made in
-        # between would be in neither.
+        # Take the position before the scan. The other way round, a change made in between would be in neither.
         status = await self._hub.join()
         self._prefix = position_prefix(status, self._hub.namespace)
         self._state = "following"
         self._hub._watches.add(self)
         try:
-            self._cursor, known = _place_of(self._after, status, self._prefix)
-            self._at = await self._hub.before(self._cursor)
+            self._cursor, known = _find_start(self._after, status, self._prefix)
+            self._at = await self._hub.fingerprint_at(self._cursor)
             if known is not None and not is_same_history(self._at, known, self._hub.engine.traits):
                 raise _other_history(self._cursor)
             self._at = known or self._at
@@ -323,23 +322,24 @@ class Watch:
     async def _follow(self) -> None:
         if self._end is not None:
             raise self._end
-        feed = await self._hub.changes(self._cursor, self._span)
-        if feed is None:
-            await self._hub.news()
+        page = await self._hub.changes(self._cursor, self._span)
+        if page is None:
+            await self._hub.wait()
             return
         if self._state == "ended":  # Closed while the log was being read.
             return
-        # Behind the hub, the log is read from here. In between two changes of the span there is nothing to compare.
-        is_known = feed.before and self._at.startswith(f"{self._cursor}-")
-        if is_known and not is_same_history(feed.before, self._at, self._hub.engine.traits):
+        # The hub compares histories for watches that keep up. A page from the log itself is compared here, unless the
+        # cursor is between two changes of the span, where this watch has seen no change to compare with.
+        is_known = page.before and self._at.startswith(f"{self._cursor}-")
+        if is_known and not is_same_history(page.before, self._at, self._hub.engine.traits):
             raise _other_history(self._cursor)
-        fresh = [change for change in feed.changes if change.revision > self._known.get(change.key, 0)]
+        fresh = [change for change in page.changes if change.revision > self._known.get(change.key, 0)]
         if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
             self.dropped += len(fresh) - DROP_BEYOND
             fresh = fresh[-DROP_BEYOND:]
         self._ready.extend(event_of(change, self._prefix) for change in fresh)
-        self._cursor = feed.next_after
-        self._at = _head_of(feed) or self._at
+        self._cursor = page.next_after
+        self._at = _last_fingerprint(page) or self._at
         if self._known and self._cursor >= max(self._known.values()):
             self._known = {}
 
@@ -348,22 +348,22 @@ _WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")
 
 
 def event_of(change: Change, prefix: str) -> Event:
-    """A change as its watchers see it."""
+    """Make the event of a change."""
     entry = change.entry if change.op in _WITH_VALUE or change.entry.stored is None else change.entry.without_value()
     position = prefix + fingerprint(change)
     return Event(change.op, change.key, entry, change.revision, change.commit, position, change.cause, change.at_ms)
 
 
 def position_prefix(status: Status, namespace: str) -> str:
-    """What all positions of this namespace, in this epoch of this place, start with."""
+    """Make the prefix of all positions of a namespace in this epoch of this storage."""
     return f"{status.store_id}:{namespace}:{status.epoch}:"
 
 
 _FINGERPRINT: Final = re.compile(r"([0-9]{1,19})-([0-9a-f]{1,16})-([0-9a-f]{12})")
 
 
-def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int, str | None]:
-    """The revision to go on after, and the fingerprint that a position has of it."""
+def _find_start(after: str | int | None, status: Status, prefix: str) -> tuple[int, str | None]:
+    """Find the revision to continue after, and the fingerprint that a position has of it."""
     if after is None:
         return status.revision, None
     known = None
@@ -372,7 +372,7 @@ def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int
         if known == after:
             raise Compacted("the position belongs to another store, namespace or epoch")
         if _FINGERPRINT.fullmatch(known) is None:
-            raise Compacted("the position does not name the change that it stands on, so nobody can compare it")
+            raise Compacted("the position does not identify its change, so it cannot be compared with the log")
         after = int(known.partition("-")[0])
     if after < status.floor:
         raise Compacted(f"revision {after} was trimmed, the log starts after {status.floor}", oldest=status.floor)
@@ -382,29 +382,29 @@ def _place_of(after: str | int | None, status: Status, prefix: str) -> tuple[int
 
 
 def is_same_history(found: str, known: str, traits: Traits) -> bool:
-    """Whether a log that has this change at a place is the one in which another reader saw that change there.
+    """Whether the log in which a change was found is the one in which the known change was seen.
 
-    A log that keeps every change has the very same one. Where it keeps the last change of each key, the one that was
-    seen may have been followed by another and be gone; then the one before it has to be older.
+    A log that keeps every change still has the known one. Where the log keeps the last change of each key, the known
+    one may be gone because another followed it; then the one found before its position has to be older.
     """
     if found == known or traits.log == "every":
         return found == known
     revision, at_ms, _ = found.split("-")
     known_revision, known_ms, _ = known.split("-")
-    # Of what another program wrote into a stream, no time is known.
+    # A message that another program wrote into a stream has no time.
     is_older = known_ms == "0" or int(at_ms, 16) <= int(known_ms, 16) + SKEW_MS
     return int(revision) < int(known_revision) and is_older
 
 
 def _other_history(revision: int) -> Compacted:
     return Compacted(
-        f"revision {revision} is another change than the one that was seen, so the position belongs to another history "
-        "of this store, as after a backup was restored"
+        f"revision {revision} is not the change that was seen before, so the position belongs to another history "
+        "of this store, as after a restored backup"
     )
 
 
-def _head_of(feed: LogPage) -> str | None:
-    """The fingerprint of the change at the head of a feed; None where nothing in the feed tells."""
-    if feed.at is not None:
-        return feed.at
-    return fingerprint(feed.changes[-1]) if feed.changes else None
+def _last_fingerprint(page: LogPage) -> str | None:
+    """Get the fingerprint of the change at the end of a page; None when the page does not have it."""
+    if page.at is not None:
+        return page.at
+    return fingerprint(page.changes[-1]) if page.changes else None

@@ -1,15 +1,15 @@
 """Locks: leases with a fencing token.
 
 A lock is an entry in the ``lock`` family of its namespace. Acquiring creates it, and the
-revision that did is the token: greater than every earlier one on that name. Refreshing
-touches it, which moves its revision but not its creation, so the holder's fence holds.
-Because locks live in the namespace they protect, ``fence=lock`` is checked in the very
-commit it guards: a holder that was paused past its time cannot write any more.
+revision of its creation is the token: greater than every earlier one on that name.
+Refreshing touches it, which changes its revision but not that of its creation, so the
+holder's fence holds. Because locks live in the namespace they protect, ``fence=lock`` is
+checked in the very commit it guards: a holder that was paused past its lease cannot write.
 
-Callers of one opened engine that wait for the same lock stand in line: only the first of
-them asks the engine and follows the log, so that a release costs the same however many wait.
+Callers of one opened engine that wait for the same lock queue up: only the first of them
+calls the engine and follows the log, so that a release costs the same however many wait.
 
-Time alone promises nothing. A holder that must be sure passes the fence.
+A lease can end while its holder is paused. A holder that must be sure passes the fence.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ class LockInfo(msgspec.Struct, frozen=True):
 
 
 def lock_info(entry: Entry, now_ms: int) -> LockInfo:
-    """What a lock's entry says, at the engine's time."""
+    """Read the entry of a lock, at the engine's time."""
     assert entry.expires_ms is not None
     remaining = max(0, entry.expires_ms - now_ms) / 1000
     return LockInfo(entry.key, entry.value["holder"], entry.created_revision, remaining)
 
 
 async def end_all(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, however they do.
+    """Cancel tasks and wait until they have ended, with or without an error.
 
-    Once may not be enough: `asyncio.wait_for` loses a cancellation that comes at the moment of its result, before
-    Python 3.12 (python/cpython#86296), and a task that goes round in a loop then goes on.
+    One cancellation may not be enough: before Python 3.12, `asyncio.wait_for` loses a cancellation that comes at the
+    moment of its result (python/cpython#86296), and a task with a loop then goes on.
     """
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
@@ -85,23 +85,24 @@ async def end_all(*tasks: asyncio.Future[Any]) -> None:
         await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
     for task in tasks:
         if not task.cancelled():
-            # Looked at, so that asyncio does not complain of an error that nobody has seen.
+            # Retrieve the error, so that asyncio does not log it as never retrieved.
             task.exception()
 
 
-_leaving: set[asyncio.Future[None]] = set()
+# Requests of cancelled callers that are being undone. asyncio itself keeps only weak references to tasks.
+_cleanups: set[asyncio.Future[None]] = set()
 
 
 class Lock:
-    """A lease on a name. Ownership is this handle, not the task or thread that uses it.
+    """A lease on a name. This handle owns it, not the task or thread that uses the handle.
 
     Use it with ``async with``: it renews itself, and when it is lost the body is cancelled
     and `LockLost` is raised, unless ``cancel=False``.
 
     Attributes:
-        name: What is locked.
-        token: The fencing token of the last holding; None before the first. It stays readable when the
-            lock is released or lost, and then fences nothing: `fence` and `check` refuse.
+        name: The name that is locked.
+        token: The last fencing token; None before the first. It stays readable when the lock
+            is released or lost, and then fences nothing: `fence` and `check` raise.
         lost: Whether the lock was held and then lost.
     """
 
@@ -129,9 +130,9 @@ class Lock:
             self._holder = check_text(holder, "the holder of a lock")
         self._cancel = cancel
         self._is_taken_up = token is not None
-        # Whether this handle has the lock to give back, as far as it knows. The token stays when that is over.
+        # Whether this handle has the lock to release, as far as it knows. The token stays when it is released.
         self._is_held = token is not None
-        # Of a lock that was taken up by its token, nobody knows until it is refreshed.
+        # Unknown for a lock that was taken up by its token, until it is refreshed.
         self._deadline: float | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._body: asyncio.Task[object] | None = None
@@ -155,13 +156,13 @@ class Lock:
         if not self.lost:
             return
         token = self.token or 0
-        # Our own cancellation is taken back, whatever the body made of it; one from elsewhere stays.
-        ours = body is not None and self._cancelled and body.uncancel() <= self._cancelling
-        if kind is None or (ours and issubclass(kind, asyncio.CancelledError)):
+        # Take our own cancellation back, however the body handled it; one from elsewhere stays.
+        is_ours = body is not None and self._cancelled and body.uncancel() <= self._cancelling
+        if kind is None or (is_ours and issubclass(kind, asyncio.CancelledError)):
             raise LockLost(self.name, token=token) from error
 
     async def _release_after(self, kind: type[BaseException] | None) -> None:
-        """Give the lock back after the body. What the body did, or its own error, matters more than how that ends."""
+        """Release the lock after the body. A failure of the release must not hide the result or error of the body."""
         try:
             await self.release()
         except LockExpired:
@@ -179,65 +180,66 @@ class Lock:
     # By hand ------------------------------------------------------------------
 
     async def acquire(self) -> Lock:
-        """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
+        """Take the lock, waiting for it as long as ``wait`` allows. Raises `LockHeld`."""
         if self._is_held and not self.lost:
             raise InvalidValue(f"lock {self.name!r} is held by this very handle already")
-        give_up = self._session.clock.monotonic() + self._wait_s
+        give_up_at = self._session.clock.monotonic() + self._wait_s
         if self._wait_s == 0:
-            return await self._acquire(give_up)
+            return await self._acquire(give_up_at)
         turn = self._session.turns.turn(("lock", self._namespace, self.name))
         try:
             if not turn.join():
-                await self._stand_in_line(turn, give_up)
-            return await self._acquire(give_up)
+                await self._await_turn(turn, give_up_at)
+            return await self._acquire(give_up_at)
         finally:
             turn.leave()
 
-    async def _stand_in_line(self, turn: Turn, give_up: float) -> None:
-        """Wait for the turn to ask, or until waiting is over: then the engine is asked once, to say who holds it."""
-        await self._wait_until(give_up, turn.wait())
+    async def _await_turn(self, turn: Turn, give_up_at: float) -> None:
+        """Wait for the turn, or until ``wait`` is over. The engine is called either way: its refusal has the holder."""
+        await self._wait_until(give_up_at, turn.wait())
         if not turn.is_up:
             turn.leave()
 
-    async def _acquire(self, give_up: float) -> Lock:
+    async def _acquire(self, give_up_at: float) -> Lock:
         clock = self._session.clock
         value = codec.encode({"holder": self._holder})
         refused_ms = None
         while True:
-            asked = clock.monotonic()
-            outcome = await self._ask(Put(self.name, value, self._ttl_ms, family="lock"))
+            started_at = clock.monotonic()
+            outcome = await self._request(Put(self.name, value, self._ttl_ms, family="lock"))
             if isinstance(outcome, Commit):
                 entry = outcome.entries[0]
                 assert entry is not None
                 self.token, self.lost, self._cancelled = entry.created_revision, False, False
                 self._is_held = True
-                self._hold_from(asked)
+                self._set_deadline(started_at)
                 return self
             assert outcome.found is not None
             held = lock_info(outcome.found, outcome.at_ms)
-            left = give_up - clock.monotonic()
-            if left <= 0:
+            left_s = give_up_at - clock.monotonic()
+            if left_s <= 0:
                 raise LockHeld(self.name, holder=held.holder, token=held.token, remaining=held.remaining)
-            # Where time stands still, because the engine's clock was set back, the little that is left stays the same.
+            # While time stands still, because the engine's clock was set back, `remaining` may stay near zero. Pause,
+            # so that the engine is not called without end.
             least_s = RETRY_S if outcome.at_ms == refused_ms else 0.0
             refused_ms = outcome.at_ms
-            await self._await_release(outcome.found.revision, min(left, max(held.remaining, least_s)))
+            await self._await_release(outcome.found.revision, min(left_s, max(held.remaining, least_s)))
 
     async def refresh(self, ttl: float | timedelta | None = None) -> None:
         """Extend the lease from now on. Raises `LockExpired` or `LockNotHeld`."""
         if ttl is not None:
             self._ttl_ms = ttl_to_ms(ttl)
-        token = self._held_token()
-        asked = self._session.clock.monotonic()
+        token = self._require_token()
+        started_at = self._session.clock.monotonic()
         outcome = await self._commit(Guard(self.name, HeldBy(token), "lock"), Touch(self.name, self._ttl_ms, "lock"))
         if isinstance(outcome, Refusal):
             self.lost = True
             raise LockExpired(self.name, token=token)
-        self._hold_from(asked)
+        self._set_deadline(started_at)
 
     async def release(self) -> None:
-        """Give the lock back. Only one's own: raises `LockExpired` or `LockNotHeld`."""
-        token = self._held_token()
+        """Give the lock back. Raises `LockExpired` or `LockNotHeld` when this handle does not hold it."""
+        token = self._require_token()
         await self._stop_renewal()
         outcome = await self._commit(Guard(self.name, HeldBy(token), "lock"), Delete(self.name, family="lock"))
         if isinstance(outcome, Refusal):
@@ -246,7 +248,7 @@ class Lock:
         self._is_held = False
 
     def check(self) -> None:
-        """Raise `LockLost` when the lock is lost, or when its time may be over before anything is heard."""
+        """Raise `LockLost` when the lock is lost, or when its lease may be over by now."""
         if self.token is None or not self._is_held or self._deadline is None:
             raise LockNotHeld(self.name)
         if self.lost or self._session.clock.monotonic() >= self._deadline:
@@ -262,101 +264,103 @@ class Lock:
 
     # Inside -------------------------------------------------------------------
 
-    def _held_token(self) -> int:
+    def _require_token(self) -> int:
+        """Get the token of the held lock, or raise."""
         if self.token is None or not self._is_held:
             raise LockNotHeld(self.name)
         if self.lost:
             raise LockExpired(self.name, token=self.token)
         return self.token
 
-    def _hold_from(self, asked: float) -> None:
-        # Counted from before the request: what the answer took has eaten from the lease. The
-        # margin covers what lies between looking at this and acting on it.
+    def _set_deadline(self, started_at: float) -> None:
+        # Count from before the request, because the lease may have begun then. The margin covers the time between
+        # reading the deadline and acting on it.
         ttl_s = self._ttl_ms / 1000
-        self._deadline = asked + ttl_s - min(max(0.5, ttl_s / 10), ttl_s / 4)
+        self._deadline = started_at + ttl_s - min(max(0.5, ttl_s / 10), ttl_s / 4)
 
     async def _commit(self, guard: Guard, write: Write) -> Commit | Refusal:
         return await self._session.commit(self._namespace, Batch((guard,), (write,)))
 
-    async def _ask(self, write: Put) -> Commit | Refusal:
-        """Ask for the lock. Whoever is cancelled meanwhile may be granted it all the same, and gives it back."""
-        asking = asyncio.ensure_future(self._commit(Guard(self.name, ABSENT, "lock"), write))
+    async def _request(self, write: Put) -> Commit | Refusal:
+        """Request the lock. A caller that is cancelled meanwhile may still be granted it, and then releases it."""
+        request = asyncio.ensure_future(self._commit(Guard(self.name, ABSENT, "lock"), write))
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(request)
         except asyncio.CancelledError:
-            leaving = asyncio.ensure_future(self._give_back(asking))
-            _leaving.add(leaving)
-            leaving.add_done_callback(_leaving.discard)
-            # Shielded, so that being cancelled again leaves nothing behind either.
-            await asyncio.shield(leaving)
+            cleanup = asyncio.ensure_future(self._undo_request(request))
+            _cleanups.add(cleanup)
+            cleanup.add_done_callback(_cleanups.discard)
+            # Shielded, so that a second cancellation does not leave the lock held either.
+            await asyncio.shield(cleanup)
             raise
 
-    async def _give_back(self, asking: asyncio.Future[Commit | Refusal]) -> None:
+    async def _undo_request(self, request: asyncio.Future[Commit | Refusal]) -> None:
         try:
-            outcome = await asking
+            outcome = await request
             if isinstance(outcome, Commit):
                 await self._commit(Guard(self.name, HeldBy(outcome.revision), "lock"), Delete(self.name, family="lock"))
         except Exception as error:
             self._warn("may have been granted to a cancelled caller, and then ends when its time is over", error)
 
     async def _await_release(self, revision: int, longest_s: float) -> None:
-        """Wait until the log tells of a release, or until the holder's time is over."""
+        """Wait until the log has a release, or until the holder's lease is over."""
         until = self._session.clock.monotonic() + min(longest_s, WAIT_TURN_S)
         try:
-            await self._wait_until(until, self._released(revision))
+            await self._wait_until(until, self._follow_release(revision))
         except Closed:
             raise
         except LimpetError:
-            # The log cannot be followed just now. Asking again at once would keep the engine busy for nothing.
+            # The log cannot be followed now. Pause, because calling again at once would only load the engine.
             await self._session.clock.sleep(min(longest_s, RETRY_S))
 
     async def _wait_until(self, until: float, work: Coroutine[Any, Any, None]) -> bool:
-        """Wait for something, but not for longer. False when it was not done by then, and was cancelled."""
+        """Run work until a deadline of the session's clock. False when it was not done by then, and was cancelled."""
         if until == math.inf:
             await work
             return True
         clock = self._session.clock
-        doing = asyncio.ensure_future(work)
-        over: asyncio.Future[None] | None = None
+        task = asyncio.ensure_future(work)
+        timer: asyncio.Future[None] | None = None
         try:
-            while not doing.done() and (left_s := until - clock.monotonic()) > 0:
-                over = asyncio.ensure_future(clock.sleep(left_s))
-                await asyncio.wait((doing, over), return_when=asyncio.FIRST_COMPLETED)
-            is_done = doing.done()
+            while not task.done() and (left_s := until - clock.monotonic()) > 0:
+                timer = asyncio.ensure_future(clock.sleep(left_s))
+                await asyncio.wait((task, timer), return_when=asyncio.FIRST_COMPLETED)
+            is_done = task.done()
         finally:
-            await end_all(*([doing] if over is None else [doing, over]))
+            await end_all(*([task] if timer is None else [task, timer]))
         if is_done:
-            doing.result()
+            task.result()
         return is_done
 
-    async def _released(self, revision: int) -> None:
+    async def _follow_release(self, revision: int) -> None:
+        """Follow the log until the lock is released."""
         hub = self._session.hub(self._namespace)
         status = await hub.join()
         after = max(revision, status.floor)
         try:
             while True:
-                feed = await hub.changes(after, None)
-                if feed is None:
-                    await hub.news()
+                page = await hub.changes(after, None)
+                if page is None:
+                    await hub.wait()
                     continue
                 if any(
                     change.family == "lock" and change.key == self.name and change.after is None
-                    for change in feed.changes
+                    for change in page.changes
                 ):
                     return
-                after = feed.next_after
+                after = page.next_after
         finally:
             hub.leave()
 
     async def _renew(self) -> None:
-        """Renew the lease until that fails for good, and then count the lock as lost, whatever the reason was."""
+        """Renew the lease until that fails for good. Then the lock counts as lost, whatever the reason."""
         try:
             await self._renew_until_it_fails()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # Nobody has cancelled this task: it is a failure of what it waited for.
+            # This task was not cancelled; the work that it awaited was. That is a failure like any other.
             self._lose(error)
         except Exception as error:
             self._lose(error)
@@ -368,7 +372,7 @@ class Lock:
             assert self._deadline is not None
             await clock.sleep(min(pause_s, max(0.0, self._deadline - clock.monotonic())))
             now = clock.monotonic()
-            # An answer that does not come in time is a loss. A process that was paused is late, and tries once more.
+            # A reply that does not come in time is a loss. A process that was paused past the deadline tries once more.
             until = self._deadline if now < self._deadline else now + self._ttl_ms / 3000
             try:
                 if not await self._wait_until(until, self.refresh()):
@@ -388,7 +392,7 @@ class Lock:
             self._body.cancel()
 
     def _warn(self, what: str, error: BaseException) -> None:
-        # The kind of error alone: the words of a driver may hold a value.
+        # The type of the error alone: the message of a driver may hold a value.
         log.warning("lock %r (token %s) %s: %s", self.name, self.token, what, type(error).__name__)
 
     async def _stop_renewal(self) -> None:

@@ -1,4 +1,4 @@
-"""Opening an engine by its URL, with encryption in front of it where there are keys, and the session around it."""
+"""Opening a session: the engine of a URL, with encryption in front of it where there are keys."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["encrypt_engine", "find_keyring", "open_engine", "open_session"]
 
 
 async def open_engine(url: str, clock: Clock, *, encryption: Keyring | None = None) -> Engine:
-    """Open the engine that a URL names, with encryption in front of it where there are keys for it."""
+    """Open the engine of a URL, with encryption in front of it where there are keys for it."""
     address = Address.parse(url)
-    # Look for the keys first: a store without its keys is refused before anything is opened.
+    # Find the keys first: a store without its keys is refused before anything is opened.
     keyring = find_keyring(encryption, address.options.get("encryption"))
     if keyring is not None and address.scheme in ("http", "https"):
         raise InvalidValue(
@@ -34,10 +34,10 @@ async def open_engine(url: str, clock: Clock, *, encryption: Keyring | None = No
 
 
 def find_keyring(given: Keyring | None, option: str | None) -> Keyring | None:
-    """The keyring of a store: the one given, the one its URL names, or that of the environment; None for no encryption.
+    """Find the keyring of a store: the given one, that of its URL or of the environment; None for no encryption.
 
     ``option`` is the URL's ``encryption``: ``env:NAME``, ``file:PATH`` or ``off``. Only a store with keys loads the
-    package that encrypts.
+    encryption package.
     """
     if given is None and (option == "off" or (option is None and not os.environ.get(KEYS_VARIABLE))):
         return None
@@ -55,7 +55,7 @@ def find_keyring(given: Keyring | None, option: str | None) -> Keyring | None:
     if kind == "file" and name:
         return Keyring.from_file(name)
     raise InvalidValue(
-        "the option encryption of a URL says where the keys are: env:NAME, file:PATH, or off. "
+        "the option encryption of a URL names where the keys are: env:NAME, file:PATH, or off. "
         "A URL holds no key itself, because URLs are shown, logged and passed on"
     )
 
@@ -83,12 +83,12 @@ async def open_session(
     if window is not None:
         check_window(window)
     clock = clock or SystemClock()
-    place = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
-    engine = await open_engine(place, clock, encryption=encryption)
+    chosen = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
+    engine = await open_engine(chosen, clock, encryption=encryption)
     return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
 
 
 def _is_clock(clock: object) -> bool:
-    """Whether this tells time; a class of clocks does not."""
+    """Whether this is a clock, and not a class of clocks."""
     verbs = ("now_ms", "monotonic", "sleep")
     return not isinstance(clock, type) and all(callable(getattr(clock, verb, None)) for verb in verbs)

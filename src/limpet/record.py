@@ -25,7 +25,7 @@ class Record:
         self.key = check_key(key)
 
     async def entry(self) -> Entry | None:
-        """The record with its version, revision and times; None when there is none."""
+        """The record with its version, revision and times; None when it does not exist."""
         entry = await self._store.entry(self.key)
         if entry is not None and entry.kind != "record":
             raise TypeMismatch(self.key, expected="a record", found="a plain value")
@@ -68,7 +68,7 @@ class Record:
         request_id: str | None = None,
         **more: object,
     ) -> Entry:
-        """Write and clear single fields. The record is made when there is none, unless ``if_exists``."""
+        """Write and clear single fields. A missing record is created, unless ``if_exists``."""
         draft = self._draft(fence, request_id).set(
             self.key, {**as_fields(fields), **more}, unset=unset, if_exists=if_exists
         )
@@ -88,16 +88,16 @@ class Record:
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
     ) -> bool:
-        """Write a field, and others with it, if it holds what is expected. Of all who try, one wins."""
+        """Write a field, and others with it, if it holds the expected value. Of all callers that try, one wins."""
         draft = self._draft(fence, request_id).swap(self.key, name, expected, new, set=set, ttl=ttl)._make_brief()
         outcome = await draft._attempt()
         if not isinstance(outcome, Refusal):
             return True
-        lost = outcome.guard is not None and isinstance(outcome.guard.condition, FieldEquals)
-        # Of a brief batch only records come without their value, and so without their kind.
-        if lost and (outcome.found is None or outcome.found.kind in ("record", None)):
+        is_different = outcome.guard is not None and isinstance(outcome.guard.condition, FieldEquals)
+        # A brief batch returns records without their value, and so without their kind; other values have theirs.
+        if is_different and (outcome.found is None or outcome.found.kind in ("record", None)):
             return False
-        if lost:
+        if is_different:
             raise TypeMismatch(self.key, expected="a record", found="a plain value")
         raise draft._error_of(outcome)
 
@@ -119,7 +119,7 @@ class Record:
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
     ) -> bool:
-        """End the record. False when there was none."""
+        """End the record. False when it did not exist."""
         return await self._store.delete(self.key, expect=expect, fence=fence, request_id=request_id)
 
     def _draft(self, fence: Fencing | Fence | None, request_id: str | None) -> Draft:

@@ -1,4 +1,4 @@
-"""Request ids: names of writes, unique over processes, so that a write can be sent again and applied once."""
+"""Request ids: names of writes, unique across processes, so that a write can be sent again and applied once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import re
 from typing import Final
 
-__all__ = ["is_made_here", "new_request_id"]
+__all__ = ["is_generated", "new_request_id"]
 
 
 class _RequestIds:
-    """Ids that are unique over processes, at the price of a counter."""
+    """Makes ids that are unique across processes: a random prefix for each process, then a counter."""
 
     def __init__(self) -> None:
         self.renew()
@@ -23,14 +23,14 @@ class _RequestIds:
 
 _request_ids = _RequestIds()
 os.register_at_fork(after_in_child=_request_ids.renew)
-_MADE_HERE: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+(?:\.[0-9]+)?\Z")
+_GENERATED: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+(?:\.[0-9]+)?\Z")
 
 
 def new_request_id() -> str:
-    """A new request id, unique over processes."""
+    """Make a new request id, unique across processes."""
     return f"{_request_ids.prefix}-{next(_request_ids.numbers):x}"
 
 
-def is_made_here(request_id: str) -> bool:
-    """Whether an id looks like one that was made for a write that was given none."""
-    return _MADE_HERE.match(request_id) is not None
+def is_generated(request_id: str) -> bool:
+    """Whether an id has the form of those that are made for writes without an id of their caller."""
+    return _GENERATED.match(request_id) is not None

@@ -1,9 +1,9 @@
 """One opened engine, and what the stores of its namespaces share.
 
-A session holds the engine and the clock, runs the sweeper, and retries what will pass. It keeps
-a hub for each namespace that is watched, and the turns of callers that want the same lock or
-update the same key. A write whose outcome is unknown is sent again under the same request id, so
-that the engine answers with the first result if there was one.
+A session holds the engine and the clock, runs the sweeper, and retries transient failures. It
+keeps a hub for each namespace that is watched, and the turns of callers that want the same lock
+or update the same key. A write whose outcome is unknown is sent again under the same request id,
+so that the engine returns the first result if there was one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from limpet.errors import Ambiguous, Closed, TransientError
 from limpet.hub import Hub
 from limpet.keys import VALUE_BYTES_MAX
 from limpet.model import Batch, Commit, Entry, Family, Refusal, Window
-from limpet.retry import ATTEMPTS, pause_s, retrying
+from limpet.retry import ATTEMPTS, pause_s, retry
 from limpet.sweep import Sweeper
 from limpet.turns import Turns
 
@@ -41,19 +41,19 @@ class Session:
         self.sweeper = Sweeper(engine, clock, window or Window())
         self.turns = Turns()
         self._ended = threading.Event()
-        # What works on behalf of this session beside the sweeper and the hubs. It ends with the session.
+        # Background tasks beside the sweeper and the hubs. They end with the session.
         self.background: set[asyncio.Task[None]] = set()
         self._hubs: dict[str, Hub] = {}
         self._followed: Engine | None = None
 
-    def limited(self, value_bytes_max: int) -> Session:
-        """The same session under a limit of its own for values. Closing one closes both."""
+    def with_value_limit(self, value_bytes_max: int) -> Session:
+        """Copy the session with another limit for values. Closing one closes both."""
         twin = copy.copy(self)
         twin.value_bytes_max = value_bytes_max
         return twin
 
-    def through(self, engine: Engine) -> Session:
-        """The same session with another engine in front. Both share their hubs, which follow the engine behind."""
+    def with_engine(self, engine: Engine) -> Session:
+        """Copy the session with another engine in front. Both share their hubs, which follow the first engine."""
         twin = copy.copy(self)
         twin.engine = engine
         twin._followed = self._followed or self.engine
@@ -65,7 +65,7 @@ class Session:
         return self._ended.is_set()
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
-        """Commit a batch, settling an unknown outcome by asking again under the same request id."""
+        """Commit a batch. After an unknown outcome, send it again under the same request id."""
         unknown: Ambiguous | None = None
         attempt = 1
         while True:
@@ -73,7 +73,7 @@ class Session:
                 return await self.engine.commit(namespace, batch)
             except Ambiguous as error:
                 unknown = error
-                since = _earliest(batch.retry_since, error.since)
+                since = error.since if batch.retry_since is None else min(batch.retry_since, error.since)
                 batch = msgspec.structs.replace(batch, request_id=error.request_id, retry_since=since)
             except TransientError:
                 if attempt == ATTEMPTS and unknown is None:
@@ -85,7 +85,7 @@ class Session:
             attempt += 1
 
     async def read(self, namespace: str, key: str, *, family: Family = "data") -> Entry | None:
-        """Read one entry, again where that can help."""
+        """Read one entry, with retries."""
         try:
             return (await self.engine.read(namespace, (key,), family=family))[0]
         except TransientError:
@@ -94,23 +94,23 @@ class Session:
     async def read_again(self, namespace: str, key: str, *, family: Family = "data") -> Entry | None:
         """Read one entry after a first attempt failed."""
         await self.clock.sleep(pause_s(1))
-        again = retrying(self.clock, lambda: self.engine.read(namespace, (key,), family=family), attempt=2)
-        return (await again)[0]
+        entries = await retry(self.clock, lambda: self.engine.read(namespace, (key,), family=family), attempt=2)
+        return entries[0]
 
-    async def retrying(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that changes nothing, again where that can help."""
-        return await retrying(self.clock, call)
+    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run a call that changes nothing, and run it again after transient errors."""
+        return await retry(self.clock, call)
 
     def hub(self, namespace: str) -> Hub:
-        """The hub of a namespace."""
+        """Get the hub of a namespace."""
         self.check_open()
         found = self._hubs.get(namespace)
         if found is None:
             found = self._hubs[namespace] = Hub(self._followed or self.engine, namespace, self.clock)
         return found
 
-    def watched(self) -> dict[str, list[int]]:
-        """The namespaces that are watched, and how many revisions each of their watches is behind."""
+    def watch_lags(self) -> dict[str, list[int]]:
+        """Count, for each watched namespace, how many revisions each of its watches is behind."""
         return {name: lags for name, hub in self._hubs.items() if (lags := hub.lags())}
 
     def check_open(self) -> None:
@@ -119,13 +119,13 @@ class Session:
             raise Closed
 
     def forget_loop(self) -> None:
-        """Drop what lived on an event loop that is no more, as in a child after a fork."""
+        """Drop everything that lived on an event loop that is gone, as in a child after a fork."""
         self._hubs.clear()
         self.background.clear()
         self.sweeper.forget_loop()
 
     async def close(self) -> None:
-        """End watches and background work, then let go of the engine. Safe to call twice."""
+        """End watches and background work, then close the engine. Safe to call twice."""
         if self.closed:
             return
         self._ended.set()
@@ -137,7 +137,3 @@ class Session:
         for hub in self._hubs.values():
             await hub.close()
         await self.engine.close()
-
-
-def _earliest(known: int | None, since: int) -> int:
-    return since if known is None else min(known, since)

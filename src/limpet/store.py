@@ -1,14 +1,13 @@
 """The store: one namespace of an opened engine, and every verb on it.
 
-Each verb drafts a batch or asks the engine, waits for nothing but the engine and the
-clock, and returns. What a write does is decided in `limpet.transition`.
+Each verb drafts a batch or calls the engine, waits for nothing but the engine and the
+clock, and returns. `limpet.transition` decides what a write does.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -31,12 +30,11 @@ from limpet.keys import (
     Span,
     check_key,
     check_namespace,
-    fit,
     key_span,
     pattern_span,
     prefix_span,
 )
-from limpet.lock import Lock, LockInfo, lock_info
+from limpet.lock import Lock, LockInfo
 from limpet.model import (
     ABSENT,
     ANY,
@@ -49,6 +47,7 @@ from limpet.model import (
     Filter,
     LogPage,
     Resealed,
+    ScanPage,
     Seals,
     Sentinel,
     Status,
@@ -56,8 +55,9 @@ from limpet.model import (
     Window,
 )
 from limpet.opening import open_session
+from limpet.pages import SCAN_PAGE, lock_page, span_after
 from limpet.record import Record
-from limpet.request_ids import is_made_here
+from limpet.request_ids import is_generated
 from limpet.retry import jitter_s
 from limpet.session import Session
 from limpet.transition import read_receipt
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
 
-SCAN_PAGE: Final = 500
 FIRST_READ: Final = 8
 UPDATE_ATTEMPTS: Final = 256
 UPDATE_TURN_S: Final = 2.0
@@ -94,11 +93,11 @@ class Store:
     def __init__(self, session: Session, name: str) -> None:
         self.name = check_namespace(name)
         self._session = session
-        session.sweeper.watch_over(name)
+        session.sweeper.add_namespace(name)
 
     @property
     def traits(self) -> Traits:
-        """What this engine promises where engines differ."""
+        """The properties in which engines differ."""
         return self._session.engine.traits
 
     def namespace(self, name: str) -> Store:
@@ -108,8 +107,8 @@ class Store:
     # Reading ------------------------------------------------------------------
 
     async def get(self, key: str, default: Any = None) -> Any:
-        """The value under a key, or the default when there is none."""
-        # Straight to the engine: the most used verb goes through one coroutine less.
+        """The value under a key, or the default when the key is absent."""
+        # Straight to the engine: the most used verb saves one coroutine.
         try:
             (entry,) = await self._session.engine.read(self.name, (check_key(key),))
         except TransientError:
@@ -117,7 +116,7 @@ class Store:
         return default if entry is None or entry.stored is None else decode(entry.stored)
 
     async def entry(self, key: str) -> Entry | None:
-        """The value with its version, revision, times and meta; None when there is none."""
+        """The value with its version, revision, times and meta; None when the key is absent."""
         return await self._session.read(self.name, check_key(key))
 
     async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
@@ -125,11 +124,11 @@ class Store:
         if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
             raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} keys")
         found: list[str] = []
-        span: Span | None = _span_after(prefix_span(prefix), after)
+        span: Span | None = span_after(prefix_span(prefix), after)
         while span is not None and len(found) < limit:
-            part = await self._slice(span, values=False, limit=limit - len(found))
-            found += [entry.key for entry in part.entries]
-            span = None if part.cursor is None else _span_after(span, part.cursor)
+            page = await self._scan_page(span, values=False, limit=limit - len(found))
+            found += [entry.key for entry in page.entries]
+            span = None if page.cursor is None else span_after(span, page.cursor)
         return Page(found, span is not None, found[-1] if span is not None else None)
 
     async def scan(
@@ -140,9 +139,9 @@ class Store:
             raise InvalidValue("a scan is limited to one entry or more")
         if where is not None:
             check_filter(where)
-        span: Span | None = _span_after(prefix_span(prefix), after)
+        span: Span | None = span_after(prefix_span(prefix), after)
         left = limit
-        found = None if where is None or span is None else await self._found_by_index(span, where)
+        found = None if where is None or span is None else await self._search_index(span, where)
         if found is not None:
             async for entry in found:
                 if left == 0:
@@ -151,27 +150,27 @@ class Store:
                 left = None if left is None else left - 1
             return
         while span is not None and left != 0:
-            part = await self._slice(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
-            for entry in part.entries:
+            page = await self._scan_page(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
+            for entry in page.entries:
                 yield entry
-            left = None if left is None else left - len(part.entries)
-            span = None if part.cursor is None else _span_after(span, part.cursor)
+            left = None if left is None else left - len(page.entries)
+            span = None if page.cursor is None else span_after(span, page.cursor)
 
-    async def _found_by_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
-        """The entries that match, if there is an index that finds them."""
-        engine, wanted = self._indexing, make_probes(where)
-        if not wanted or engine is None:
+    async def _search_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
+        """Find the entries that match by an index; None when no index can."""
+        engine, probes = self._indexing, make_probes(where)
+        if not probes or engine is None:
             return None
-        keys = await self._session.retrying(lambda: engine.candidates(self.name, span, wanted))
-        return None if keys is None else self._matching(sorted({*keys}), where)
+        keys = await self._session.retry(lambda: engine.candidates(self.name, span, probes))
+        return None if keys is None else self._read_matching(sorted({*keys}), where)
 
-    async def _matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
+    async def _read_matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
         engine = self._session.engine
-        # A read ends at no number of bytes, so that how many keys it has follows from what those before it held.
+        # A read by keys has no limit in bytes, so the number of keys follows from the size of the values before.
         first, count = 0, FIRST_READ
         while first < len(keys):
-            page = keys[first : first + count]
-            found = await self._session.retrying(functools.partial(engine.read, self.name, page))
+            some = keys[first : first + count]
+            found = await self._session.retry(functools.partial(engine.read, self.name, some))
             for entry in found:
                 if entry is not None and entry.stored is not None and where.matches(entry.stored):
                     yield entry
@@ -182,8 +181,8 @@ class Store:
     async def index(self, field: str) -> bool:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
 
-        It serves equality with numbers, strings and bytes, and the order of numbers. It costs its part of every
-        write, and changes no answer. False on an engine that keeps none.
+        It serves equality with numbers, strings and bytes, and the order of numbers. It makes every write a little
+        slower, and changes no result. False on an engine without indexes.
         """
         engine, field = self._indexing, check_field(field)
         if engine is None:
@@ -192,7 +191,7 @@ class Store:
         return True
 
     async def unindex(self, field: str) -> None:
-        """Keep an index no more."""
+        """Drop the index of a field."""
         engine, field = self._indexing, check_field(field)
         if engine is not None:
             await engine.unindex(self.name, field)
@@ -212,15 +211,15 @@ class Store:
     # Encryption ---------------------------------------------------------------
 
     async def reseal(self, *, after: str | None = None, limit: int | None = None) -> Resealed:
-        """Encrypt with the current key what older keys have encrypted, or what is not encrypted yet.
+        """Encrypt with the current key the entries that older keys have encrypted, or that are not encrypted yet.
 
-        That is the data, then the audit trail of the namespace, then what can be recovered of what expired.
-        No write of others is lost, and whoever is interrupted may start again. Each entry is put back as it is, so its
+        First the data, then the audit trail of the namespace, then the recoverable copies of expired entries. No
+        concurrent write is lost, and an interrupted call may be repeated. Each entry is put back as it is, so its
         version grows by one, and the cause of the change starts with ``limpet-reseal-``.
 
         Args:
-            after: Go on here: the cursor of an earlier call.
-            limit: Look at this many entries at most; None for all.
+            after: Go on after the cursor of an earlier call.
+            limit: Examine this many entries at most; None for all.
         """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidValue("encrypting anew is limited to one entry or more")
@@ -231,17 +230,17 @@ class Store:
         engine, cursor = self._sealing, after
         looked_at = resealed = 0
         while limit is None or looked_at < limit:
-            page = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - looked_at)
-            part = await self._session.retrying(functools.partial(engine.reseal, self.name, after=cursor, limit=page))
-            looked_at, resealed, cursor = looked_at + part.looked_at, resealed + part.resealed, part.cursor
+            count = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - looked_at)
+            step = await self._session.retry(functools.partial(engine.reseal, self.name, after=cursor, limit=count))
+            looked_at, resealed, cursor = looked_at + step.looked_at, resealed + step.resealed, step.cursor
             if cursor is None:
                 break
         return Resealed(looked_at, resealed, cursor)
 
     async def seals(self) -> list[Seals]:
-        """How many entries, and how many changes in the log, are encrypted with which key."""
+        """How many entries, and how many changes in the log, each key has encrypted."""
         engine = self._sealing
-        return await self._session.retrying(lambda: engine.seals(self.name))
+        return await self._session.retry(lambda: engine.seals(self.name))
 
     @property
     def _sealing(self) -> Sealing:
@@ -251,11 +250,9 @@ class Store:
             raise InvalidValue("this store is not encrypted: open it with encryption=limpet.Keyring(…)")
         return engine
 
-    async def _slice(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> Any:
+    async def _scan_page(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> ScanPage:
         engine = self._session.engine
-        return await self._session.retrying(
-            lambda: engine.scan(self.name, span, where=where, values=values, limit=limit)
-        )
+        return await self._session.retry(lambda: engine.scan(self.name, span, where=where, values=values, limit=limit))
 
     # Writing ------------------------------------------------------------------
 
@@ -288,7 +285,7 @@ class Store:
         if expect is ANY and fence is None and request_id is None:
             batch = plain_put(key, value, ttl, meta, self._session.value_bytes_max)
             commit = await self._session.commit(self.name, batch)
-            assert isinstance(commit, Commit), "there is nothing to refuse it by"
+            assert isinstance(commit, Commit), "a put without a guard is never refused"
             return _only(commit)
         draft = self._draft(key, expect, fence, request_id).put(key, value, ttl=ttl, meta=meta)
         return _only(await draft.commit())
@@ -315,14 +312,14 @@ class Store:
         fence: Fencing | Fence | None = None,
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Entry | None:
-        """Change a value by a function of the value found (None when there is none).
+        """Change a value by a function of the value found (None when the key is absent).
 
         The function, plain or async, runs again only when another writer wrote in between. Tasks and threads
         that update the same key through one opened store take turns, in the order they came. A function that
         runs for longer than two seconds while others wait may lose its turn to others, and then runs again.
 
-        Returning ABSENT deletes the key; then the answer is None. Returning UNCHANGED writes nothing and checks
-        no fence; then the answer is the entry found, or None.
+        When the function returns ABSENT, the key is deleted and the result is None. When it returns UNCHANGED,
+        nothing is written, no fence is checked, and the result is the entry found, or None.
 
         Raises:
             Contention: Other processes kept writing in between.
@@ -342,7 +339,7 @@ class Store:
                     value = await value
                 if value is UNCHANGED:
                     return found
-                asked = clock.monotonic()
+                started_at = clock.monotonic()
                 try:
                     if value is not ABSENT:
                         return await self.put(key, value, ttl=ttl, expect=found, fence=fence, meta=meta)
@@ -351,9 +348,9 @@ class Store:
                     return None
                 except Conflict as conflict:
                     found = conflict.current
-                # Another process writes this key as well. About a round trip at first, so that few attempts are in
-                # vain, and less on each further one, so that who has tried for long is ahead of who has just come.
-                await clock.sleep(2 * jitter_s(clock.monotonic() - asked) / attempt)
+                # Another process writes this key as well. Wait about a round trip at first, so that few attempts are
+                # in vain, and less after each further one, so that a caller that has tried for long gets ahead.
+                await clock.sleep(2 * jitter_s(clock.monotonic() - started_at) / attempt)
             raise Contention(key, attempts=UPDATE_ATTEMPTS)
         finally:
             turn.leave()
@@ -382,7 +379,7 @@ class Store:
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
     ) -> bool:
-        """End a key. False when there was none."""
+        """End a key. False when it did not exist."""
         commit = await self._draft(key, expect, fence, request_id).delete(key).commit()
         return commit.ended[0] is not None
 
@@ -395,7 +392,7 @@ class Store:
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
     ) -> Any:
-        """Get and delete in one step: of all who try, one gets the value."""
+        """Get and delete in one step: of all callers that try, one gets the value."""
         commit = await self._draft(key, expect, fence, request_id).take(key).commit()
         ended = commit.ended[0]
         return default if ended is None else ended.value
@@ -433,24 +430,24 @@ class Store:
         return Record(self, key)
 
     async def outcome(self, request_id: str) -> Commit | None:
-        """What became of a request: its commit, or None when it was not applied.
+        """The result of a request: its commit, or None when it was not applied.
 
-        Of a request that was given an id, the entries that a put left come without their values,
-        which the caller has. The id of an `Ambiguous` write that was given none is looked for in the log.
+        For a request with an id of the caller, entries of puts come without their values, which the
+        caller has. The generated id of an `Ambiguous` write is searched in the log.
         """
         found = await self._session.read(self.name, check_key(request_id), family="receipt")
         if found is not None:
             return msgspec.structs.replace(read_receipt(found).commit, replayed=True)
-        return await self._outcome_in_log(request_id) if is_made_here(request_id) else None
+        return await self._search_log(request_id) if is_generated(request_id) else None
 
-    async def _outcome_in_log(self, request_id: str) -> Commit | None:
+    async def _search_log(self, request_id: str) -> Commit | None:
         status = await self.status()
         after = status.floor
         caused: list[Change] = []
         while after < status.revision and not caused:
-            feed = await self._feed(after)
-            caused = [change for change in feed.changes if change.cause == request_id]
-            after = feed.next_after
+            page = await self._log_page(after)
+            caused = [change for change in page.changes if change.cause == request_id]
+            after = page.next_after
         if not caused:
             return None
         entries = tuple(change.after for change in caused)
@@ -472,12 +469,12 @@ class Store:
         """A lease on a name, to be used with ``async with``.
 
         Args:
-            name: What to lock. Locks and keys never collide.
+            name: The name to lock. Locks and keys never collide.
             ttl: How long the lease lasts without being renewed.
             wait: How many seconds to wait for it; 0 raises `LockHeld` at once.
-            holder: Who is shown as its holder; the host and process when not given.
+            holder: The name shown as its holder; the host and process when not given.
             cancel: Whether losing the lock cancels the body.
-            token: Takes up a lock that another handle acquired under this token, to refresh or release it.
+            token: Take up a lock that another handle acquired under this token, to refresh or release it.
         """
         return Lock(self._session, self.name, name, ttl=ttl, wait=wait, holder=holder, cancel=cancel, token=token)
 
@@ -493,10 +490,10 @@ class Store:
         """A candidate to lead, to be used with ``async with``.
 
         Args:
-            name: What to lead. The lead is the lock of this name.
-            ttl: How long the others wait for a leader that is not heard of.
+            name: The name of the election. The lead is the lock of this name.
+            ttl: How long the others wait for a leader that stops renewing.
             wait: How many seconds to wait for the lead, then `LockHeld` is raised; None for as long as it takes.
-            candidate: Who is shown as the leader; the host and process when not given.
+            candidate: The name shown as the leader; the host and process when not given.
             cancel: Whether losing the lead cancels the body.
         """
         return Election(self._session, self.name, name, ttl=ttl, wait=wait, candidate=candidate, cancel=cancel)
@@ -519,10 +516,10 @@ class Store:
         """Changes as they happen, in revision order.
 
         Args:
-            pattern: ``*`` for all keys, ``config/*`` for what starts so, otherwise one exact key.
+            pattern: ``*`` for all keys, ``config/*`` for all that start with ``config/``, otherwise one exact key.
             after: Resume after this position of an event, or after this revision.
-            initial: Deliver what there is first, then one `Synced`, then changes.
-            overflow: ``drop`` skips and counts what a slow watcher cannot take; the default never skips.
+            initial: Deliver the existing entries first, then one `Synced`, then changes.
+            overflow: ``drop`` skips and counts events that a slow watcher cannot take; the default never skips.
         """
         return Watch(
             self._session.hub(self.name), pattern_span(pattern), after=after, initial=initial, overflow=overflow
@@ -535,32 +532,32 @@ class Store:
         prefix, after = position_prefix(status, self.name), status.floor
         while after < status.revision:
             try:
-                feed = await self._feed(after, span)
+                page = await self._log_page(after, span)
             except Compacted as gone:
-                # Trimmed while we read: what is left starts later.
+                # Trimmed while we read: the rest starts later.
                 after = gone.oldest if gone.oldest is not None else status.revision
                 continue
-            for change in feed.changes:
+            for change in page.changes:
                 yield event_of(change, prefix)
-            after = feed.next_after
+            after = page.next_after
 
-    async def _feed(self, after: int, span: Span | None = None) -> LogPage:
-        return await self._session.retrying(lambda: self._session.engine.changes(self.name, after, span=span))
+    async def _log_page(self, after: int, span: Span | None = None) -> LogPage:
+        return await self._session.retry(lambda: self._session.engine.changes(self.name, after, span=span))
 
     async def status(self) -> Status:
-        """The namespace at a glance."""
-        return await self._session.retrying(lambda: self._session.engine.status(self.name))
+        """The counters of the namespace: its revision, its entries, its log and its time."""
+        return await self._session.retry(lambda: self._session.engine.status(self.name))
 
     async def sweep(self) -> int:
-        """End what has expired, now. Happens by itself within two seconds."""
+        """End expired entries now. Happens by itself within two seconds."""
         return await self._session.sweeper.sweep(self.name)
 
     async def trim(self) -> int:
-        """Drop what the log need not keep, now. Happens by itself."""
+        """Drop changes that the log need not keep, now. Happens by itself."""
         return await self._session.sweeper.trim(self.name)
 
     async def close(self) -> None:
-        """End watches and background work and let go of the engine."""
+        """End watches and background work and close the engine."""
         await self._session.close()
 
     def _draft(self, key: str, expect: Expectation, fence: Fencing | Fence | None, request_id: str | None) -> Draft:
@@ -579,7 +576,7 @@ async def take_turn(turn: Turn, attempt: int) -> None:
     """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through.
 
     An update inside the function of another one does not wait for a turn at first, because callers that hold one turn
-    and wait for another may wait for each other. It never waits for the turn that it is inside of.
+    and wait for another may wait for each other. It never waits for a turn that it is already inside.
     """
     if is_inside() and (attempt == 1 or is_inside(turn.key)):
         return
@@ -588,70 +585,10 @@ async def take_turn(turn: Turn, attempt: int) -> None:
         await turn.wait()
 
 
-async def lock_page(
-    store: Store, prefix: str, *, after: str | None = None, limit: int | None = None
-) -> tuple[list[LockInfo], bool]:
-    """Locks that are held now, in the order of their names, and whether there are more."""
-    engine, status = store._session.engine, await store.status()
-    span: Span | None = _span_after(prefix_span(prefix), after)
-    found: list[LockInfo] = []
-    while span is not None and (limit is None or len(found) < limit):
-        count = SCAN_PAGE if limit is None else min(SCAN_PAGE, limit - len(found))
-        scan = functools.partial(engine.scan, store.name, span, family="lock", limit=count)
-        part = await store._session.retrying(scan)
-        found += [lock_info(entry, status.now_ms) for entry in part.entries]
-        span = None if part.cursor is None else _span_after(span, part.cursor)
-    return found, span is not None
-
-
-async def latest_changes(store: Store, key: str, *, limit: int, before: int | None = None) -> tuple[list[Event], bool]:
-    """The latest changes of a key, those before a revision if one is given, and whether there may be older ones.
-
-    They come oldest first, and end after `PAGE_BYTES`. A log is read forwards only, so it is read backwards in steps:
-    the first is of a few revisions, and each later one four times as long.
-    """
-    span, status = key_span(key), await store.status()
-    prefix, floor = position_prefix(status, store.name), status.floor
-    stop, step = status.revision if before is None else min(before - 1, status.revision), 4
-    found: deque[Change] = deque()
-    size_bytes, has_more = 0, False
-    while stop > floor and len(found) <= limit and size_bytes <= PAGE_BYTES:
-        part: deque[Change] = deque()
-        after = start = max(floor, stop - step)
-        while after < stop:
-            try:
-                feed = await store._feed(after, span)
-            except Compacted as gone:
-                after = floor = start = stop if gone.oldest is None else gone.oldest
-                continue
-            part.extend(change for change in feed.changes if change.revision <= stop)
-            after = feed.next_after
-            has_more |= _drop_oldest(part, limit - len(found) + 1)
-        found.extendleft(reversed(part))
-        size_bytes = sum(change.entry.size_bytes for change in found)
-        stop, step = start, 4 * step
-    has_more |= _drop_oldest(found, limit) or stop > floor
-    return [event_of(change, prefix) for change in found], has_more
-
-
-def _drop_oldest(changes: deque[Change], most: int) -> bool:
-    """Keep the latest changes that make up a page. Whether one was dropped."""
-    kept = fit([change.entry.size_bytes for change in reversed(changes)][:most])
-    has_more = kept < len(changes)
-    while len(changes) > kept:
-        changes.popleft()
-    return has_more
-
-
 def _only(commit: Commit) -> Entry:
     entry = commit.entries[0]
     assert entry is not None
     return entry
-
-
-def _span_after(span: Span, after: str | None) -> Span:
-    """The rest of a span behind a key. No key contains U+0000, so nothing lies in between."""
-    return span if after is None else Span(max(span.start, check_key(after) + "\0"), span.stop)
 
 
 # Opening ----------------------------------------------------------------------
@@ -669,7 +606,7 @@ class Opening:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"there is no store yet to ask for {name!r}: write 'async with limpet.open(…) as store', "
+            f"there is no store yet that has {name!r}: write 'async with limpet.open(…) as store', "
             "or 'store = await limpet.open(…)'"
         )
 
@@ -695,13 +632,14 @@ def open(
     """Open a namespace of an engine.
 
     Args:
-        url: ``memory:``, ``memory:name``, ``sqlite:///file.db``; ``LIMPET_URL`` or ``./limpet.db`` when not given.
+        url: The engine: ``memory:name``, ``sqlite:///file.db``, ``postgresql://…``, ``redis://…``, ``nats://…`` or
+            ``https://…`` for a Limpet server; ``LIMPET_URL`` or ``./limpet.db`` when not given.
         namespace: The keyspace to work in.
         clock: Where time comes from, for engines that use the host's; a `ManualClock` in tests.
         max_value_bytes: The largest value that is accepted.
         window: How much of the log is kept.
         sweep: Whether this process ends expired entries and trims the log in the background.
-        encryption: The keys that values are encrypted with; when not given, those that the URL names by
+        encryption: The keys that encrypt values; when not given, those that the URL names by
             ``?encryption=env:NAME`` or ``file:PATH``, those in ``LIMPET_ENCRYPTION_KEYS``, or none.
 
     Returns:

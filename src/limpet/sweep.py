@@ -1,11 +1,11 @@
 """Expiry, as ordinary commits; and the trimming of the log.
 
-An entry whose time has come is already invisible: reads and guards treat it as
-absent. The sweeper makes that official. It asks the engine which entries are due
-and commits an Expire for each, which the engine grants only if the entry is still
-the one that was due. Watchers and the audit trail see an expiry as they see a delete.
+An expired entry is already invisible: reads and guards treat it as absent. The sweeper
+records that in the log. It lists the entries that are due and commits an `Expire` for
+each, which the engine applies only if the entry is still the one that was due. Watchers
+and the audit trail see an expiry as they see a delete.
 
-Several sweepers may run at once. One of them wins; the others move on.
+Several sweepers may run at once. One of them ends an entry; for the others nothing happens.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TRIM_S: Final = 10.0
 
 
 class Round(NamedTuple):
-    """One look at all namespaces in the background.
+    """The result of one background pass over all namespaces.
 
     Attributes:
         ended: How many entries it ended, for the namespaces where it ended any.
-        failed: Why, for the namespaces that could not be swept or trimmed.
+        failed: The errors of the namespaces that could not be swept or trimmed.
         seconds: How long it took, the trimming included.
     """
 
@@ -48,7 +48,7 @@ class Sweeper:
     """Sweeps the namespaces that this process has opened.
 
     Attributes:
-        listeners: Whom to tell of every round. They must be quick, and must not raise.
+        listeners: Called after every round. They must be quick, and must not raise.
     """
 
     def __init__(self, engine: Engine, clock: Clock, window: Window) -> None:
@@ -63,10 +63,10 @@ class Sweeper:
 
     @property
     def namespaces(self) -> list[str]:
-        """Those it sweeps, in no order."""
+        """The namespaces that it sweeps, in no order."""
         return list(self._namespaces)
 
-    def watch_over(self, namespace: str) -> None:
+    def add_namespace(self, namespace: str) -> None:
         """Sweep this namespace from now on."""
         self._namespaces.add(namespace)
 
@@ -83,7 +83,7 @@ class Sweeper:
             self._task = None
 
     def forget_loop(self) -> None:
-        """Drop a background task whose loop is no more."""
+        """Drop a background task whose loop is gone, as after a fork."""
         self._task = None
 
     async def sweep(self, namespace: str) -> int:
@@ -92,17 +92,17 @@ class Sweeper:
         while due := await self._engine.due(namespace, limit=limit):
             began = self._clock.monotonic()
             outcome = await self._engine.commit(namespace, Batch((), tuple(due)))
-            # Whoever writes meanwhile waits as long as this took.
+            # A concurrent writer waits as long as this took, so a slow commit makes the next one smaller.
             limit = max(SWEEP_MIN, limit // 2) if self._clock.monotonic() - began > SWEEP_LONG_S else limit
             ended = sum(entry is not None for entry in outcome.ended) if isinstance(outcome, Commit) else 0
             total += ended
             if ended == 0:
-                # Another sweeper was here first, and the next look will show it.
+                # Another sweeper ended them first.
                 break
         return total
 
     async def trim(self, namespace: str) -> int:
-        """Drop what the log need not keep. Returns how many changes this call dropped."""
+        """Drop changes that the log need not keep. Returns how many changes this call dropped."""
         total = 0
         while dropped := await self._engine.trim(namespace, self.window):
             total += dropped
@@ -116,13 +116,13 @@ class Sweeper:
             if trims:
                 trim_at = self._clock.monotonic() + TRIM_S
             try:
-                done = await self._round(trims=trims)
+                done = await self._run_round(trims=trims)
             except Closed:
                 return
             for listener in self.listeners:
                 listener(done)
 
-    async def _round(self, *, trims: bool) -> Round:
+    async def _run_round(self, *, trims: bool) -> Round:
         began = self._clock.monotonic()
         ended: dict[str, int] = {}
         failed: dict[str, Exception] = {}
@@ -142,12 +142,12 @@ class Sweeper:
             else:
                 self._retry_at.pop(namespace, None)
                 if namespace in self._outages:
-                    self._outages.pop(namespace).over()
+                    self._outages.pop(namespace).record_success()
         return Round(ended, failed, self._clock.monotonic() - began)
 
     def _postpone(self, namespace: str, error: Exception) -> None:
-        """Leave a namespace that fails alone, a little longer each time unless the failure is one that passes."""
+        """Skip a failing namespace for a while, longer each time; after a transient error the next round tries it."""
         outage = self._outages.setdefault(namespace, Outage(log, f"sweep of namespace {namespace}"))
-        pause_s = outage.failed(error)
+        pause_s = outage.record_failure(error)
         if not isinstance(error, TransientError):
             self._retry_at[namespace] = self._clock.monotonic() + pause_s

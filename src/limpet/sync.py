@@ -1,12 +1,11 @@
-"""The blocking face: the same verbs without await, in any thread.
+"""The sync API: the same verbs without await, in any thread.
 
 There is no second implementation. A verb here makes the coroutine of `limpet.store` and runs
-it to its end. Over an engine whose calls complete in place that needs no event loop at all:
-nothing in the coroutine ever suspends, so one `send` runs it in the caller's thread. Other
-engines, and everything that waits for news (watches, locks and their renewal, the sweeper),
-live on one loop in a thread of the store's own. A function that a caller gives to a verb runs in
-the caller's thread all the same: on the loop it would hold up everybody, and could not call the
-store.
+it to its end. On an engine whose calls complete in place that needs no event loop: nothing in
+the coroutine ever suspends, so one `send` runs it in the caller's thread. Other engines, and
+everything that waits (watches, locks and their renewal, the sweeper), run on one loop in a
+thread that the store owns. A function that a caller gives to a verb still runs in the caller's
+thread: on the loop it would delay all other callers, and could not call the store.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Runner:
         self.forget_loop()
 
     def forget_loop(self) -> None:
-        """Start anew, as in a child after a fork: the loop's thread stayed behind."""
+        """Reset, as in a child after a fork, where the loop's thread does not exist. The next call makes a new loop."""
         self.closing = threading.Lock()
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -75,7 +74,7 @@ class Runner:
         if has_loop():
             raise _would_block(work)
         if self._loop is None:
-            self._running_loop(work)
+            self._get_loop(work)
         try:
             work.send(None)
         except StopIteration as done:
@@ -90,10 +89,10 @@ class Runner:
         try:
             return waiting.result()
         except concurrent.futures.CancelledError:
-            # Nobody cancels but a store that closes.
+            # Only a closing store cancels work.
             raise Closed from None
         except BaseException:
-            # An interrupt reached us, not the work.
+            # An interrupt came to this thread, so the work has to be cancelled from here.
             waiting.cancel()
             raise
 
@@ -111,7 +110,7 @@ class Runner:
             loop = asyncio.get_running_loop()
             made = _Call(value, contextvars.copy_context(), loop, loop.create_future())
             calls.put(made)
-            result, error = await made.answer
+            result, error = await made.result
             if error is not None:
                 raise error
             return result
@@ -126,10 +125,10 @@ class Runner:
         except concurrent.futures.CancelledError:
             if waiting is not None and waiting.cancelled():
                 raise Closed from None
-            # The function itself has waited for something that was cancelled.
+            # The function itself has waited for a future that was cancelled.
             raise
         except BaseException:
-            # The work would wait for an answer that nobody gives any more.
+            # The work would wait for a result that never comes.
             if waiting is not None:
                 waiting.cancel()
             raise
@@ -138,9 +137,9 @@ class Runner:
         """Start a coroutine on the loop."""
         if has_loop():
             raise _would_block(work)
-        return asyncio.run_coroutine_threadsafe(work, self._running_loop(work))
+        return asyncio.run_coroutine_threadsafe(work, self._get_loop(work))
 
-    def _running_loop(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
+    def _get_loop(self, work: Coroutine[Any, Any, Any] | None = None) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._stopped:
                 if work is not None:
@@ -160,9 +159,9 @@ class Runner:
             return self._loop
 
     def start_in_background(self, work: Callable[[], None]) -> None:
-        """Start work on the loop now, and again when the loop is started anew."""
+        """Start work on the loop now, and again whenever a new loop is started."""
         self.background = work
-        self._running_loop().call_soon_threadsafe(work)
+        self._get_loop().call_soon_threadsafe(work)
 
     def stop(self) -> None:
         """End the loop and its thread."""
@@ -171,38 +170,38 @@ class Runner:
             loop, self._loop = self._loop, None
             thread, self._thread = self._thread, None
         if loop is not None and thread is not None:
-            asyncio.run_coroutine_threadsafe(_wind_up(), loop).result()
+            asyncio.run_coroutine_threadsafe(_finish_tasks(), loop).result()
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
             loop.close()
 
 
 class _Call(NamedTuple):
-    """A call of a plain function that work on the loop waits for, while a thread waits for the work."""
+    """A call of the caller's function. Work on the loop waits for its result, while the caller's thread runs it."""
 
     value: Any
-    # What runs inside an update is known by its context.
+    # `limpet.turns.is_inside` recognises by the context that the function runs inside an update.
     context: contextvars.Context
     loop: asyncio.AbstractEventLoop
-    answer: asyncio.Future[tuple[Any, Exception | None]]
+    result: asyncio.Future[tuple[Any, Exception | None]]
 
     def run(self, function: Callable[[Any], Any]) -> None:
-        """Call the function in this thread, and hand its result or its error over."""
+        """Call the function in this thread, and pass its result or its error to the loop."""
         result, raised = None, None
         try:
             result = self.context.run(function, self.value)
         except Exception as error:
             raised = error
-        call_on(self.loop, self._settle, (result, raised))
+        call_on(self.loop, self._set_result, (result, raised))
 
-    def _settle(self, outcome: tuple[Any, Exception | None]) -> None:
-        # Of work that was cancelled meanwhile, nothing waits for it.
-        if not self.answer.done():
-            self.answer.set_result(outcome)
+    def _set_result(self, outcome: tuple[Any, Exception | None]) -> None:
+        # The work may have been cancelled meanwhile.
+        if not self.result.done():
+            self.result.set_result(outcome)
 
 
-async def _wind_up() -> None:
-    """Let those who were told that the store is closed come to their end, and end the others."""
+async def _finish_tasks() -> None:
+    """Let tasks that got `Closed` finish by themselves, and cancel the others."""
     for _ in range(20):
         await asyncio.sleep(0)
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -219,8 +218,8 @@ def _would_block(work: Coroutine[Any, Any, Any]) -> RuntimeError:
     )
 
 
-class Face:
-    """Something blocking in front of its asynchronous twin."""
+class Proxy:
+    """A sync object in front of its async twin."""
 
     def __init__(self, twin: Any, runner: Runner) -> None:
         self._twin = twin
@@ -233,10 +232,10 @@ class Face:
 def mirror(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *, on_loop: bool = False
 ) -> Callable[Concatenate[Any, P], R]:
-    """The blocking form of an asynchronous method; ``on_loop`` for one that needs a loop on every engine."""
+    """Make the sync form of an async method; ``on_loop`` for one that needs a loop on every engine."""
 
     @functools.wraps(method)
-    def call(self: Face, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: Proxy, /, *args: P.args, **kwargs: P.kwargs) -> R:
         run = self._runner.wait if on_loop else self._runner.run
         return run(method(self._twin, *args, **kwargs))
 
@@ -251,7 +250,7 @@ def _iterate(run: Callable[[Coroutine[Any, Any, Any]], Any], items: AsyncIterato
         yield item
 
 
-class Store(Face):
+class Store(Proxy):
     """One namespace, without await. Get one from `limpet.sync.open`."""
 
     _twin: _store.Store
@@ -284,7 +283,7 @@ class Store(Face):
 
     @property
     def traits(self) -> Traits:
-        """What this engine promises where engines differ."""
+        """The properties in which engines differ."""
         return self._twin.traits
 
     def namespace(self, name: str) -> Store:
@@ -304,7 +303,7 @@ class Store(Face):
         if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
             raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
         return self._runner.run_with(
-            plain(change), lambda changed: self._twin.update(key, changed, ttl=ttl, fence=fence, meta=meta)
+            require_plain(change), lambda changed: self._twin.update(key, changed, ttl=ttl, fence=fence, meta=meta)
         )
 
     def scan(
@@ -362,9 +361,9 @@ class Store(Face):
         return Mapping(self, prefix)
 
     def close(self) -> None:
-        """End watches and background work and let go of the engine."""
+        """End watches and background work and close the engine."""
         session = self._twin._session
-        # Of several threads that close, one does; the others must not stop the loop under it.
+        # When several threads close at once, one does it; the others must not stop the loop meanwhile.
         with self._runner.closing:
             if not session.closed:
                 try:
@@ -379,10 +378,10 @@ class Store(Face):
         self.close()
 
 
-def plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A function held to what it promised: a lambda may turn out to return a coroutine."""
+def require_plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wrap a function so that it raises when it returns an awaitable, as a lambda may do."""
 
-    def changed(value: Any) -> Any:
+    def call(value: Any) -> Any:
         result = change(value)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
@@ -390,7 +389,7 @@ def plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
             raise TypeError("a blocking store updates by a plain function, and this one returned an awaitable")
         return result
 
-    return changed
+    return call
 
 
 class Draft(_Draft):
@@ -404,7 +403,7 @@ class Draft(_Draft):
         return self._runner.run(super().commit())
 
 
-class Record(Face):
+class Record(Proxy):
     """A handle on a key that holds a record."""
 
     _twin: _record.Record
@@ -424,7 +423,7 @@ class Record(Face):
         return self._twin.key
 
 
-class Watch(Face):
+class Watch(Proxy):
     """Changes as they happen: an iterator that blocks until the next one.
 
     Closing it, or the store, from another thread ends it.
@@ -447,7 +446,7 @@ class Watch(Face):
         return self._twin.position
 
     def poll(self, timeout: float) -> Event | None:
-        """The next event, or None when there was none in so many seconds."""
+        """The next event, or None when none came in so many seconds."""
         return self._next(timeout)
 
     def _next(self, timeout: float | None = None) -> Event | None:
@@ -483,19 +482,19 @@ class Watch(Face):
         self.close()
 
 
-class _Leased(Face):
-    """What a lock and a lead have in common."""
+class _Lease(Proxy):
+    """The common part of a lock and a lead."""
 
     _twin: _lock.Lock | _election.Election
 
     @property
     def name(self) -> str:
-        """What is locked, or led."""
+        """The name of the lock, or of the election."""
         return self._twin.name
 
     @property
     def token(self) -> int | None:
-        """The fencing token of the last holding; None before the first. It stays readable when that is over."""
+        """The last fencing token; None before the first. It stays readable after the release."""
         return self._twin.token
 
     @property
@@ -509,7 +508,7 @@ class _Leased(Face):
         return self._twin.fence
 
     def check(self) -> None:
-        """Raise `LockLost` when it is lost or its time may be over."""
+        """Raise `LockLost` when it is lost, or when its lease may be over by now."""
         self._twin.check()
 
     def __enter__(self) -> Self:
@@ -519,18 +518,18 @@ class _Leased(Face):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Where the body closed the store, the lease ends by itself, and an error of the body is not hidden.
+        # If the body closed the store, the lease ends by itself. `Closed` must not hide an error of the body.
         with contextlib.suppress(Closed):
             self._runner.wait(self._twin.__aexit__(kind, error, trace))
 
 
-class Lock(_Leased):
+class Lock(_Lease):
     """A lease on a name. It renews itself on the store's own loop while a ``with`` body runs."""
 
     _twin: _lock.Lock
 
     def acquire(self) -> Self:
-        """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
+        """Take the lock, waiting for it as long as ``wait`` allows. Raises `LockHeld`."""
         self._runner.wait(self._twin.acquire())
         return self
 
@@ -543,26 +542,26 @@ class Lock(_Leased):
         self._runner.wait(self._twin.release())
 
 
-class Election(_Leased):
+class Election(_Lease):
     """A candidate in an election. Its lead is renewed on the store's own loop."""
 
     _twin: _election.Election
 
     def campaign(self) -> Self:
-        """Wait until nobody else leads, and lead: until `resign`, or until the lead is lost. Raises `LockHeld`."""
+        """Wait until no one else leads, and lead: until `resign`, or until the lead is lost. Raises `LockHeld`."""
         self._runner.wait(self._twin.campaign())
         return self
 
     def resign(self) -> None:
-        """Let another lead."""
+        """Give up the lead."""
         self._runner.wait(self._twin.resign())
 
     def leader(self) -> LockInfo | None:
-        """Who leads now; None when nobody does."""
+        """The current leader; None when no one leads."""
         return self._runner.wait(self._twin.leader())
 
     def observe(self) -> Iterator[LockInfo | None]:
-        """Who leads now, and again whenever that has changed. Ends when the store is closed in another thread."""
+        """The current leader, and again whenever it changes. Ends when the store is closed in another thread."""
         observed = _iterate(self._runner.wait, self._twin.observe())
         yield next(observed)
         with contextlib.suppress(Closed):
@@ -615,7 +614,7 @@ class Mapping(MutableMapping[str, Any]):
         return default
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """The value, or the default put there if there is none: one caller's default wins."""
+        """The value; when the key is absent, the default is put there first. Of several callers, one default wins."""
         try:
             entry = self._store.put(self._prefix + key, default, expect=ABSENT)
         except Conflict as conflict:
@@ -657,7 +656,7 @@ def open(
     return Store(_store.Store(session, namespace), runner)
 
 
-# The loop's thread stays behind in a fork; the child starts its own with its first call.
+# The loop's thread does not exist in a forked child; the child starts its own with its first call.
 
 _opened: weakref.WeakKeyDictionary[Session, Runner] = weakref.WeakKeyDictionary()
 

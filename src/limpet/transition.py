@@ -1,13 +1,13 @@
 """The only code that decides what a write does.
 
-`plan` takes a batch and the state it meets and returns either what the batch makes of
-that state or why it is refused. It is pure: it is told the time and the revision, it
-reads through the function it is given, and it changes nothing. An engine applies the
-plan; an engine whose server decides in its own language is held to it by a test.
+`plan` takes a batch and the current state, and returns either the changes that the batch
+makes or why it is refused. It is pure: the time and the revision are arguments, it reads
+through the function it is given, and it changes nothing. An engine applies the plan; an
+engine whose server decides in its own language is compared with `plan` by a test.
 
-Two rules shape the rest. Expired is absent, for every guard and every write. And an
-incarnation that expired gets exactly one ``expire`` change: the sweeper's, or, if a write
-recreates the key first, the one that this write puts before its own.
+Two rules shape the rest. An expired entry is absent, for every guard and every write. And
+an incarnation that expired gets exactly one ``expire`` change: the sweeper's, or, if a
+write recreates the key first, one that is put before the write's own change.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from limpet.model import (
     live,
 )
 
-__all__ = ["Find", "Plan", "Receipt", "keep", "plan", "read_receipt", "recall", "remember"]
+__all__ = ["Find", "Plan", "Receipt", "encode_receipt", "make_receipt", "plan", "read_receipt", "recall"]
 
 Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """What an accepted batch makes of the state: changes to apply and to log, and a receipt to keep."""
+    """An accepted batch: the changes to apply and to log, and a receipt to store."""
 
     commit: Commit
     changes: tuple[Change, ...]
@@ -60,28 +60,28 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """What is remembered of a request: its hash and its result."""
+    """The stored result of a request, and the hash by which the request is recognised."""
 
     digest: bytes
     commit: Commit
 
 
-class _Refused(Exception):
-    """Carries a refusal out of the depths of a write."""
+class _WriteRefused(Exception):
+    """Raised inside a write; `plan` turns it into a `Refusal`."""
 
     def __init__(self, reason: Reason, found: Entry | None, needs: str = "", size_bytes: int = 0) -> None:
         self.reason, self.found, self.needs, self.size_bytes = reason, found, needs, size_bytes
 
 
 def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | None = None) -> Plan | Refusal:
-    """Decide what a batch does to the state that `find` shows, at this time, after this revision.
+    """Decide what a batch does to the state that `find` reads, at this time, after this revision.
 
-    ``cause`` is the name that the changes get in the log; the batch's own request id when not given.
+    ``cause`` is the request id that the changes get in the log; the batch's own when not given.
     """
     if batch.receipt_ms is not None:
         receipt = live(find("receipt", _request_id(batch)), now_ms)
         if receipt is not None:
-            return _answer(batch, receipt, now_ms)
+            return _replay(batch, receipt, now_ms)
     for guard in batch.guards:
         found = live(find(guard.family, guard.key), now_ms)
         if not _holds(guard.condition, found):
@@ -97,21 +97,21 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
         if stored is not None and stored.expires_ms is not None:
             current = live(stored, now_ms)
         after = before = None
-        if isinstance(write, _VALUE_MAKING):
+        if isinstance(write, _VALUE_WRITES):
             if stored is not None and current is None:
                 revision += 1
-                changes.append(_ending(stored, revision, now_ms, family))
+                changes.append(_make_expiry(stored, revision, now_ms, family))
             revision += 1
             try:
-                after = _written(write, current, now_ms, revision, batch.value_bytes_max)
-            except _Refused as no:
-                return Refusal(no.reason, write.key, no.found, now_ms, needs=no.needs, size_bytes=no.size_bytes)
+                after = _make_entry(write, current, now_ms, revision, batch.value_bytes_max)
+            except _WriteRefused as why:
+                return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
             op: Op = "patch" if isinstance(write, Patch) else "put"
             changes.append(Change(op, after, revision, revision, now_ms, cause, family))
         elif isinstance(write, Touch):
             if current is not None:
                 revision += 1
-                after = _touched(write, current, now_ms, revision)
+                after = _touch(write, current, now_ms, revision)
                 changes.append(Change("touch", after, revision, revision, now_ms, cause, family))
         elif isinstance(write, Delete):
             if current is not None:
@@ -120,30 +120,30 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
                 changes.append(Change("delete", before, revision, revision, now_ms, cause, family))
         elif stored is not None and current is None and stored.revision == write.revision:
             revision += 1
-            changes.append(_ending(stored, revision, now_ms, family))
+            changes.append(_make_expiry(stored, revision, now_ms, family))
             before = changes[-1].entry
         entries.append(after)
         ended.append(before)
 
     if len(changes) > 1:
-        # Only now is it known which revision is the last.
+        # Every change names the last revision of its commit, which is known only now.
         changes = [msgspec.structs.replace(change, commit=revision) for change in changes]
-    # A batch that changes nothing uses no revision; its commit names the latest.
+    # A batch that changes nothing uses no revision; its commit has the latest one.
     commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
-    receipt = None if batch.receipt_ms is None else keep(batch, commit, batch.receipt_ms)
+    receipt = None if batch.receipt_ms is None else make_receipt(batch, commit, batch.receipt_ms)
     return Plan(commit, tuple(changes), receipt)
 
 
-_VALUE_MAKING: Final = (Put, Add, Patch)
+_VALUE_WRITES: Final = (Put, Add, Patch)
 
 
-def _ending(expired: Entry, revision: int, now_ms: int, family: Family) -> Change:
-    """The end of an entry whose time had come. Nobody asked for it, so it has no cause."""
+def _make_expiry(expired: Entry, revision: int, now_ms: int, family: Family) -> Change:
+    """Make the change that ends an expired entry. No request caused it, so it has no cause."""
     return Change("expire", expired.without_value(), revision, revision, now_ms, None, family)
 
 
 def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None:
-    """The commit that a batch made earlier, read back from the log; None when it left no trace there."""
+    """Rebuild the commit that a batch made earlier from the log; None when the log has no change of it."""
     if batch.request_id is None:
         return None
     mine = {(change.family, change.key): change for change in changes if change.cause == batch.request_id}
@@ -152,15 +152,15 @@ def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
     for write in batch.writes:
-        hit = mine.get((write.family, write.key))
-        entries.append(None if hit is None else _with_value(hit, find))
-        ended.append(None if hit is None or hit.after is not None else hit.entry)
+        change = mine.get((write.family, write.key))
+        entries.append(None if change is None else _load_value(change, find))
+        ended.append(None if change is None or change.after is not None else change.entry)
     last = max(mine.values(), key=lambda change: change.revision)
     return Commit(last.commit, tuple(entries), tuple(ended), last.at_ms, replayed=True)
 
 
-def _with_value(change: Change, find: Find) -> Entry | None:
-    """The entry after a change. A log may hold a touch without the value, which the touch did not move."""
+def _load_value(change: Change, find: Find) -> Entry | None:
+    """Get the entry after a change. A log may hold a touch without the value, which the touch did not change."""
     after = change.after
     if after is None or after.stored is not None:
         return after
@@ -173,7 +173,7 @@ def _with_value(change: Change, find: Find) -> Entry | None:
 
 
 def _holds(condition: Condition, found: Entry | None) -> bool:
-    """Whether a guard is met. Every condition but ABSENT fails on a missing key."""
+    """Whether a condition holds. Every condition but ABSENT fails on a missing key."""
     if found is None:
         return condition is ABSENT
     match condition:
@@ -182,7 +182,7 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
         case Version(number):
             return found.version == number
         case HeldBy(token):
-            # Not the revision: the holder's own refresh moves that, and must not break its fence.
+            # Not the revision: the holder's own refresh changes it, and must not break its fence.
             return found.created_revision == token
         case Equals(stored):
             return found.stored == stored
@@ -193,14 +193,14 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
             return condition is PRESENT
 
 
-def _written(write: Put | Add | Patch, current: Entry | None, now_ms: int, revision: int, bytes_max: int) -> Entry:
-    """The entry that a value-making write leaves."""
+def _make_entry(write: Put | Add | Patch, current: Entry | None, now_ms: int, revision: int, bytes_max: int) -> Entry:
+    """Make the entry after a write that sets a value."""
     if isinstance(write, Put):
         stored = write.stored
     elif isinstance(write, Add):
-        stored = _sum(write, current)
+        stored = _add(write, current)
     else:
-        stored = _patched(write, current, bytes_max)
+        stored = _patch(write, current, bytes_max)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:
         return Entry(
@@ -227,59 +227,59 @@ def _written(write: Put | Add | Patch, current: Entry | None, now_ms: int, revis
     )
 
 
-def _sum(write: Add, current: Entry | None) -> bytes:
+def _add(write: Add, current: Entry | None) -> bytes:
     number = 0
     if current is not None:
         found = None if current.stored is None else codec.counter(current.stored)
         if found is None:
-            raise _Refused("type", current, needs="an integer")
+            raise _WriteRefused("type", current, needs="an integer")
         number = found
     number += write.by
     if not codec.INT_MIN <= number <= codec.INT_MAX:
-        raise _Refused("overflow", current)
+        raise _WriteRefused("overflow", current)
     return b"%d" % number
 
 
-def _patched(write: Patch, current: Entry | None, bytes_max: int) -> Stored:
+def _patch(write: Patch, current: Entry | None, bytes_max: int) -> Stored:
     if current is None:
         if write.if_exists:
-            raise _Refused("missing", None)
+            raise _WriteRefused("missing", None)
         fields: dict[str, bytes] = {}
     elif current.stored is None or isinstance(current.stored, bytes):
-        raise _Refused("type", current, needs="a record")
+        raise _WriteRefused("type", current, needs="a record")
     else:
         fields = {name: item for name, item in current.stored.items() if name not in write.unset}
     fields.update(write.fields)
     size = codec.size_bytes(fields)
     if size > bytes_max:
-        raise _Refused("size", current, size_bytes=size)
+        raise _WriteRefused("size", current, size_bytes=size)
     return fields
 
 
-def _touched(write: Touch, current: Entry, now_ms: int, revision: int) -> Entry:
-    """Only the time to live and the revision move: the value was not written."""
+def _touch(write: Touch, current: Entry, now_ms: int, revision: int) -> Entry:
+    """Change the expiry and the revision alone: version and update time stay, because the value was not written."""
     expires_ms = None if write.ttl_ms is None else now_ms + write.ttl_ms
     return msgspec.structs.replace(current, revision=revision, expires_ms=expires_ms)
 
 
-# Receipts. A put's value is in the request, which a retry repeats, so it is not kept twice.
+# Receipts. A retry repeats the value of a put in its request, so the receipt does not store it.
 
 _encode_receipt = msgspec.msgpack.Encoder().encode
 _decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
 
 
-def keep(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
-    """The receipt of a batch."""
+def make_receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
+    """Make the receipt of a batch."""
     entries = tuple(
         entry.without_value() if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     kept = msgspec.structs.replace(commit, entries=entries)
-    return remember(_request_id(batch), batch.digest, kept, receipt_ms)
+    return encode_receipt(_request_id(batch), batch.digest, kept, receipt_ms)
 
 
-def remember(request_id: str, digest: bytes, commit: Commit, receipt_ms: int) -> Entry:
-    """A receipt: what came of a request, under the id that its caller gave."""
+def encode_receipt(request_id: str, digest: bytes, commit: Commit, receipt_ms: int) -> Entry:
+    """Encode a receipt as an entry: the result of a request, under the id that its caller gave."""
     at_ms, revision = commit.at_ms, commit.revision
     body = _encode_receipt(Receipt(digest, commit))
     return Entry(request_id, b"\0" + body, 1, revision, revision, at_ms, at_ms, at_ms + receipt_ms)
@@ -291,13 +291,13 @@ def _request_id(batch: Batch) -> str:
 
 
 def read_receipt(entry: Entry) -> Receipt:
-    """What a receipt remembers."""
+    """Decode a receipt."""
     assert isinstance(entry.stored, bytes)
     return _decode_receipt(entry.stored[1:])
 
 
-def _answer(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
-    """A request id that was seen before: the first result, or a refusal if it is another request."""
+def _replay(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
+    """Return the first result of a request id that was used before, or refuse another request under it."""
     receipt = read_receipt(entry)
     if receipt.digest != batch.digest:
         return Refusal("stale_request", entry.key, None, now_ms)

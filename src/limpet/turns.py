@@ -1,13 +1,13 @@
-"""Turns: callers of one process that want the same thing are served one after the other, in the order they came.
+"""Turns: callers of one process that want the same key are served one after the other, in the order they came.
 
-A turn saves work and is fair. It decides nothing: whether a write happens is decided in its commit, so a turn may be
-cut short, skipped, or forgotten after a fork, and nothing is lost by it. A waiter suspends on its event loop, or blocks
-its thread where there is no loop; the callers of one line may be on different loops and threads.
+A turn saves failed attempts and is fair. It decides nothing: whether a write happens is decided in its commit, so a
+turn may be cut short, skipped, or forgotten after a fork, and nothing is lost. A waiter suspends on its event loop, or
+blocks its thread where there is no loop; the callers of one queue may be on different loops and threads.
 
-What runs between joining and leaving may be code of the application (the function of an update), and that code may
-wait for another caller in the same line, which would never be served. Two rules keep that from becoming a deadlock:
-code that runs inside a turn does not wait for another turn at first (`is_inside`), and a turn lasts for a limited time
-while others wait. Then the line moves on, and the caller that held the turn goes on without it.
+Code of the application (the function of an update) may run between joining and leaving, and it may wait for another
+caller in the same queue, which would never be served. Two rules keep that from becoming a deadlock: code that runs
+inside a turn does not wait for another turn at first (`is_inside`), and a turn lasts for a limited time while others
+wait. Then the next caller is served, and the caller that had the turn goes on without it.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ _entered: ContextVar[tuple[Turn, ...]] = ContextVar("limpet_turns", default=())
 
 
 def is_inside(key: Hashable | None = None) -> bool:
-    """Whether this code runs inside a turn, at this key or at any: in the task that has it, or in one started there."""
+    """Whether this code runs inside a turn, of this key or of any: in the task that has it, or in one started there."""
     entered = _entered.get()
     return bool(entered) and any(turn.is_up and (key is None or turn.key == key) for turn in entered)
 
 
 class Turns:
-    """Lines of callers, one line for each key that is wanted now."""
+    """Queues of callers, one for each key that is wanted now."""
 
     def __init__(self) -> None:
         self.forget()
         _all.add(self)
 
     def forget(self) -> None:
-        """Start anew, as in a child after a fork: the other callers stayed behind."""
-        # Reentrant, because a coroutine that is collected by the garbage collector leaves its line wherever this
-        # thread happens to be.
+        """Drop all queues, as in a child after a fork, where the other callers do not exist."""
+        # Reentrant, because the garbage collector may end a coroutine, which then leaves its queue, while this thread
+        # holds the lock.
         self._lock = threading.RLock()
-        self._lines: dict[Hashable, OrderedDict[Turn, None]] = {}
+        self._queues: dict[Hashable, OrderedDict[Turn, None]] = {}
 
     def turn(self, key: Hashable) -> Turn:
-        """A turn at a key, not in line yet."""
+        """Make a turn for a key, not in its queue yet."""
         return Turn(self, key)
 
     @contextlib.asynccontextmanager
     async def hold(self, keys: Iterable[Hashable]) -> AsyncIterator[None]:
-        """Have the turn at several keys at once. Whoever wants several names them in the same order."""
+        """Hold the turns of several keys at once. All callers must give the keys in the same order."""
         turns = [self.turn(key) for key in keys]
         try:
             for turn in turns:
@@ -71,17 +71,17 @@ class Turns:
 
     def __len__(self) -> int:
         """How many keys are wanted now."""
-        return len(self._lines)
+        return len(self._queues)
 
     def waiting(self, key: Hashable) -> int:
-        """How many callers are in line for a key, the one that is served included."""
-        return len(self._lines.get(key, ()))
+        """How many callers are in the queue of a key, the one that is served included."""
+        return len(self._queues.get(key, ()))
 
     def _join(self, turn: Turn) -> None:
         with self._lock:
-            line = self._lines.setdefault(turn.key, OrderedDict())
-            line[turn] = None
-            if len(line) == 1:
+            queue = self._queues.setdefault(turn.key, OrderedDict())
+            queue[turn] = None
+            if len(queue) == 1:
                 turn._begin()
             else:
                 turn._state = "waiting"
@@ -89,23 +89,23 @@ class Turns:
     def _leave(self, turn: Turn) -> None:
         with self._lock:
             turn._state = "out"
-            line = self._lines.get(turn.key)
-            if line is None or turn not in line:
+            queue = self._queues.get(turn.key)
+            if queue is None or turn not in queue:
                 return
-            was_first = next(iter(line)) is turn
-            del line[turn]
-            while was_first and line and not next(iter(line))._begin():
+            was_first = next(iter(queue)) is turn
+            del queue[turn]
+            while was_first and queue and not next(iter(queue))._begin():
                 # Its loop is closed, so that it will never leave by itself.
-                line.popitem(last=False)
-            if not line:
-                del self._lines[turn.key]
+                queue.popitem(last=False)
+            if not queue:
+                del self._queues[turn.key]
 
-    def _move_on(self, turn: Turn) -> float:
-        """End what is overdue ahead of a turn that waits. Returns for how many seconds the first may go on."""
+    def _end_overdue(self, turn: Turn) -> float:
+        """End overdue turns ahead of one that waits. Returns for how many seconds the first may still go on."""
         with self._lock:
-            # A line that is not there any more stayed behind in a fork.
-            while turn._state == "waiting" and (line := self._lines.get(turn.key)):
-                first = next(iter(line))
+            # After a fork the queue is gone, and there is nothing to wait for.
+            while turn._state == "waiting" and (queue := self._queues.get(turn.key)):
+                first = next(iter(queue))
                 left_s = first._ends - time.monotonic()
                 if left_s > 0:
                     return left_s
@@ -114,7 +114,7 @@ class Turns:
 
 
 class Turn:
-    """A caller's place in the line of a key. Whoever joins leaves in the end, whatever happened in between."""
+    """A caller's place in the queue of a key. A caller that joins must leave, whatever happens in between."""
 
     __slots__ = ("__weakref__", "_ends", "_lasts_s", "_outer", "_state", "_turns", "_wake", "key")
 
@@ -124,7 +124,7 @@ class Turn:
         self._state: Literal["out", "waiting", "up"] = "out"
         self._lasts_s = self._ends = math.inf
         self._wake: Callable[[], object] | None = None
-        # The turns that this one was joined inside of, while it is in line.
+        # The turns inside which this one was joined, while it is in the queue.
         self._outer: tuple[Turn, ...] | None = None
 
     @property
@@ -133,16 +133,16 @@ class Turn:
         return self._state == "up"
 
     def join(self, *, lasts_s: float = math.inf) -> bool:
-        """Join the line at its end. True when nobody is ahead; otherwise `wait`.
+        """Join the queue at its end. True when no caller is ahead; otherwise `wait`.
 
         Args:
             lasts_s: How long this turn may last while others wait. It is measured in real time, also under a manual
-                clock: what must not happen is that this process stands still.
+                clock, because it keeps this process from a deadlock.
         """
         self._lasts_s, self._wake = lasts_s, None
         outer = _entered.get()
         if outer:
-            # A task that was started inside a turn may live on when that is over.
+            # A task that was started inside a turn may outlive it.
             outer = tuple(turn for turn in outer if turn.is_up)
         _entered.set((*outer, self))
         self._outer = outer
@@ -150,56 +150,56 @@ class Turn:
         return self._state == "up"
 
     async def wait(self) -> None:
-        """Wait until everyone ahead has left, or held the turn for too long."""
+        """Wait until all callers ahead have left, or have had the turn for too long."""
         loop = asyncio.get_running_loop() if has_loop() else None
-        while (left_s := self._turns._move_on(self)) > 0:
+        while (left_s := self._turns._end_overdue(self)) > 0:
             if loop is None:
                 self._block(left_s)
             else:
                 await self._suspend(loop, left_s)
 
     def leave(self) -> None:
-        """Leave the line, from any place in it, and let the next caller be served."""
+        """Leave the queue, from any place in it, and let the next caller be served."""
         self._turns._leave(self)
         if self._outer is not None:
             _entered.set(self._outer)
             self._outer = None
 
     def _begin(self) -> bool:
-        """Be served from now on. False when nobody can be woken any more. The caller holds the lock."""
+        """Start this turn. False when its waiter cannot be woken any more. The caller holds the lock."""
         self._state = "up"
         self._ends = math.inf if self._lasts_s == math.inf else time.monotonic() + self._lasts_s
         return self._wake is None or self._wake() is not False
 
     def _block(self, left_s: float) -> None:
-        came = threading.Event()
-        if self._set_wake(came.set):
-            came.wait(min(left_s, threading.TIMEOUT_MAX))
+        woken = threading.Event()
+        if self._set_wake(woken.set):
+            woken.wait(min(left_s, threading.TIMEOUT_MAX))
 
     async def _suspend(self, loop: asyncio.AbstractEventLoop, left_s: float) -> None:
-        came: asyncio.Future[None] = loop.create_future()
-        if not self._set_wake(functools.partial(_wake_on, loop, came)):
+        waiter: asyncio.Future[None] = loop.create_future()
+        if not self._set_wake(functools.partial(_wake_on, loop, waiter)):
             return
-        timer = None if left_s == math.inf else loop.call_later(left_s, wake, came)
+        timer = None if left_s == math.inf else loop.call_later(left_s, wake, waiter)
         try:
-            await came
+            await waiter
         finally:
             if timer is not None:
                 timer.cancel()
 
     def _set_wake(self, wake: Callable[[], object]) -> bool:
-        """Say how to be woken. False when there is nothing to wait for any more."""
+        """Set how to wake this waiter. False when there is nothing to wait for any more."""
         with self._turns._lock:
             self._wake = wake
             return self._state == "waiting"
 
 
-def _wake_on(loop: asyncio.AbstractEventLoop, sleeper: asyncio.Future[None]) -> bool:
+def _wake_on(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> bool:
     """End a wait on a loop of any thread. False when the loop is closed."""
     if has_loop() and asyncio.get_running_loop() is loop:
-        wake(sleeper)
+        wake(waiter)
         return True
-    call_on(loop, wake, sleeper)
+    call_on(loop, wake, waiter)
     return not loop.is_closed()
 
 

@@ -1,4 +1,4 @@
-"""From a URL to an engine: URLs taken apart, and which engine opens which scheme.
+"""From a URL to an engine: parsing URLs, and choosing the engine of a scheme.
 
 Third parties add engines through the entry-point group ``limpet.engines``. Whether values are encrypted is decided
 above, in `limpet.opening`.
@@ -25,7 +25,7 @@ KEYS_VARIABLE: Final = "LIMPET_ENCRYPTION_KEYS"
 
 
 class Address(msgspec.Struct, frozen=True):
-    """An engine's URL, taken apart. Its text form never shows a password."""
+    """A parsed engine URL. Its text form never shows a password."""
 
     url: str
     scheme: str
@@ -34,7 +34,7 @@ class Address(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Take a URL apart."""
+        """Parse a URL."""
         if not isinstance(url, str):
             raise InvalidValue(
                 f"an engine is named by a URL such as 'sqlite:///state.db', not by a {type(url).__name__}"
@@ -44,28 +44,28 @@ class Address(msgspec.Struct, frozen=True):
         scheme, colon, rest = url.partition(":")
         if not colon or not scheme:
             raise InvalidValue(
-                f"{_without_password(url)!r} is not an engine URL: try 'sqlite:///state.db' or 'memory:'"
+                f"{_hide_credentials(url)!r} is not an engine URL: try 'sqlite:///state.db' or 'memory:'"
             )
-        # SQLAlchemy's URLs name a driver behind a plus. Ours is fixed, so the name changes nothing.
+        # SQLAlchemy's URLs name a driver after a plus. Our driver is fixed, so the name is ignored.
         engine, plus, _ = scheme.partition("+")
         if plus and engine.lower() in _WITH_DRIVER:
             return cls.parse(f"{engine}:{rest}")
-        # A password may hold a question mark; what follows it up to the last @ is no option.
-        credentials, at, place = rest.rpartition("@")
-        path, _, query = place.partition("?")
+        # A password may hold a question mark; the text after it, up to the last @, is not an option.
+        credentials, at, target = rest.rpartition("@")
+        path, _, query = target.partition("?")
         body = credentials + at + path
         options = dict(parse_qsl(query, keep_blank_values=True))
         return cls(url, scheme.lower(), unquote(body), options)
 
     def take(self, name: str, default: str, allowed: Sequence[str]) -> str:
-        """An option of the URL that must be one of a few words."""
+        """Read an option of the URL that must be one of a few words."""
         found = self.options.get(name, default).lower()
         if found not in allowed:
             raise InvalidValue(f"{self}: {name} is one of {', '.join(allowed)}")
         return found
 
     def allow(self, *names: str) -> None:
-        """Refuse options nobody reads: a misspelt one would be silently without effect."""
+        """Refuse options that the engine does not read: a misspelt one would silently have no effect."""
         for name in self.options:
             if name == "clock" and name not in names:
                 raise InvalidValue(f"{self}: the option clock is for redis: and nats: URLs; pass clock= to limpet.open")
@@ -73,26 +73,26 @@ class Address(msgspec.Struct, frozen=True):
                 raise InvalidValue(f"{self}: unknown option {name!r}, known: {', '.join(names) or 'none'}")
 
     def without(self, name: str) -> Address:
-        """The same address without an option."""
+        """Copy the address without an option."""
         if name not in self.options:
             return self
-        credentials, at, place = self.url.rpartition("@")
-        path, _, query = place.partition("?")
+        credentials, at, target = self.url.rpartition("@")
+        path, _, query = target.partition("?")
         kept = "&".join(each for each in query.split("&") if each.partition("=")[0] != name)
         return Address.parse(f"{credentials}{at}{path}{'?' if kept else ''}{kept}")
 
     def __str__(self) -> str:
-        return _without_password(self.url)
+        return _hide_credentials(self.url)
 
     __repr__ = __str__
 
 
-def _without_password(url: str) -> str:
-    """The URL as it may be shown: no credentials and no option's value, however it was misspelt."""
+def _hide_credentials(url: str) -> str:
+    """Format a URL for messages: no credentials and no option, however the URL was misspelt."""
     scheme, colon, rest = url.partition(":")
-    credentials, at, place = rest.rpartition("@")
-    place = (place if at else credentials + place).partition("?")[0]
-    return f"{scheme}{colon}{'//***@' if at else ''}{place}"
+    credentials, at, target = rest.rpartition("@")
+    target = (target if at else credentials + target).partition("?")[0]
+    return f"{scheme}{colon}{'//***@' if at else ''}{target}"
 
 
 Opener = Callable[[Address, Clock], Awaitable[Engine]]
@@ -108,12 +108,12 @@ _BUILT_IN: Final = {
 }
 _EXAMINERS: Final = {"sqlite": "limpet.engines.sqlite.examine"}
 _WITH_DRIVER: Final = ("sqlite", "postgresql", "postgres")
-_ALSO: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
+_ALIASES: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
 
 
 async def open_address(address: Address, clock: Clock) -> Engine:
     """Open the engine of an address. Third parties join through the entry-point group ``limpet.engines``."""
-    scheme = _ALSO.get(address.scheme, address.scheme)
+    scheme = _ALIASES.get(address.scheme, address.scheme)
     if scheme in _BUILT_IN:
         try:
             opener: Opener = importlib.import_module(_BUILT_IN[scheme]).open
@@ -125,9 +125,9 @@ async def open_address(address: Address, clock: Clock) -> Engine:
         try:
             return await opener(address, clock)
         except (ValueError, OverflowError):
-            # Not what it says: it may quote a part of a password.
-            raise InvalidValue(f"{address}: this URL cannot be read, look at its host, port and path") from None
-    # Only a scheme that is not built in pays for looking at what is installed.
+            # Leave the original message out: it may quote a part of a password.
+            raise InvalidValue(f"{address}: this URL cannot be read, check its host, port and path") from None
+    # Only a scheme that is not built in pays for searching the installed packages.
     import difflib
     from importlib.metadata import entry_points
 
@@ -143,7 +143,7 @@ async def open_address(address: Address, clock: Clock) -> Engine:
 
 def find_examiner(address: Address) -> Examiner | None:
     """The checks of an engine's file that need no open store; None for an engine that has none."""
-    module = _EXAMINERS.get(_ALSO.get(address.scheme, address.scheme))
+    module = _EXAMINERS.get(_ALIASES.get(address.scheme, address.scheme))
     if module is None:
         return None
     examiner: Examiner = importlib.import_module(module).examine

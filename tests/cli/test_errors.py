@@ -9,7 +9,7 @@ import pytest
 
 import limpet
 from limpet import errors
-from limpet.cli.failure import exit_code, told
+from limpet.cli.failure import describe, exit_code
 from limpet.protocol.codes import CODES
 from tests.cli.support import Limpet
 
@@ -18,8 +18,8 @@ PLACE = "namespace 'default' of sqlite:///state.db"
 
 # Every command's own errors ---------------------------------------------------
 
-NOT_FOUND = "'limpet ls' lists the keys there; -n chooses another namespace."
-CONFLICT = "Nothing was changed. Look at it with 'limpet get --json KEY', decide, and try again."
+NOT_FOUND = "'limpet ls' lists the keys; -n chooses another namespace."
+CONFLICT = "Nothing was changed. Read it with 'limpet get --json KEY', decide, and try again."
 KIND = "'limpet get --json KEY' shows its kind; incr needs an integer, field a record."
 DURATION = "Write a duration above zero, such as 30s, 5m or 1h30m."
 KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
@@ -43,7 +43,7 @@ KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
             "history none",
             3,
             "no change of 'none' is in the log of {place}",
-            "'limpet get KEY' tells whether there is such a key.",
+            "'limpet get KEY' shows whether the key exists.",
         ),
         (
             "put text 1 --if-absent",
@@ -144,7 +144,7 @@ KEY = "A key is 1 to 1,024 bytes of UTF-8 without U+0000."
         (
             "put k 1 --url memory:x",
             7,
-            "memory:x ends with the process that opens it, and every limpet command is a process of its own: "
+            "memory:x ends with the process that opens it, and every limpet command is its own process: "
             "name a file, such as sqlite:///state.db",
             None,
         ),
@@ -202,7 +202,7 @@ def test_a_file_that_is_no_database_is_unavailable(run: Limpet, file: Path) -> N
     result = run("get", "k")
 
     assert result.exit_code == 6
-    assert result.stderr == f"limpet: cannot use {file}: file is not a database\n  'limpet doctor' looks closer.\n"
+    assert result.stderr == f"limpet: cannot use {file}: file is not a database\n  Run 'limpet doctor' for details.\n"
 
 
 def test_a_traceback_is_never_the_answer(run: Limpet) -> None:
@@ -237,11 +237,11 @@ def test_a_traceback_is_never_the_answer(run: Limpet) -> None:
         (["del", "k", "--if-revision", "1", "--if-version", "1"], "give one of --if-absent, --if-version and --if-rev"),
         (["watch", "--initial", "--after", "1"], "give one of --initial and --after"),
         (["field", "set", "k"], "give at least one NAME=VALUE or --unset NAME"),
-        (["field", "set", "k", "a"], "a field is written NAME=VALUE, and one of the arguments is not"),
-        (["field", "set", "k", "=a"], "a field is written NAME=VALUE, and one of the arguments is not"),
-        (["field", "swap", "k", "a", "1", "2", "--set", "b"], "a field is written NAME=VALUE, and one of the arg"),
+        (["field", "set", "k", "a"], "a field must be written NAME=VALUE, and one of the arguments is not"),
+        (["field", "set", "k", "=a"], "a field must be written NAME=VALUE, and one of the arguments is not"),
+        (["field", "swap", "k", "a", "1", "2", "--set", "b"], "a field must be written NAME=VALUE, and one of the arg"),
         (["field", "set", "k", "a=1", "a=2"], "field 'a' is given twice"),
-        (["field", "set", "k", "a=-", "b=-"], "standard input can be read once, and several fields ask for it"),
+        (["field", "set", "k", "a=-", "b=-"], "standard input can be read only once, and several fields use it"),
         (["put", "k", "two", "words"], "there are too many arguments: put quotes around a value that holds spaces"),
         (["put", "k", "1", "--fenced"], "--fenced works in a command that 'limpet lock NAME -- COMMAND' runs"),
         (["lock"], "Missing argument 'NAME'."),
@@ -249,7 +249,7 @@ def test_a_traceback_is_never_the_answer(run: Limpet) -> None:
         (["lock", "n", "rsync", "-a"], "the command to run comes after --, as in: limpet lock NAME -- COMMAND"),
         (["lock", "n", "--"], "Missing argument '-- COMMAND...'."),
         (["lock", "--", "true"], "Missing argument '-- COMMAND...'."),
-        (["lock", "n", "m", "--", "true"], "before -- stands the name of one lock, and after it the command to run"),
+        (["lock", "n", "m", "--", "true"], "give the name of one lock before --, and the command to run after it"),
         (["lock", "n", "--ttl", "soon", "--", "true"], "Invalid value for '--ttl': 'soon' is not a duration"),
     ],
 )
@@ -304,7 +304,7 @@ def test_no_error_shows_a_value_or_a_password(run: Limpet, words: list[str], for
 # Every error of the library ---------------------------------------------------
 
 ENTRY = limpet.Entry("k", b'"hunter2"', 3, 9, 1, 0, 0)
-LATER = "Nothing was changed. Try again; if it stays so, 'limpet doctor' looks closer."
+LATER = "Nothing was changed. Try again; if it fails again, run 'limpet doctor'."
 
 ALL = [
     (errors.NotFound("k"), 3, f"'k' does not exist in {PLACE}", NOT_FOUND),
@@ -331,7 +331,7 @@ ALL = [
         errors.LockLost("n", token=3),
         5,
         "lock 'n' was lost; token 3 is stale",
-        "Stop: somebody else may hold it now. Writes with --fenced are refused.",
+        "Stop: another process may hold it now. Writes with --fenced are refused.",
     ),
     (errors.Unavailable("state.db cannot serve now"), 6, "state.db cannot serve now", LATER),
     (errors.Contention("k", attempts=64), 6, "'k' changed under 64 attempts in a row", LATER),
@@ -340,9 +340,9 @@ ALL = [
         errors.Ambiguous("cannot tell"),
         6,
         "cannot tell",
-        "It may have been written, once. Repeat it under the same --request-id, or look first.",
+        "It may have been written, once. Repeat it with the same --request-id, or read the key first.",
     ),
-    (errors.Corrupt("a stored value is not JSON"), 6, "a stored value is not JSON", "'limpet doctor' looks closer."),
+    (errors.Corrupt("a stored value is not JSON"), 6, "a stored value is not JSON", "Run 'limpet doctor' for details."),
     (errors.Closed(), 6, "the store is closed: open it again", None),
     (errors.InvalidKey("", "it is empty"), 7, "key '' is not allowed: it is empty", KEY),
     (
@@ -380,7 +380,7 @@ def test_every_error_has_an_exit_code_and_words(
     error: errors.LimpetError, code: int, message: str, advice: str | None
 ) -> None:
     assert exit_code(error) == code
-    assert told(error, PLACE) == (message, advice)
+    assert describe(error, PLACE) == (message, advice)
 
 
 def test_no_error_is_left_out() -> None:
@@ -393,12 +393,12 @@ def test_no_error_is_left_out() -> None:
 
 def test_no_words_are_meant_for_a_programmer() -> None:
     for error, *_ in ALL:
-        message, advice = told(error, PLACE)
+        message, advice = describe(error, PLACE)
         assert not re.search(r"\w\(\)|\w=|store\.|None|timedelta", f"{message} {advice or ''}"), message
 
 
 def test_a_long_key_is_shortened() -> None:
-    message, _ = told(errors.Conflict("k" * 1000, expected="version 2", current=None), PLACE)
+    message, _ = describe(errors.Conflict("k" * 1000, expected="version 2", current=None), PLACE)
 
     assert message.startswith("conflict on 'kkkk")
     assert "kk...'" in message

@@ -72,8 +72,8 @@ def test_keys_are_rotated(sealed: Limpet, keys: Path) -> None:
 
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
-        f"default: 3 of 3 entries were encrypted anew, with key {new}",
-        f"other: 1 of 1 entries were encrypted anew, with key {new}",
+        f"default: 3 of 3 entries were encrypted again, with key {new}",
+        f"other: 1 of 1 entries were encrypted again, with key {new}",
     ]
     assert f"keep {old}: the log of default still needs it" in result.stderr
     assert sealed.json("keys", "rotate") == {

@@ -16,7 +16,7 @@ import pytest
 
 import limpet
 from limpet.cli import running
-from limpet.cli.running import Courier, run_while_held
+from limpet.cli.running import SignalForwarder, run_while_held
 from tests.cli.support import WAIT_S, Limpet, finished, heard, start, terminal
 
 PYTHON = [sys.executable, "-c"]
@@ -216,12 +216,12 @@ def test_a_command_that_does_not_listen_is_killed(url: str, tmp_path: Path, monk
         wait_until((tmp_path / "deaf").exists)
         clock.advance(60)
 
-    with limpet.sync.open(url, clock=clock) as store, Courier() as courier:
+    with limpet.sync.open(url, clock=clock) as store, SignalForwarder() as signals:
         held = store.lock("nightly", ttl=30).acquire()
         turning = threading.Thread(target=turn)
         turning.start()
 
-        code = run_while_held(courier, [*PYTHON, deaf], dict(os.environ), held)
+        code = run_while_held(signals, [*PYTHON, deaf], dict(os.environ), held)
 
         turning.join()
         assert code == 128 + signal.SIGKILL
@@ -386,18 +386,18 @@ def has_open(pid: int, name: str) -> bool:
 
 
 def test_a_signal_that_comes_while_the_command_starts_reaches_it() -> None:
-    with Courier() as courier:
-        courier._starting = True
+    with SignalForwarder() as signals:
+        signals._starting = True
         signal.raise_signal(signal.SIGTERM)
 
-        child = courier.start(["sleep", "60"], dict(os.environ))
+        child = signals.start(["sleep", "60"], dict(os.environ))
 
         assert child.wait(WAIT_S) == -signal.SIGTERM
 
 
 def test_a_signal_that_comes_after_the_command_is_nobodys() -> None:
-    with Courier() as courier:
-        courier.start(["true"], dict(os.environ)).wait(WAIT_S)
+    with SignalForwarder() as signals:
+        signals.start(["true"], dict(os.environ)).wait(WAIT_S)
 
         signal.raise_signal(signal.SIGTERM)
 
@@ -405,7 +405,7 @@ def test_a_signal_that_comes_after_the_command_is_nobodys() -> None:
 def test_the_handlers_of_before_come_back() -> None:
     before = {name: signal.getsignal(signal.Signals[name]) for name in PASSED_ON}
 
-    with Courier():
+    with SignalForwarder():
         assert signal.getsignal(signal.SIGTERM) != before["SIGTERM"]
 
     assert {name: signal.getsignal(signal.Signals[name]) for name in PASSED_ON} == before

@@ -69,7 +69,7 @@ def test_what_was_answered_before_an_error_is_printed(damaged: str) -> None:
     code, stdout, stderr = finished(start("--url", damaged, "ls", "--values"))
 
     assert (code, stdout) == (6, "a\t1\n")
-    assert stderr == "limpet: a stored value is not JSON\n  'limpet doctor' looks closer.\n"
+    assert stderr == "limpet: a stored value is not JSON\n  Run 'limpet doctor' for details.\n"
 
 
 def test_an_error_is_told_though_nobody_reads_the_answer(damaged: str) -> None:
@@ -81,7 +81,7 @@ def test_an_error_is_told_though_nobody_reads_the_answer(damaged: str) -> None:
     code, _, stderr = finished(process)
 
     assert code == 6
-    assert stderr == "limpet: a stored value is not JSON\n  'limpet doctor' looks closer.\n"
+    assert stderr == "limpet: a stored value is not JSON\n  Run 'limpet doctor' for details.\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")

@@ -110,7 +110,7 @@ def test_a_namespace_before_the_command_would_be_without_effect(run: Limpet) -> 
     result = run("--namespace", "a", "token", "create", "x", "-n", "b", "--right", "read")
 
     assert result.exit_code == 2
-    assert "behind create" in result.stderr
+    assert "after create" in result.stderr
 
 
 def test_a_question_makes_no_store(run: Limpet, file: Path) -> None:

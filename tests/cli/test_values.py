@@ -109,7 +109,7 @@ def test_input_that_is_no_text_needs_the_bytes_option(run: Limpet) -> None:
     result = run("put", "k", "-", stdin=b"ab\xff")
 
     assert result.exit_code == 7
-    assert result.stderr == "limpet: what was read is not UTF-8 (byte 2): store it with --bytes\n"
+    assert result.stderr == "limpet: standard input is not UTF-8 (byte 2): store it with --bytes\n"
 
 
 def test_a_file_that_is_not_there_is_named(run: Limpet) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of encryption share: keys, a file of keys, and secrets that are found again wherever they are."""
+"""Helpers of the encryption tests: keys, key files, and secrets that can be found again in any form."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def keyring(*ids: str, plain: bool = False) -> limpet.Keyring:
 
 
 def line(key_id: str, key: bytes) -> str:
-    """A key as a file of keys has it."""
+    """A key as one line of a key file."""
     return f"{key_id}:{base64.b64encode(key).decode()}\n"
 
 
 def replace_file(file: Path, text: str) -> None:
-    """Write a file so that nobody reads half of it."""
+    """Replace a file at once, so that no reader sees half of it."""
     beside = file.with_name(f"{file.name}.new")
     beside.write_text(text)
     beside.replace(file)
 
 
 class Secrets:
-    """Random secrets of one mark, by which any of them is found in whatever form it was kept."""
+    """Random secrets that share a mark, by which any of them is found in whatever form it was stored."""
 
     def __init__(self) -> None:
         self._mark = "".join(secrets.choice(string.ascii_letters) for _ in range(12))
@@ -47,16 +47,16 @@ class Secrets:
         return self._base + self._numbers
 
     def traces(self) -> dict[str, bytes]:
-        """What any secret leaves in a file that holds it in a certain form."""
+        """The bytes by which a secret is found, for each form in which a file may hold it."""
         mark = self._mark.encode()
         digits = str(self._base)[:-5].encode()
         found = {"text": mark, "hex": mark.hex().encode(), "HEX": mark.hex().upper().encode(), "digits": digits}
         found["hex of digits"] = digits.hex().encode()
         for shift in range(3):
-            # Of base64 there are three forms, by where the text starts; its ends depend on what is beside it.
+            # Base64 has three forms, by the offset of the text; the ends depend on the neighbouring bytes.
             found[f"base64 {shift}"] = base64.b64encode(b"\0" * shift + mark)[4 if shift else 0 : -4]
         found["number"] = self._base.to_bytes(8, "big")[:6]
-        found["number, backwards"] = self._base.to_bytes(8, "little")[2:]
+        found["number, little-endian"] = self._base.to_bytes(8, "little")[2:]
         return found
 
     def found_in(self, contents: Iterable[bytes]) -> set[str]:
@@ -66,5 +66,5 @@ class Secrets:
 
 
 def files_under(folder: Path) -> list[bytes]:
-    """Everything in the files of a folder."""
+    """The contents of all files in a folder."""
     return [file.read_bytes() for file in folder.rglob("*") if file.is_file()]

@@ -1,4 +1,4 @@
-"""Nothing of a secret is in what an engine keeps: not in its files, its journals, its logs, in no form."""
+"""No engine stores a secret in any readable form: not in its files, its journals or its logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sqlite(folder: Path) -> Iterator[tuple[str, Path, Callable[[], None]]]:
 
 @contextlib.contextmanager
 def postgres(folder: Path) -> Iterator[tuple[str, Path, Callable[[], None]]]:
-    # Every statement in the log, and no pages of which only the difference is kept.
+    # Every statement goes to the log of the server.
     settings = {"fsync": "off", "shared_buffers": "16MB", "log_statement": "all", "log_min_duration_statement": "0"}
     with servers.postgres(settings) as server:
         yield server.url, server._folder, server.stop
@@ -46,11 +46,11 @@ def nats(folder: Path) -> Iterator[tuple[str, Path, Callable[[], None]]]:
         yield server.url, server._folder, server.stop
 
 
-PLACES = {"sqlite": sqlite, "postgres": postgres, "redis": redis, "nats": nats}
+SERVERS = {"sqlite": sqlite, "postgres": postgres, "redis": redis, "nats": nats}
 
 
 async def write_all(store: limpet.Store, secrets: Secrets, count: int) -> None:
-    """Secrets by every verb, with some under a request id, some overwritten, deleted, or taken."""
+    """Write secrets by every verb: some with a request id, some overwritten, deleted or taken."""
 
     async def put(number: int) -> None:
         name = f"{number}"
@@ -98,26 +98,26 @@ async def opened(url: str, **options: Any) -> AsyncIterator[limpet.Store]:
         yield store
 
 
-@pytest.mark.parametrize("engine", PLACES)
+@pytest.mark.parametrize("engine", SERVERS)
 async def test_no_secret_is_in_what_an_engine_keeps(engine: str, tmp_path: Path) -> None:
-    secrets, shown = Secrets(), Secrets()
-    with PLACES[engine](tmp_path) as (url, folder, stop):
+    secrets, plain = Secrets(), Secrets()
+    with SERVERS[engine](tmp_path) as (url, folder, stop):
         async with opened(url, encryption=keyring("k1")) as store:
             await write_all(store, secrets, SECRETS)
             if engine == "sqlite":
                 assert secrets.found_in(files_under(folder)) == set()
             async with limpet.open(url, namespace="open") as bare:
-                await write_all(bare, shown, 50)
+                await write_all(bare, plain, 50)
         stop()
         files = files_under(folder)
 
     assert secrets.found_in(files) == set()
-    # And if it were there, it would be found.
-    assert {"text", "digits"} <= shown.found_in(files)
+    # Without encryption the same search finds the secrets.
+    assert {"text", "digits"} <= plain.found_in(files)
 
 
 async def test_a_receipt_has_no_hash_that_could_be_guessed(tmp_path: Path) -> None:
-    """A counter moves by one of few numbers: whoever knows the plain hash of a request tries them all."""
+    """A counter usually moves by a small number, so an attacker could hash all likely requests and compare."""
     url = f"sqlite:///{tmp_path}/state.db"
     async with opened(url, encryption=keyring("k1")) as store, opened(url) as bare:
         await store.add("n", 7, request_id="request-1")
@@ -128,6 +128,11 @@ async def test_a_receipt_has_no_hash_that_could_be_guessed(tmp_path: Path) -> No
         kept = await bare._session.engine.read("tenant", [f"request-{n}" for n in (1, 2, 3, 4)], family="receipt")
 
     digests = [read_receipt(receipt).digest[:16] for receipt in kept if receipt is not None]
-    asked: list[tuple[Write, ...]] = [(Add("n", 7),), (Put("p", b"7"),), (Put("p", b"7"),), (Delete("p", take=True),)]
-    assert [digest in [digest_of((), writes) for writes in asked] for digest in digests] == [False] * 4
+    requests: list[tuple[Write, ...]] = [
+        (Add("n", 7),),
+        (Put("p", b"7"),),
+        (Put("p", b"7"),),
+        (Delete("p", take=True),),
+    ]
+    assert [digest in [digest_of((), writes) for writes in requests] for digest in digests] == [False] * 4
     assert len({*digests}) == 4

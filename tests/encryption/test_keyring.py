@@ -1,4 +1,4 @@
-"""Keyrings: how keys are written, what is refused, and files that are followed."""
+"""Keyrings: the text form of keys, keys that are refused, and key files that change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_first_key_is_the_current_one() -> None:
     assert limpet.Keyring.parse(f"{line('b', ONE)}{line('a', TWO)}").ids == ["b", "a"]
 
 
-@pytest.mark.parametrize("between", [",", "\n", " , ", "\n\n# a remark\n", "\r\n"])
+@pytest.mark.parametrize("between", [",", "\n", " , ", "\n\n# a comment\n", "\r\n"])
 def test_keys_stand_on_lines_or_between_commas(between: str) -> None:
     keyring = limpet.Keyring.parse(f"{line('a', ONE).strip()}{between}{line('b', TWO).strip()}\n")
 
@@ -87,10 +87,10 @@ async def test_a_store_takes_a_keyring_and_nothing_else() -> None:
 def test_nothing_shows_a_key() -> None:
     keyring = limpet.Keyring({"k1": ONE, "k2": TWO})
 
-    for shown in (repr(keyring), str(keyring), repr(keyring.ring()), repr(vars(keyring))):
-        assert TEXT not in shown
-        assert ONE.hex() not in shown
-        assert repr(ONE)[2:10] not in shown
+    for text in (repr(keyring), str(keyring), repr(keyring.ring()), repr(vars(keyring))):
+        assert TEXT not in text
+        assert ONE.hex() not in text
+        assert repr(ONE)[2:10] not in text
     with pytest.raises((TypeError, pickle.PicklingError)):
         pickle.dumps(keyring)
 
@@ -128,7 +128,7 @@ def test_keys_of_the_call_go_before_those_of_the_url_and_of_the_environment(
         ("sqlite:///a.db?synchronous=normal", "sqlite:///a.db?synchronous=normal"),
     ],
 )
-def test_an_engine_does_not_hear_of_the_option(url: str, left: str) -> None:
+def test_the_option_is_removed_before_an_engine_sees_the_url(url: str, left: str) -> None:
     from limpet.urls import Address
 
     assert Address.parse(url).without("encryption") == Address.parse(left)
@@ -183,6 +183,6 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 async def test_behind_a_server_encryption_is_the_servers() -> None:
-    """A client that encrypted by itself would hide from the server what it has to look at."""
+    """A client that encrypted by itself would hide values that the server has to read."""
     with pytest.raises(InvalidValue, match="the server encrypts"):
         await limpet.open("http://127.0.0.1:1", encryption=limpet.Keyring({"k1": ONE}))

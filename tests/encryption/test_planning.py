@@ -1,4 +1,4 @@
-"""What is decided here because the engine behind cannot look: turns, contention, and answers that were lost."""
+"""Batches that the encrypted engine plans, because the inner engine cannot read values: contention and lost replies."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.encryption.support import keyring
 CLOCK = limpet.SystemClock()
 
 
-async def sealed_over(engine: Engine) -> EncryptedEngine:
+async def encrypted_over(engine: Engine) -> EncryptedEngine:
     return EncryptedEngine(engine, keyring("k1"), CLOCK)
 
 
 @pytest.fixture
-async def behind() -> Engine:
+async def inner() -> Engine:
     return await open_engine("memory:", CLOCK)
 
 
 class Between:
-    """An engine in front of another, in which somebody else is faster a given number of times."""
+    """An engine in front of another, in which another writer comes first a given number of times."""
 
     def __init__(self, engine: Engine, times: int) -> None:
         self._engine = engine
@@ -53,9 +53,9 @@ class Between:
 # Contention -------------------------------------------------------------------
 
 
-async def test_what_somebody_wrote_in_between_is_planned_on(behind: Engine) -> None:
-    between = Between(behind, 0)
-    engine = await sealed_over(between)
+async def test_a_batch_is_planned_again_on_what_another_wrote(inner: Engine) -> None:
+    between = Between(inner, 0)
+    engine = await encrypted_over(between)
     await engine.commit("ns", Batch((), (Add("n", 1),)))
     between.times = 10
 
@@ -66,10 +66,10 @@ async def test_what_somebody_wrote_in_between_is_planned_on(behind: Engine) -> N
     assert (commit.entries[0].value, commit.entries[0].version) == (2, 12)
 
 
-async def test_a_commit_goes_on_however_often_others_are_first(behind: Engine) -> None:
+async def test_a_commit_goes_on_however_often_others_are_first(inner: Engine) -> None:
     """Only `update` gives up."""
-    between = Between(behind, 0)
-    engine = await sealed_over(between)
+    between = Between(inner, 0)
+    engine = await encrypted_over(between)
     await engine.commit("ns", Batch((), (Add("n", 1),)))
     between.times = 100
 
@@ -80,9 +80,9 @@ async def test_a_commit_goes_on_however_often_others_are_first(behind: Engine) -
     assert (commit.entries[0].value, commit.entries[0].version) == (2, 102)
 
 
-async def test_a_guard_of_the_caller_is_not_tried_again(behind: Engine) -> None:
-    between = Between(behind, 0)
-    engine = await sealed_over(between)
+async def test_a_guard_of_the_caller_is_not_tried_again(inner: Engine) -> None:
+    between = Between(inner, 0)
+    engine = await encrypted_over(between)
     await engine.commit("ns", Batch((), (Add("n", 1),)))
     between.times = 1
 
@@ -94,20 +94,20 @@ async def test_a_guard_of_the_caller_is_not_tried_again(behind: Engine) -> None:
     assert (refusal.found.value, refusal.found.version) == (1, 2)
 
 
-# Lost answers -----------------------------------------------------------------
+# Lost replies -----------------------------------------------------------------
 
 
-async def test_a_count_whose_answer_is_lost_is_answered_with_what_it_made(behind: Engine) -> None:
-    """Somebody else counts before it is asked for again: the first sum is the answer, and not a later one."""
-    failing = Failing(behind)
-    engine, other = await sealed_over(failing), EncryptedEngine(behind, keyring("k1"), CLOCK)
+async def test_a_count_whose_reply_is_lost_returns_its_own_sum(inner: Engine) -> None:
+    """Another writer counts before the retry: the retry returns the first sum, and not a later one."""
+    failing = Failing(inner)
+    engine, other = await encrypted_over(failing), EncryptedEngine(inner, keyring("k1"), CLOCK)
     other._keyring = engine._keyring
     failing.after = 1
-    with pytest.raises(Ambiguous) as lost:
+    with pytest.raises(Ambiguous) as ambiguous:
         await engine.commit("ns", Batch((), (Add("n", 5),)))
     await other.commit("ns", Batch((), (Add("n", 100),)))
 
-    again = Batch((), (Add("n", 5),), request_id=lost.value.request_id, retry_since=lost.value.since)
+    again = Batch((), (Add("n", 5),), request_id=ambiguous.value.request_id, retry_since=ambiguous.value.since)
     commit = await engine.commit("ns", again)
 
     assert isinstance(commit, Commit)
@@ -116,24 +116,24 @@ async def test_a_count_whose_answer_is_lost_is_answered_with_what_it_made(behind
     assert [entry.value for entry in await other.read("ns", ["n"]) if entry] == [105]
 
 
-async def test_a_count_that_was_not_applied_is_applied_when_asked_again(behind: Engine) -> None:
-    class Lost(Failing):
+async def test_a_count_that_was_not_applied_is_applied_by_its_retry(inner: Engine) -> None:
+    class NeverApplied(Failing):
         async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
             if self.after:
                 self.after -= 1
                 since = (await self._engine.status(namespace)).revision
-                raise Ambiguous("nobody knows", request_id="request-1", since=since)
+                raise Ambiguous("no one knows", request_id="request-1", since=since)
             return await self._engine.commit(namespace, batch)
 
-    failing = Lost(behind)
-    engine = await sealed_over(failing)
+    failing = NeverApplied(inner)
+    engine = await encrypted_over(failing)
     await engine.commit("ns", Batch((), (Add("n", 1),)))
     failing.after = 1
-    with pytest.raises(Ambiguous) as lost:
+    with pytest.raises(Ambiguous) as ambiguous:
         await engine.commit("ns", Batch((), (Add("n", 5),)))
     await engine.commit("ns", Batch((), (Add("n", 100),)))
 
-    again = Batch((), (Add("n", 5),), request_id="request-1", retry_since=lost.value.since)
+    again = Batch((), (Add("n", 5),), request_id="request-1", retry_since=ambiguous.value.since)
     commit = await engine.commit("ns", again)
 
     assert isinstance(commit, Commit)
@@ -145,7 +145,7 @@ async def test_a_count_that_was_not_applied_is_applied_when_asked_again(behind: 
 async def test_a_store_settles_what_was_lost(engine: str) -> None:
     url = os.environ["LIMPET_TEST_NATS"] + "?bucket_prefix=sealed-" if engine == "nats" else engine
     failing = Failing(await open_engine(url, CLOCK))
-    store = limpet.Store(Session(await sealed_over(failing), CLOCK), f"t-{os.urandom(6).hex()}")
+    store = limpet.Store(Session(await encrypted_over(failing), CLOCK), f"t-{os.urandom(6).hex()}")
     try:
         failing.after = 2
         assert await store.add("n", 5) == 5
@@ -165,9 +165,9 @@ async def test_a_store_settles_what_was_lost(engine: str) -> None:
         await store.close()
 
 
-async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
-    failing = Failing(behind, after=2 * RECENTLY_SENT_MAX)
-    engine = await sealed_over(failing)
+async def test_the_batches_kept_for_retries_have_a_bound(inner: Engine) -> None:
+    failing = Failing(inner, after=2 * RECENTLY_SENT_MAX)
+    engine = await encrypted_over(failing)
     for number in range(2 * RECENTLY_SENT_MAX):
         with pytest.raises(Ambiguous):
             await engine.commit("ns", Batch((), (Patch(f"{number}", {"a": b"1"}),)))
@@ -178,7 +178,7 @@ async def test_what_is_kept_of_lost_answers_has_a_bound(behind: Engine) -> None:
 # In one process ---------------------------------------------------------------
 
 
-def test_a_child_after_a_fork_waits_for_nobody() -> None:
+def test_a_child_after_a_fork_waits_for_no_turn() -> None:
     with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
         session: Any = store._twin._session
         turn = session.engine._turns.turn(("default", "data", "n"))
@@ -192,7 +192,7 @@ def test_a_child_after_a_fork_waits_for_nobody() -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_traits_are_those_of_the_engine_behind() -> None:
+def test_traits_are_those_of_the_inner_engine() -> None:
     with limpet.sync.open("memory:", encryption=keyring("k1")) as store:
         traits = msgspec.structs.asdict(store.traits)
 

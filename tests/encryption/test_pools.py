@@ -1,4 +1,4 @@
-"""The state of a butler, over a pool of its own, in a process that has keys."""
+"""The state of a butler on its own pool, in a process that has encryption keys."""
 
 from __future__ import annotations
 

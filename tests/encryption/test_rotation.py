@@ -1,6 +1,6 @@
 """Keys are changed twice while processes read and write: no read fails, and no write is lost.
 
-Whatever a namespace keeps beside its data changes its key too, and means the same afterwards.
+The audit trail and recoverable copies of a namespace change their key too, and stay valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORKERS = 2
 STILL = 150
 STEPS = 4
 
-PLACES = {
+URLS = {
     "sqlite": lambda folder: f"sqlite:///{folder}/state.db?",
     "postgres": lambda _: f"{os.environ['LIMPET_TEST_POSTGRES']}?schema=rotation_{uuid.uuid4().hex[:12]}&",
     "redis": lambda _: f"{os.environ['LIMPET_TEST_REDIS'].rpartition('/')[0]}/61?",
@@ -38,20 +38,24 @@ PLACES = {
 }
 
 
-async def worked_on(workers: list[Worker]) -> None:
-    """Wait until every worker has gone on for a while, and nothing has failed."""
+async def receive(worker: Worker) -> Any:
+    return await asyncio.to_thread(worker.hear)
+
+
+async def advance(workers: list[Worker]) -> None:
+    """Wait until every worker has done some more steps, and none has failed."""
     for worker in workers:
         worker.tell(STEPS)
     for worker in workers:
-        assert await worker.heard() == []
+        assert await receive(worker) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
-async def test_keys_are_changed_under_load(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", URLS)
+async def test_keys_are_changed_under_load(engine: str, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     keys = {name: line(name, os.urandom(32)) for name in ("k1", "k2", "k3")}
     replace_file(file, keys["k1"])
-    url = f"{PLACES[place](tmp_path)}encryption=file:{file}"
+    url = f"{URLS[engine](tmp_path)}encryption=file:{file}"
     namespace = f"rotation-{uuid.uuid4().hex[:12]}"
     async with limpet.open(url, namespace=namespace, sweep=False) as store:
         for start in range(0, STILL, 50):
@@ -62,26 +66,26 @@ async def test_keys_are_changed_under_load(place: str, tmp_path: Path) -> None:
         with contextlib.ExitStack() as ending:
             workers = [ending.enter_context(Worker("work", url, namespace, f"w{n}")) for n in range(WORKERS)]
             for worker in workers:
-                assert await worker.heard() == "ready"
-            await worked_on(workers)
+                assert await receive(worker) == "ready"
+            await advance(workers)
             for old, new in (("k1", "k2"), ("k2", "k3")):
                 replace_file(file, keys[old] + keys[new])
-                await worked_on(workers)
+                await advance(workers)
                 replace_file(file, keys[new] + keys[old])
-                await worked_on(workers)
+                await advance(workers)
                 done = await store.reseal()
                 assert done.looked_at >= STILL
                 assert {seals.key_id for seals in await store.seals() if seals.entries} == {new}
                 replace_file(file, keys[new])
-                await worked_on(workers)
-            told = [await _ended(worker) for worker in workers]
+                await advance(workers)
+            reports = [await end(worker) for worker in workers]
 
-        assert [answer["failed"] for answer in told] == [[], []]
+        assert [report["failed"] for report in reports] == [[], []]
         for key in range(KEYS):
             name = f"counter/{key}"
-            assert await store.get(name, 0) == sum(answer["done"].get(name, 0) for answer in told)
-        for answer in told:
-            for name, step in answer["done"].items():
+            assert await store.get(name, 0) == sum(report["done"].get(name, 0) for report in reports)
+        for report in reports:
+            for name, step in report["done"].items():
                 if name.startswith("own/"):
                     entry = await store.entry(name)
                     assert entry is not None
@@ -90,13 +94,14 @@ async def test_keys_are_changed_under_load(place: str, tmp_path: Path) -> None:
                     assert entry.meta == {"step": entry.value}
         entries = [entry async for entry in store.scan("still/")]
         assert [entry.meta["n"] for entry in entries] == list(range(STILL))
-        # Written once and encrypted anew twice.
+        # Written once, and encrypted with another key twice.
         assert {entry.version for entry in entries} == {3}
 
 
-async def _ended(worker: Worker) -> Any:
+async def end(worker: Worker) -> Any:
+    """End a worker, and return its report."""
     worker.tell(None)
-    return await worker.heard()
+    return await receive(worker)
 
 
 START = "tenant/acme/project/docs/"
@@ -107,15 +112,15 @@ async def put(kept: SemanticStore, name: str, number: int, **semantics: Any) -> 
 
 
 async def keys_in_use(store: limpet.Store) -> set[str]:
-    """The keys that anything in the database is sealed with, but for locks and for receipts, which go by themselves."""
-    sealed = store._session.engine
-    assert isinstance(sealed, EncryptedEngine)
+    """The keys by which entries in the database are encrypted. Locks are not, and receipts expire by themselves."""
+    encrypted = store._session.engine
+    assert isinstance(encrypted, EncryptedEngine)
     found: set[str] = set()
     for family in set(FAMILIES) - {"lock", "receipt"}:
-        part = await sealed._inner.scan(store.name, Span("", None), family=family)
-        found |= {key_id_of_value(entry.stored) for entry in part.entries if entry.stored is not None}
-        found |= {key_id_of_meta(entry.meta_json) for entry in part.entries if entry.meta_json is not None}
-        assert part.entries
+        page = await encrypted._inner.scan(store.name, Span("", None), family=family)
+        found |= {key_id_of_value(entry.stored) for entry in page.entries if entry.stored is not None}
+        found |= {key_id_of_meta(entry.meta_json) for entry in page.entries if entry.meta_json is not None}
+        assert page.entries
     return found
 
 
@@ -185,28 +190,28 @@ async def test_a_trail_is_sealed_while_its_key_is_changed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("verb", ["read", "scan", "changes"])
-async def test_a_key_that_is_dropped_while_a_read_is_under_way_still_opens_it(
+async def test_a_key_that_is_dropped_while_a_read_is_under_way_still_decrypts_it(
     verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The value was fetched, then encrypted anew and its key dropped, and only then it was opened."""
+    """The value was fetched, then its key was replaced and dropped, and only then the value was decrypted."""
     old, new = os.urandom(32), os.urandom(32)
     keyring = limpet.Keyring({"new": new, "old": old}, current="old")
     async with limpet.open("memory:", encryption=keyring, sweep=False) as store:
         await store.put("a", 1)
-        sealed = store._session.engine
-        assert isinstance(sealed, EncryptedEngine)
-        fetch = getattr(sealed._inner, verb)
+        encrypted = store._session.engine
+        assert isinstance(encrypted, EncryptedEngine)
+        fetch = getattr(encrypted._inner, verb)
 
         async def fetch_and_drop(*args: Any, **options: Any) -> Any:
             found = await fetch(*args, **options)
             keyring.replace({"new": new})
             return found
 
-        monkeypatch.setattr(sealed._inner, verb, fetch_and_drop)
+        monkeypatch.setattr(encrypted._inner, verb, fetch_and_drop)
         act: dict[str, Any] = {
-            "read": lambda: sealed.read(store.name, ["a"]),
-            "scan": lambda: sealed.scan(store.name, Span("", None)),
-            "changes": lambda: sealed.changes(store.name, 0),
+            "read": lambda: encrypted.read(store.name, ["a"]),
+            "scan": lambda: encrypted.scan(store.name, Span("", None)),
+            "changes": lambda: encrypted.changes(store.name, 0),
         }
         await act[verb]()
         with pytest.raises(limpet.errors.Corrupt, match="lacks"):

@@ -1,4 +1,4 @@
-"""What somebody who may write the database can do to an encrypted store: nothing that is not noticed."""
+"""An attacker that can write to the database of an encrypted store: every change is noticed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def store(file: Path) -> Iterator[limpet.sync.Store]:
         yield store
 
 
-def meddle(file: Path, statement: str, *parameters: object) -> int:
+def tamper(file: Path, statement: str, *parameters: object) -> int:
     with contextlib.closing(sqlite3.connect(file)) as database, database:
         return database.execute(statement, parameters).rowcount
 
@@ -53,25 +53,25 @@ MOVES = {
 def test_a_row_cannot_be_moved(store: limpet.sync.Store, file: Path, move: str) -> None:
     column, source, target = MOVES[move]
     moved = f"UPDATE limpet_entries SET {column} = (SELECT {column} FROM limpet_entries WHERE {source}) WHERE {target}"
-    assert meddle(file, moved) == 1
+    assert tamper(file, moved) == 1
     key = target[7]
 
-    asked: list[Any] = [
+    attempts: list[Any] = [
         lambda: store.entry(key),
         lambda: list(store.scan()),
         lambda: list(store.scan(where=limpet.field("for") == "a")),
         lambda: store.record(key).set(x=1),
         lambda: store.put(key, 1, expect=limpet.equals({"for": "b"})),
     ]
-    for ask in asked:
+    for attempt in attempts:
         with pytest.raises(Corrupt, match=f"'{key}' in namespace 'one'"):
-            ask()
+            attempt()
 
 
 def test_two_rows_cannot_change_places(store: limpet.sync.Store, file: Path) -> None:
-    meddle(file, "UPDATE limpet_entries SET key = 'c' WHERE key = 'a' AND namespace = 'one'")
-    meddle(file, "UPDATE limpet_entries SET key = 'a' WHERE key = 'b' AND namespace = 'one'")
-    meddle(file, "UPDATE limpet_entries SET key = 'b' WHERE key = 'c' AND namespace = 'one'")
+    tamper(file, "UPDATE limpet_entries SET key = 'c' WHERE key = 'a' AND namespace = 'one'")
+    tamper(file, "UPDATE limpet_entries SET key = 'a' WHERE key = 'b' AND namespace = 'one'")
+    tamper(file, "UPDATE limpet_entries SET key = 'b' WHERE key = 'c' AND namespace = 'one'")
 
     for key in ("a", "b"):
         with pytest.raises(Corrupt):
@@ -79,12 +79,12 @@ def test_two_rows_cannot_change_places(store: limpet.sync.Store, file: Path) -> 
 
 
 def test_a_field_cannot_be_moved_to_another(store: limpet.sync.Store, file: Path) -> None:
-    """A record is sealed whole: there is no field in the database to move, and none can be added beside it."""
+    """A record is encrypted as a whole: the database has no single field to move, and none can be added."""
     with contextlib.closing(sqlite3.connect(file)) as database:
         kinds = {kind for (kind,) in database.execute("SELECT kind FROM limpet_entries WHERE family = 'data'")}
     assert kinds == {"bytes"}
 
-    meddle(file, """UPDATE limpet_entries SET kind = 'record', value = '{"hidden":1}' WHERE key = 'r'""")
+    tamper(file, """UPDATE limpet_entries SET kind = 'record', value = '{"hidden":1}' WHERE key = 'r'""")
 
     with pytest.raises(Corrupt, match="not encrypted"):
         store.record("r").fields()
@@ -99,22 +99,22 @@ def test_no_bit_can_be_turned(store: limpet.sync.Store, file: Path) -> None:
     for bit in bits:
         altered = bytearray(value)
         altered[bit // 8] ^= 1 << bit % 8
-        meddle(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", bytes(altered))
+        tamper(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", bytes(altered))
 
         with pytest.raises(Corrupt):
             store.get("a")
     for size in range(0, len(value), 7):
-        meddle(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", value[:size])
+        tamper(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", value[:size])
 
         with pytest.raises(Corrupt):
             store.get("a")
-    meddle(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", value)
+    tamper(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a' AND namespace = 'one'", value)
     assert store.get("a") == {"for": "a"}
 
 
 def test_the_log_cannot_be_rewritten(store: limpet.sync.Store, file: Path) -> None:
     other = "SELECT value FROM limpet_changes WHERE key = 'b'"
-    assert meddle(file, f"UPDATE limpet_changes SET value = ({other}) WHERE key = 'a' AND namespace = 'one'") == 1
+    assert tamper(file, f"UPDATE limpet_changes SET value = ({other}) WHERE key = 'a' AND namespace = 'one'") == 1
 
     with pytest.raises(Corrupt):
         list(store.history("a"))
@@ -126,17 +126,17 @@ def test_a_receipt_cannot_be_moved_to_another_request(store: limpet.sync.Store, 
     store.add("n", 5, request_id="request-1")
     store.add("n", 6, request_id="request-2")
     other = "SELECT value FROM limpet_entries WHERE key = 'request-1'"
-    meddle(file, f"UPDATE limpet_entries SET value = ({other}) WHERE key = 'request-2'")
+    tamper(file, f"UPDATE limpet_entries SET value = ({other}) WHERE key = 'request-2'")
 
     with pytest.raises(Corrupt):
         store.outcome("request-2")
 
 
 def test_an_error_tells_nothing_of_the_value_or_the_key(store: limpet.sync.Store, file: Path) -> None:
-    meddle(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a'", b"what somebody put there")
+    tamper(file, "UPDATE limpet_entries SET value = ? WHERE key = 'a'", b"bytes of an attacker")
 
     with pytest.raises(Corrupt) as raised:
         store.get("a")
 
-    assert "somebody" not in str(raised.value)
-    assert "somebody" not in repr(raised.value.__cause__)
+    assert "attacker" not in str(raised.value)
+    assert "attacker" not in repr(raised.value.__cause__)

@@ -1,4 +1,4 @@
-"""Processes that read and write an encrypted store, and tell what they did and what failed."""
+"""Processes that read and write an encrypted store, and report what they did and what failed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Worker(Process):
     measured = False
 
 
-def told() -> Any:
+def receive() -> Any:
     return json.loads(sys.stdin.readline())
 
 
-def tell(word: object) -> None:
-    print(json.dumps(word), flush=True)
+def send(message: object) -> None:
+    print(json.dumps(message), flush=True)
 
 
 async def work(url: str, namespace: str, name: str) -> None:
-    """Count, set fields and read, over and over. A number asks what failed in so many steps more; null ends it."""
+    """Count, set fields and read in a loop. On a number n, report failures after n more steps; on null, end."""
     done: dict[str, int] = {}
     failed: list[str] = []
     steps = 0
     stepped, ending = asyncio.Condition(), asyncio.Event()
 
-    async def go_on(store: limpet.Store) -> None:
+    async def loop(store: limpet.Store) -> None:
         nonlocal steps
         while not ending.is_set():
             key = f"{steps % KEYS}"
@@ -57,16 +57,16 @@ async def work(url: str, namespace: str, name: str) -> None:
                 return
 
     async with limpet.open(url, namespace=namespace) as store:
-        working = asyncio.create_task(go_on(store))
-        tell("ready")
-        while (more := await asyncio.to_thread(told)) is not None:
+        working = asyncio.create_task(loop(store))
+        send("ready")
+        while (more := await asyncio.to_thread(receive)) is not None:
             goal = steps + more
             async with stepped:
                 await stepped.wait_for(lambda: bool(failed) or steps >= goal)  # noqa: B023 - waited for right here
-            tell(failed)
+            send(failed)
         ending.set()
         await working
-        tell({"done": done, "failed": failed})
+        send({"done": done, "failed": failed})
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def proxy_of(url: str) -> Proxy:
         await reader.readline()
         writer.write(b'CONNECT {"verbose":false,"headers":true,"no_responders":true}\r\nPING\r\n')
         await reader.readline()
-        # The answer goes to whoever listens there, so that this line hears of it too.
+        # The reply goes to the subscribers of its inbox, so subscribe to get it too.
         for inbox in re.findall(rb"HPUB \S+ (\S+) \d+ \d+\r\n", kept):
             writer.write(b"SUB %b 1\r\n" % inbox)
 

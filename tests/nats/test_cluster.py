@@ -19,7 +19,7 @@ import pytest
 import limpet
 from limpet.conformance.linearizability import Recorder, check_order, check_watch
 from limpet.conformance.test_histories import COUNTER, END, KEYS, Client
-from limpet.engines.nats import connection as nats_link
+from limpet.engines.nats import connection as nats_connection
 from limpet.errors import TransientError
 from limpet.model import Event
 from tests.engines import unique
@@ -85,7 +85,7 @@ async def test_reads_come_from_the_leader_of_three_copies(cluster: list[Nats]) -
 
 
 class Load:
-    """Clients who read and write through all kinds of calls, and note what they are told."""
+    """Clients that read and write through all kinds of calls, and record the results."""
 
     def __init__(self, namespace: str) -> None:
         self.recorder = Recorder()
@@ -100,7 +100,7 @@ class Load:
         return random.Random(number)
 
     async def client(self, number: int, store: limpet.Store) -> None:
-        """Make calls until told to stop."""
+        """Make calls until stopped."""
         dice, client = self.dice(100 + number), Client(cast("Any", self), number, store, {})
         kinds = [client.get, client.put, client.guarded, client.create, client.delete, client.add, client.batch]
         while not self.is_over:
@@ -118,7 +118,7 @@ async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], mo
     """Calls fail while the others choose a new leader; what was acknowledged stays, once, and watches go on."""
     # An election takes longer than a store is patient. Here every call is repeated until it is answered, so that
     # nothing is left that may or may not have happened.
-    monkeypatch.setattr(nats_link, "REQUEST_S", 1.0)
+    monkeypatch.setattr(nats_connection, "REQUEST_S", 1.0)
     for entry_id in ("session", "retry"):
         monkeypatch.setattr(f"limpet.{entry_id}.ATTEMPTS", 500)
     load = Load(unique())
@@ -162,7 +162,7 @@ async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], mo
 async def test_a_lock_and_its_fence_hold_over_a_killed_leader(
     cluster: list[Nats], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nats_link, "REQUEST_S", 1.0)
+    monkeypatch.setattr(nats_connection, "REQUEST_S", 1.0)
     store = await opened(cluster, unique())
     try:
         first = await store.lock("door", ttl=120).acquire()

@@ -1,4 +1,4 @@
-"""The line to NATS: who gets which message."""
+"""The connection to NATS: which waiter gets which message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.nats.support import engine_of, server, stream_of
 
 
 async def test_no_key_is_the_answer_to_a_request() -> None:
-    """What a consumer delivers keeps the subject of its key, and a key may end like the name of a request.
+    """A delivered message keeps the subject of its key, and a key may end like the token of a request.
 
     Here it does, while that request is under way.
     """

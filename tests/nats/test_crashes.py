@@ -59,7 +59,7 @@ async def test_a_killed_server_loses_and_doubles_nothing() -> None:
 
 
 async def _count(store: limpet.Store, name: str, done: asyncio.Event, acknowledged: dict[str, int]) -> None:
-    """Count one key up until told to stop, remembering what was acknowledged."""
+    """Count one key up until stopped, and remember the acknowledged values."""
     while not done.is_set():
         with contextlib.suppress(Unavailable, Ambiguous):
             acknowledged[name] = await store.add(name, 1)

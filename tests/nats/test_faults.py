@@ -1,4 +1,4 @@
-"""A line that fails at the worst moment: each write happens once, and its caller is told the truth."""
+"""A connection that fails at the worst moment: each write happens once, and its caller gets the true result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import limpet
-from limpet.engines.nats import connection as nats_link
+from limpet.engines.nats import connection as nats_connection
 from limpet.errors import Ambiguous, Unavailable
 from tests.engines import unique
 from tests.faults import VERBS, prepared, seen
@@ -42,7 +42,7 @@ async def test_a_line_that_breaks_at_a_write_leaves_it_done_once(proxy: Proxy, v
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothing(proxy: Proxy, verb: str) -> None:
-    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    """The network delayed it, and the store retried and went on. It must not be applied when it arrives."""
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         expected = await seen(store, await VERBS[verb](store, await prepared(store)), ranked=True)
         late = store.namespace(unique())
@@ -62,7 +62,7 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothi
 async def test_a_lost_answer_is_found_though_others_have_written_since(
     proxy: Proxy, verb: str, expected: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The key carries on who wrote it, so what became of a write can be told after others wrote the key too."""
+    """The key carries the requests that wrote it, so the result of a write is known after others wrote the key too."""
     async with (
         limpet.open(proxy.url, namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
@@ -111,7 +111,7 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy, monk
         proxy.fault("lose")
 
         async def away() -> Any:
-            raise OSError("nobody is there")
+            raise OSError("no server is there")
 
         batch = store.batch().put("key", 1)._make_batch()
         with monkeypatch.context() as patch:
@@ -132,8 +132,8 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy, monk
 
 
 async def test_a_server_that_does_not_answer_is_unavailable(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody hangs for ever: after its time a request is told that no answer came."""
-    monkeypatch.setattr(nats_link, "REQUEST_S", 0.3)
+    """No call hangs for ever: a request without a reply fails after its time."""
+    monkeypatch.setattr(nats_connection, "REQUEST_S", 0.3)
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         await store.put("key", 0)
         connection = await engine_of(store).connection()
@@ -145,7 +145,7 @@ async def test_a_server_that_does_not_answer_is_unavailable(proxy: Proxy, monkey
 
 @pytest.mark.parametrize("several", [False, True])
 async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its alarm was there long before it, and a sweeper of another process saw that there was nothing to end."""
+    """Its alarm was there long before it, and a sweeper of another process found nothing to expire."""
     async with (
         limpet.open(server(), namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
@@ -166,7 +166,7 @@ async def test_an_entry_that_comes_after_its_moment_is_swept(several: bool, monk
         putting = asyncio.ensure_future((draft.put("shorter", 2, ttl=0.005) if several else draft).commit())
         async with asyncio.timeout(120):
             # In a batch there are a mark and a receipt as well.
-            while len(kept) < (4 if several else 1):  # noqa: ASYNC110 - nobody tells when it is sent
+            while len(kept) < (4 if several else 1):  # noqa: ASYNC110 - no event says when it is sent
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         assert await other.sweep() == 0

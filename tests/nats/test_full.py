@@ -33,8 +33,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nats]:
 
 
 async def fill(store: limpet.Store, size_bytes: int) -> dict[int, str]:
-    """Commit batches of three puts until some are refused, and return what their callers were told."""
-    told: dict[int, str] = {}
+    """Commit batches of three puts until some are refused, and return the codes that their callers got."""
+    codes: dict[int, str] = {}
 
     async def commit(number: int) -> None:
         draft = store.batch()
@@ -42,13 +42,13 @@ async def fill(store: limpet.Store, size_bytes: int) -> dict[int, str]:
             draft.put(f"{number}/{part}", "x" * size_bytes)
         try:
             await draft.commit()
-            told[number] = "acknowledged"
+            codes[number] = "acknowledged"
         except LimpetError as error:
-            told[number] = error.code
+            codes[number] = error.code
 
-    while sum(code != "acknowledged" for code in told.values()) < 3:
-        await asyncio.gather(*(commit(len(told) + number) for number in range(4)))
-    return told
+    while sum(code != "acknowledged" for code in codes.values()) < 3:
+        await asyncio.gather(*(commit(len(codes) + number) for number in range(4)))
+    return codes
 
 
 @pytest.mark.slow
@@ -57,8 +57,8 @@ async def test_what_a_caller_is_told_of_a_batch_is_true(small: Nats) -> None:
     seen: Counter[tuple[str, int]] = Counter()
     for number in range(ROUNDS_MAX):
         async with limpet.open(small.url, namespace=f"n{number}", sweep=False) as store:
-            told = await fill(store, 6_000 + 777 * number)
-            for batch, code in told.items():
+            codes = await fill(store, 6_000 + 777 * number)
+            for batch, code in codes.items():
                 found = [await store.entry(f"{batch}/{part}") for part in range(3)]
                 seen[code, 3 - found.count(None)] += 1
             await stream_of(store).api(f"STREAM.DELETE.{stream_of(store).name}")
@@ -77,22 +77,22 @@ async def test_a_write_of_one_key_is_stored_or_unavailable(small: Nats, syncs: b
     url = small.url + ("?sync=always" if syncs else "")
     async with limpet.open(url, namespace="one", sweep=False) as store:
         await store.put("before", 1)
-        told: dict[int, str] = {}
+        codes: dict[int, str] = {}
 
         async def put(number: int) -> None:
             try:
                 await store.put(str(number), "x" * 5_000)
-                told[number] = "acknowledged"
+                codes[number] = "acknowledged"
             except LimpetError as error:
-                told[number] = error.code
+                codes[number] = error.code
 
-        while set(told.values()) <= {"acknowledged"}:
-            await asyncio.gather(*(put(len(told) + number) for number in range(40)))
+        while set(codes.values()) <= {"acknowledged"}:
+            await asyncio.gather(*(put(len(codes) + number) for number in range(40)))
         found = {entry.key async for entry in store.scan()}
 
-        assert set(told.values()) <= {"acknowledged", "unavailable", "ambiguous"}
-        assert {str(number) for number, code in told.items() if code == "acknowledged"} <= found
-        assert not found & {str(number) for number, code in told.items() if code == "unavailable"}
+        assert set(codes.values()) <= {"acknowledged", "unavailable", "ambiguous"}
+        assert {str(number) for number, code in codes.items() if code == "acknowledged"} <= found
+        assert not found & {str(number) for number, code in codes.items() if code == "unavailable"}
         with pytest.raises(Unavailable):
             await store.put("before", 2)
         assert await store.get("before") == 1
@@ -103,7 +103,7 @@ async def test_a_write_of_one_key_is_stored_or_unavailable(small: Nats, syncs: b
 
 @contextmanager
 def stored_in_part(store: limpet.Store, count: int, *, answers: bool = True) -> Iterator[None]:
-    """Let the server store so many messages of a batch and no more, and say that there was no room, or nothing."""
+    """Let the server store so many messages of a batch and no more, and reply that there was no room, or not at all."""
     publisher = writer_of(store).publisher
     send, room = publisher.send_batch, count
 
@@ -194,7 +194,7 @@ async def test_a_batch_that_is_stored_in_part_twice_is_finished_all_the_same(sto
 
 @pytest.mark.parametrize("count", COUNTS)
 async def test_a_batch_without_a_name_is_finished_by_the_store_itself(store: limpet.Store, count: int) -> None:
-    """The store asks again by the id that the engine gave it."""
+    """The store retries with the id that the engine gave the batch."""
     publisher = writer_of(store).publisher
     send, sent = publisher.send_batch, 0
 
@@ -223,7 +223,7 @@ async def test_a_batch_of_which_nothing_was_stored_is_unavailable(store: limpet.
 
 @pytest.mark.parametrize("key", ["a", "d"])
 async def test_a_batch_whose_keys_were_written_since_stays_unknown(store: limpet.Store, key: str) -> None:
-    """Nobody can tell whether this key had been written, so nothing is written again."""
+    """It is unknown whether this key had been written, so nothing is written again."""
     with stored_in_part(store, 3), pytest.raises(Ambiguous):
         await draft_of(store).commit()
     async with limpet.open(server(), namespace=store.name, sweep=False) as other:
@@ -250,7 +250,7 @@ async def test_another_request_does_not_finish_a_batch_that_was_stored_in_part(s
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_a_taken_value_is_answered_or_unknown(store: limpet.Store, count: int) -> None:
-    """Once the key has ended and there is no receipt, nobody knows the value any more."""
+    """Once the key has ended and there is no receipt, the value is lost."""
     with stored_in_part(store, count), pytest.raises(Ambiguous):
         await store.take("c", request_id="mine")
 

@@ -128,7 +128,7 @@ async def test_a_broken_header_is_that_keys_trouble_alone() -> None:
 
 
 async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> None:
-    """Every overwritten message would come back, to a process that asks for none: twice the work for each write."""
+    """Otherwise every message would be delivered back to a process that reads none: twice the work for each write."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         for number in range(30):
             await store.put(f"key/{number % 3}", number)
@@ -191,7 +191,7 @@ async def test_an_entry_of_the_largest_size_fits_a_server_as_it_comes() -> None:
 
 
 async def test_a_receipt_that_does_not_fit_is_refused() -> None:
-    """A server ends the line at a message that is too large for it, and nobody could tell what became of the batch."""
+    """A server closes the connection at a message that is too large, and the result of the batch would be unknown."""
     with nats(lambda folder: jetstream(folder).replace("max_payload: 5MB", "")) as small:
         async with limpet.open(small.url, sweep=False) as store:
             draft = store.batch(request_id="mine").set("a", {"field": "x" * 600_000}).set("b", {"field": "y" * 600_000})
@@ -284,7 +284,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
 
 
 async def test_what_a_user_may_not_do_is_denied(tmp_path: Path) -> None:
-    """The server tells it of no request in particular; the engine finds out which one is meant."""
+    """The server names the subject and not the request; the engine finds the request."""
     users = """
     authorization { users: [
         { user: all, password: x }

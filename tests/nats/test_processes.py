@@ -46,7 +46,7 @@ async def test_processes_that_write_the_same_keys_lose_nothing() -> None:
 
 def _worker(namespace: str, index: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "tests.nats.workers", server(), namespace, str(COUNT), f"w{index}"]
-    return _started(words)
+    return _start(words)
 
 
 ATTEMPTS_MAX = 50
@@ -57,7 +57,7 @@ async def test_processes_on_one_key_all_get_through() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         with ExitStack() as stack:
             words = [sys.executable, "-m", "tests.nats.workers", server(), store.name, str(COUNT), "hot"]
-            workers = [stack.enter_context(_started(words)) for _ in range(PROCESSES)]
+            workers = [stack.enter_context(_start(words)) for _ in range(PROCESSES)]
             attempts = []
             for worker in workers:
                 assert worker.stdin is not None
@@ -111,5 +111,5 @@ async def test_a_pause_does_not_grow() -> None:
     assert max(jitter_s(0.002) for _ in range(100)) <= 0.002
 
 
-def _started(words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)

@@ -30,7 +30,7 @@ def proxy() -> Iterator[Proxy]:
 
 @pytest.fixture
 async def stores(proxy: Proxy) -> AsyncIterator[tuple[limpet.Store, limpet.Store]]:
-    """A store on a line that may break, and another on the same namespace."""
+    """A store on a connection that may break, and another store on the same namespace."""
     async with (
         limpet.open(proxy.url, namespace=unique(), sweep=False) as store,
         limpet.open(server(), namespace=store.name, sweep=False) as other,
@@ -39,16 +39,16 @@ async def stores(proxy: Proxy) -> AsyncIterator[tuple[limpet.Store, limpet.Store
 
 
 @asynccontextmanager
-async def unheard(
+async def lose_reply(
     proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], call: Callable[[], Awaitable[Any]], key: str = "hot"
 ) -> AsyncIterator[asyncio.Future[Any]]:
-    """A call that was applied and whose answer is lost. It cannot look what became of it before this is left."""
+    """A call that was applied and whose reply is lost. It cannot read its result before this context ends."""
     store, other = stores
     engine = engine_of(store)
     wait, connect = asyncio.Event(), engine.connection
     before = await other.entry(key)
 
-    async def link_when_told() -> Any:
+    async def connect_when_allowed() -> Any:
         await wait.wait()
         return await connect()
 
@@ -59,7 +59,7 @@ async def unheard(
             async with asyncio.timeout(120):
                 while not proxy.is_done:  # noqa: ASYNC110 - it runs on a thread of its own
                     await asyncio.sleep(0)
-                patch.setattr(engine, "connection", link_when_told)
+                patch.setattr(engine, "connection", connect_when_allowed)
                 # It has done its part when it has passed the request on. The server does its own in a moment.
                 while (await other.entry(key)) == before:  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.01)
@@ -84,11 +84,11 @@ async def past_of(store: limpet.Store, key: str = "hot") -> list[str]:
 async def test_requests_with_receipts_push_no_other_out(
     proxy: Proxy, stores: tuple[limpet.Store, limpet.Store]
 ) -> None:
-    """Some callers name their requests and some do not, all on one key, and one of them looks for its answer late."""
+    """Some callers name their requests and some do not, all on one key, and one of them reads its result late."""
     store, other = stores
     await store.add("hot", 1)
 
-    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+    async with lose_reply(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         for number in range(2 * PAST_MAX):
             await other.add("hot", 1, request_id=f"theirs/{number}")
             await other.add("hot", 1)
@@ -104,7 +104,7 @@ async def test_what_may_still_be_asked_for_is_not_pushed_out(
     store, other = stores
     await store.add("hot", 1)
 
-    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+    async with lose_reply(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await crowd(other, 2 * PAST_MAX)
 
     assert await doing == 1001
@@ -131,7 +131,7 @@ async def test_a_write_is_found_in_its_key_or_in_its_receipt(
     before = await store.entry("hot")
     assert before is not None
 
-    async with unheard(proxy, stores, lambda: VERBS[verb](store)) as doing:
+    async with lose_reply(proxy, stores, lambda: VERBS[verb](store)) as doing:
         made = await other.entry("hot")
         await crowd(other, 3)
 
@@ -186,7 +186,7 @@ async def test_a_write_that_is_applied_after_it_was_looked_for_is_not_doubled(
         return old if looks == 1 else found
 
     monkeypatch.setattr(stream, "last", look_too_early)
-    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+    async with lose_reply(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await asyncio.sleep(0)
 
     assert await doing == 1001
@@ -194,10 +194,10 @@ async def test_a_write_that_is_applied_after_it_was_looked_for_is_not_doubled(
     assert await other.get("hot") == 1001
 
 
-async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
+async def test_a_second_request_without_a_responder_leaves_the_first_unknown(
     proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first was not there yet when it was looked for. It may still come, so nobody may say that it did not."""
+    """The first was not stored yet when the key was read. It may still be, so the result is not "not applied"."""
     store, other = stores
     await store.add("hot", 1)
     stream, publisher = stream_of(store), writer_of(store).publisher
@@ -217,7 +217,7 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
 
     monkeypatch.setattr(stream, "last", look_too_early)
     monkeypatch.setattr(publisher, "send_one", send_once)
-    async with unheard(proxy, stores, lambda: store.add("hot", 1000)) as doing:
+    async with lose_reply(proxy, stores, lambda: store.add("hot", 1000)) as doing:
         await asyncio.sleep(0)
 
     assert await doing == 1001
@@ -229,7 +229,7 @@ async def test_a_second_request_that_nobody_hears_leaves_the_first_unknown(
 async def test_a_lost_answer_of_the_last_attempt_is_unknown(
     proxy: Proxy, stores: tuple[limpet.Store, limpet.Store], several: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever has no attempt left to look may not say that nothing happened: it would be asked for as a new request."""
+    """Without another read it must not be reported as not applied: the caller would send it as a new request."""
     store, other = stores
     await store.add("hot", 1)
     draft = store.batch().add("hot", 1000)
@@ -253,7 +253,7 @@ async def test_a_retry_after_all_is_forgotten_is_refused(
     writes = (Add("hot", 1000), Put("beside", encode(1))) if several else (Add("hot", 1000),)
 
     async def away() -> Any:
-        raise OSError("nobody is there")
+        raise OSError("no server is there")
 
     proxy.fault("lose")
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Nobody waits for ever: a call ends in `Unavailable` when the server does not get on, and not before."""
+"""No call waits for ever: it ends in `Unavailable` when the server makes no progress, and not before."""
 
 from __future__ import annotations
 
@@ -96,19 +96,19 @@ async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_load_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Started from the beginning each time, it would never end where it is interrupted often."""
-    heard, count = Follower._on_message, 0
+    on_message, count = Follower._on_message, 0
 
-    def hear_with_gaps(self: Follower, *message: Any) -> None:
+    def receive_with_gaps(self: Follower, *message: Any) -> None:
         nonlocal count
         count += 1
         if count % 5 == 0:
             self.stop()
         else:
-            heard(self, *message)
+            on_message(self, *message)
 
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
-        monkeypatch.setattr(Follower, "_on_message", hear_with_gaps)
+        monkeypatch.setattr(Follower, "_on_message", receive_with_gaps)
 
         async with asyncio.timeout(LONGEST_S):
             assert len(await _scan(store)) == KEYS
@@ -148,7 +148,7 @@ async def test_closing_does_not_wait_for_a_server_that_stands_still(own: Nats) -
     own.signal(signal.SIGSTOP)
     try:
         for _ in range(40):
-            connection.send("nobody", b"x" * 1_000_000)
+            connection.send("unused", b"x" * 1_000_000)
         await asyncio.sleep(0.1)
 
         async with asyncio.timeout(LONGEST_S):

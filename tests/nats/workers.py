@@ -9,7 +9,7 @@ from limpet.engines.nats.writer import _Attempts
 
 
 def main(url: str, namespace: str, count: str, name: str) -> None:
-    """Write keys that others write too, as often as asked for, when a line comes."""
+    """Write keys that others write too, a given number of times, for each line of input."""
     with limpet.sync.open(url, namespace=namespace, sweep=False) as store:
         print("ready", flush=True)
         sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""What the tests of the PostgreSQL engine share."""
+"""Fixtures of the tests of the PostgreSQL engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.servers import Postgres, postgres
 
 @pytest.fixture
 async def schema() -> AsyncIterator[str]:
-    """A schema of this test's own on the server that all share. It is not made yet, and goes afterwards."""
+    """The name of a schema for this test alone. It is not created yet, and is dropped afterwards."""
     name = new_schema()
     yield name
     async with connected() as connection:
@@ -30,7 +30,7 @@ def url(schema: str) -> str:
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Stands on every connection that engines open from now on."""
+    """Records the statements of every connection that engines open from now on."""
     return Spy(monkeypatch)
 
 
@@ -45,20 +45,20 @@ async def engine(url: str, spy: Spy) -> AsyncIterator[PostgresEngine]:
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[limpet.Store]:
-    """A store on a new schema, which nobody sweeps."""
+    """A store on a new schema, without a sweeper."""
     async with limpet.open(url, sweep=False) as opened:
         yield opened
 
 
 @pytest.fixture
 def own_server() -> Iterator[Postgres]:
-    """A server that this test may stop, start and spoil."""
+    """A server that this test may stop, start and damage."""
     with postgres() as running:
         yield running
 
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    """A line to the shared server that can be cut, held up and listened to."""
+    """A proxy to the shared server, which can break, delay and record connections."""
     with Proxy(server()) as running:
         yield running

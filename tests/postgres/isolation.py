@@ -1,4 +1,4 @@
-"""Tenants on one server, somebody who attacks, and what is compared afterwards."""
+"""Tenants on one server, an attacker, and the comparison after an attack."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.cli.support import Limpet
 
 SECRET = "the-cake-is-in-the-cellar"
 MINE, THEIRS = "alpha", "state"
-"""Of THEIRS there is a view of its own."""
+"""THEIRS is the name of a namespace that also has its own view."""
 
-# What a server says to somebody who may not, or who is not even shown that there is something.
-# Not allowed, no such table, no such function; and what limpet_put says of a namespace it finds no row of.
+# How the server refuses: not allowed, no such table, no such function; and the error of limpet_put for a namespace of
+# which it sees no row.
 REFUSALS = {"42501", "42P01", "42883", "LP001"}
 NOTHING = ("SELECT 0", "INSERT 0 0", "UPDATE 0", "DELETE 0", "MERGE 0", "FETCH 0")
 
@@ -41,9 +41,9 @@ def unique(what: str) -> str:
 
 
 def url_of(role: str = "postgres", schema: str | None = None, base: str | None = None) -> str:
-    """The server of the tests, or another, as somebody."""
-    scheme, _, place = (base or server()).partition("postgres@")
-    url = f"{scheme}{quote(role, safe='')}@{place}"
+    """The URL of the shared server, or of another, for a role."""
+    scheme, _, target = (base or server()).partition("postgres@")
+    url = f"{scheme}{quote(role, safe='')}@{target}"
     return url if schema is None else f"{url}?schema={quote(schema, safe='')}"
 
 
@@ -67,12 +67,12 @@ async def connected(url: str | None = None) -> AsyncIterator[Any]:
 
 
 def now(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run something that waits where no loop runs."""
+    """Run a coroutine where no loop runs."""
     return asyncio.run(work)
 
 
 def execute(*statements: str, url: str | None = None) -> None:
-    """Run statements as the superuser, or as somebody else."""
+    """Run statements as the superuser, or as the role of a URL."""
 
     async def run() -> None:
         async with connected(url) as connection:
@@ -99,7 +99,7 @@ def swept_away(schemas: Sequence[str], roles: Sequence[str]) -> Iterator[None]:
 
 
 class Tenants(NamedTuple):
-    """Somebody who attacks, and whom. The attacker has a schema where it may make what it likes."""
+    """An attacker and its victim. The attacker also has a schema where it may create anything."""
 
     victim: str
     attacker: str
@@ -109,7 +109,7 @@ class Tenants(NamedTuple):
 
     @property
     def words(self) -> dict[str, str]:
-        """What an attack can name in its statements."""
+        """The names that statements of an attack may use."""
         return {
             "b": quoted(self.victims_schema),
             "w": quoted(self.workshop),
@@ -137,15 +137,15 @@ def tenants(*, share: bool) -> Iterator[Tenants]:
         granted(other, attacker, "--login", *(("-n", MINE) if share else ()))
         execute(f"CREATE SCHEMA {quoted(workshop)} AUTHORIZATION {quoted(attacker)}")
         found = Tenants(victim, attacker, schema, other, workshop)
-        _furnish(attacker, other, MINE, "nothing worth hiding")
-        _furnish(victim, schema, THEIRS, SECRET)
+        _fill(attacker, other, MINE, "nothing worth hiding")
+        _fill(victim, schema, THEIRS, SECRET)
         # Statistics hold values of rows too.
         execute(f"ANALYZE {quoted(schema)}.limpet_entries", f"ANALYZE {quoted(schema)}.limpet_changes")
         yield found
 
 
-def _furnish(role: str, schema: str, namespace: str, secret: str) -> None:
-    """Put something into every table, with the secret wherever a text can be."""
+def _fill(role: str, schema: str, namespace: str, secret: str) -> None:
+    """Fill every table, with the secret wherever a text can be."""
     with limpet.sync.open(url_of(role, schema), namespace=namespace, sweep=False) as store:
         store.put("diary", {"text": secret})
         store.put(f"about/{secret}", secret.encode(), meta={"by": secret})
@@ -157,15 +157,15 @@ def _furnish(role: str, schema: str, namespace: str, secret: str) -> None:
     execute(f"UPDATE {quoted(schema)}.limpet_namespaces SET superseded = {superseded} WHERE namespace = '{namespace}'")
 
 
-# An attack and its outcome ----------------------------------------------------
+# An attack and its result -----------------------------------------------------
 
 
-class Outcome(NamedTuple):
-    """What somebody gets for the statements of an attack."""
+class AttackResult(NamedTuple):
+    """What the statements of an attack returned."""
 
     state: str | None
     status: str
-    told: str
+    output: str
 
     @property
     def is_refused(self) -> bool:
@@ -176,27 +176,27 @@ class Outcome(NamedTuple):
         return self.state is None and self.status not in NOTHING
 
 
-async def attempt(connection: Any, statements: Sequence[str]) -> Outcome:
-    """Run statements up to the first that fails, and gather everything that is told."""
-    told: list[str] = []
+async def attempt(connection: Any, statements: Sequence[str]) -> AttackResult:
+    """Run statements up to the first that fails, and collect all output."""
+    output: list[str] = []
     status = ""
-    connection.add_log_listener(lambda _, message: told.append(str(message)))
+    connection.add_log_listener(lambda _, message: output.append(str(message)))
     try:
         for statement in statements:
             prepared = await connection.prepare(statement)
             rows = await prepared.fetch()
             status = prepared.get_statusmsg()
-            told.append(repr(rows))
+            output.append(repr(rows))
     except asyncpg.PostgresError as error:
-        told.append(repr(error.as_dict()))
-        return Outcome(error.sqlstate, status, "\n".join(told))
+        output.append(repr(error.as_dict()))
+        return AttackResult(error.sqlstate, status, "\n".join(output))
     # A message of the log listener comes with the next turn of the loop.
     await asyncio.sleep(0)
-    return Outcome(None, status, "\n".join(told))
+    return AttackResult(None, status, "\n".join(output))
 
 
-async def attempt_as_superuser(statements: Sequence[str]) -> Outcome:
-    """The same by somebody who may do everything, without effect: so it is known what a success looks like."""
+async def attempt_as_superuser(statements: Sequence[str]) -> AttackResult:
+    """Run the statements as a superuser and roll them back, to see the result of a success."""
     async with connected() as connection:
         transaction = connection.transaction()
         await transaction.start()
@@ -217,14 +217,14 @@ _CATALOGS = {
     "pg_auth_members": "(SELECT count(*) FROM pg_authid WHERE oid IN (roleid, member)"
     " AND rolname IN ('{victim}', '{attacker}')) > 0",
 }
-# What the server counts by itself is no change.
+# Statistics of the server are not changes.
 _COUNTS = "'{relpages,reltuples,relallvisible,relallfrozen,relfrozenxid,relminmxid}'::text[]"
 
 
 async def fingerprint(tenants: Tenants) -> list[Any]:
-    """Everything of the victim's: rows, rights, policies, functions, and who it is."""
+    """Everything that belongs to the victim: rows, rights, policies, functions, and its role."""
     schema = quoted(tenants.victims_schema)
-    place = {"schema": f"'{schema}'::regnamespace", "victim": tenants.victim, "attacker": tenants.attacker}
+    names = {"schema": f"'{schema}'::regnamespace", "victim": tenants.victim, "attacker": tenants.attacker}
     parts = [
         f"SELECT '{table}', t::text FROM {schema}.{table} t"
         + (f" WHERE namespace <> '{MINE}'" if table in grants._NAMESPACED_TABLES else "")
@@ -232,7 +232,7 @@ async def fingerprint(tenants: Tenants) -> list[Any]:
     ]
     for catalog, condition in _CATALOGS.items():
         parts.append(f"SELECT '{catalog}', (to_jsonb(c) - {_COUNTS})::text FROM {catalog} c WHERE ")
-        parts[-1] += condition.format_map(place)
+        parts[-1] += condition.format_map(names)
     async with connected() as connection:
         rows: list[Any] = await connection.fetch(" UNION ALL ".join(parts) + " ORDER BY 1, 2")
     assert {row[0] for row in rows} >= {*grants._TABLE_RIGHTS, *_CATALOGS} - {"pg_auth_members"}

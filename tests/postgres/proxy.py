@@ -1,11 +1,11 @@
-"""Two servers that stand between a client and PostgreSQL, each on a loop in a thread of its own.
+"""Two servers between a client and PostgreSQL, each on a loop in its own thread.
 
-`Proxy` passes everything on, until it is told to do something to a certain request: lose its
-reply, cut before it, hold it up, or keep it and deliver it when the client has long gone. It reads
-just enough of the protocol to tell requests apart: each ends with a Sync or is a simple query.
+`Proxy` passes everything on, until a test injects a fault into a certain request: lose its reply, close
+the connection before it, delay it, or keep it and deliver it long after the client has gone. It reads
+just enough of the protocol to separate requests: each ends with a Sync or is a simple query.
 
-`Pooler` shares server connections as poolers in transaction mode do: when a transaction is over,
-the next one of the same client goes to another connection, which has forgotten everything.
+`Pooler` shares server connections as poolers in transaction mode do: after a transaction, the next one
+of the same client runs on another connection, without any session state.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _SSL_REQUEST = 80877103
 _CANCEL_REQUEST = 80877102
 
 Fault = Literal["lose", "cut", "delay", "keep"]
-Lines = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class _Server:
-    """A listening socket on a loop in a thread of its own."""
+    """A listening socket on a loop in its own thread."""
 
     def __init__(self, url: str) -> None:
         self._parts = urlsplit(url)
@@ -41,7 +41,7 @@ class _Server:
 
     @property
     def url(self) -> str:
-        """How to reach PostgreSQL through here."""
+        """The URL of PostgreSQL through this server."""
         port: int = self._listening.sockets[0].getsockname()[1]
         return urlunsplit(self._parts._replace(netloc=f"{self._parts.username}@127.0.0.1:{port}"))
 
@@ -64,11 +64,11 @@ class _Server:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._cut_all()
+        await self._abort_all()
 
-    async def _cut_all(self) -> None:
+    async def _abort_all(self) -> None:
         for writer in list(self._writers):
-            await self._cut(writer)
+            await self._abort(writer)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -80,26 +80,26 @@ class _Server:
         except (OSError, asyncio.IncompleteReadError):
             pass
         finally:
-            await self._cut(writer)
+            await self._abort(writer)
             self._tasks.discard(task)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise NotImplementedError
 
-    async def _dial(self) -> Lines:
+    async def _connect(self) -> Streams:
         assert self._parts.hostname is not None
         reader, writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
         self._writers.add(writer)
         return reader, writer
 
-    async def _cut(self, writer: asyncio.StreamWriter) -> None:
+    async def _abort(self, writer: asyncio.StreamWriter) -> None:
         self._writers.discard(writer)
         writer.transport.abort()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
     async def _startup(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        """The client's first words. Encryption is declined."""
+        """The startup message of a client. TLS is declined."""
         while True:
             head = await reader.readexactly(8)
             length, code = struct.unpack("!ii", head)
@@ -130,7 +130,7 @@ def _error_of(message: bytes) -> str:
 
 @dataclass
 class _Rule:
-    """What to do to the n-th request from now that has this pattern in it."""
+    """A fault for the n-th request from now that matches a pattern."""
 
     pattern: str
     fault: Fault
@@ -138,11 +138,11 @@ class _Rule:
     stays_down: bool
     met: threading.Event = field(default_factory=threading.Event)
     released: asyncio.Event = field(default_factory=asyncio.Event)
-    kept: tuple[Lines, bytes] | None = None
+    kept: tuple[Streams, bytes] | None = None
 
 
 class Proxy(_Server):
-    """Passes requests on, or not."""
+    """Passes requests on, and injects faults."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -152,18 +152,19 @@ class Proxy(_Server):
         self.requests: list[str] = []
 
     def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
-        """Do this to the n-th request from now on that has the pattern in it, and to no other.
+        """Inject a fault into the n-th request from now on that matches the pattern, and into no other.
 
-        ``lose`` lets the server answer, then cuts without passing the answer on. ``cut`` cuts without passing
-        the request on. ``delay`` holds it until `release`. ``keep`` cuts the client off and holds the request
-        until `deliver`. With ``stays_down``, every other line is cut as well, until `go_on`.
+        ``lose`` lets the server reply, then closes the connection without passing the reply on. ``cut`` closes it
+        without passing the request on. ``delay`` holds the request until `release`. ``keep`` closes the client's side
+        and holds the request until `deliver`. With ``stays_down``, all other connections are closed too, and new ones
+        refused, until `resume`.
         """
         self._rule = self._last = _Rule(pattern, fault, nth, stays_down)
 
     def await_fault(self) -> None:
-        """Wait until it has been done."""
+        """Wait until the fault has happened."""
         assert self._last is not None
-        assert self._last.met.wait(PATIENCE_S), f"no request had {self._last.pattern!r}"
+        assert self._last.met.wait(PATIENCE_S), f"no request matched {self._last.pattern!r}"
 
     @property
     def is_done(self) -> bool:
@@ -171,12 +172,12 @@ class Proxy(_Server):
         return self._last is not None and self._last.met.is_set()
 
     def release(self) -> None:
-        """Pass on the request that is held up."""
+        """Pass on the delayed request."""
         assert self._last is not None
         self._loop.call_soon_threadsafe(self._last.released.set)
 
     def deliver(self) -> str | None:
-        """Pass on the request that was kept. Returns the server's error, or None when it granted it."""
+        """Pass on the kept request. Returns the server's error, or None if it succeeded."""
         return self._run(self._deliver())  # type: ignore[no-any-return]
 
     async def _deliver(self) -> str | None:
@@ -190,39 +191,39 @@ class Proxy(_Server):
                 error = _error_of(message)
             if kind == b"Z":
                 break
-        await self._cut(writer)
+        await self._abort(writer)
         return error
 
     def stop(self) -> None:
-        """Cut every line, and every new one, until `go_on`."""
+        """Close all connections, and refuse new ones, until `resume`."""
         self._down = True
-        self._run(self._cut_all())
+        self._run(self._abort_all())
 
-    def go_on(self) -> None:
-        """Serve again."""
+    def resume(self) -> None:
+        """Accept connections again."""
         self._down = False
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if self._down:
             return
         first = await self._startup(reader, writer)
-        there = await self._dial()
-        there[1].write(first)
+        server = await self._connect()
+        server[1].write(first)
         if struct.unpack("!i", first[4:8])[0] == _CANCEL_REQUEST:
-            await there[0].read()
-            await self._cut(there[1])
+            await server[0].read()
+            await self._abort(server[1])
             return
-        line = _Line(self, (reader, writer), there)
-        down = asyncio.ensure_future(line.pass_replies())
+        proxied = _ProxiedConnection(self, (reader, writer), server)
+        replies = asyncio.ensure_future(proxied.pass_replies())
         try:
-            await line.pass_requests()
+            await proxied.pass_requests()
         finally:
-            down.cancel()
-            await asyncio.gather(down, return_exceptions=True)
-            if not line.is_kept:
-                await self._cut(there[1])
+            replies.cancel()
+            await asyncio.gather(replies, return_exceptions=True)
+            if not proxied.is_kept:
+                await self._abort(server[1])
 
-    def _done(self) -> None:
+    def _report_fault(self) -> None:
         assert self._last is not None
         self._down = self._last.stays_down
         if self._down:
@@ -230,10 +231,10 @@ class Proxy(_Server):
                 writer.transport.abort()
         self._last.met.set()
 
-    def _rule_for(self, asked: str) -> _Rule | None:
-        self.requests.append(asked)
+    def _rule_for(self, statement: str) -> _Rule | None:
+        self.requests.append(statement)
         rule = self._rule
-        if rule is None or re.search(rule.pattern, asked) is None:
+        if rule is None or re.search(rule.pattern, statement) is None:
             return None
         rule.left -= 1
         if rule.left:
@@ -242,55 +243,55 @@ class Proxy(_Server):
         return rule
 
 
-class _Line:
-    """One client's connection, and the one behind it."""
+class _ProxiedConnection:
+    """One client's connection, and the server connection for it."""
 
-    def __init__(self, proxy: Proxy, here: Lines, there: Lines) -> None:
+    def __init__(self, proxy: Proxy, client: Streams, server: Streams) -> None:
         self._proxy = proxy
-        self._here, self._there = here, there
+        self._client, self._server = client, server
         self._names: dict[bytes, str] = {}
         self._loses = False
         self.is_kept = False
 
     async def pass_replies(self) -> None:
-        async for kind, message in _messages(self._there[0]):
+        async for kind, message in _messages(self._server[0]):
             if not self._loses:
-                self._here[1].write(message)
+                self._client[1].write(message)
             elif kind == b"Z":
-                self._proxy._done()
+                self._proxy._report_fault()
                 break
-        await self._proxy._cut(self._here[1])
+        await self._proxy._abort(self._client[1])
 
     async def pass_requests(self) -> None:
         request = b""
-        asked = ""
-        async for kind, message in _messages(self._here[0]):
+        statement = ""
+        async for kind, message in _messages(self._client[0]):
             request += message
             body = message[5:]
             if kind == b"P":
                 name, text = body.split(b"\0")[:2]
                 self._names[name] = text.decode()
             elif kind == b"B":
-                asked = self._names[body.split(b"\0")[1]]
+                statement = self._names[body.split(b"\0")[1]]
             elif kind == b"Q":
-                asked = body[:-1].decode()
+                statement = body[:-1].decode()
             if kind not in b"SQHXp":
                 continue
-            rule = self._proxy._rule_for(asked) if asked and kind in b"SQ" else None
-            if rule is not None and not await self._do(rule, request):
+            rule = self._proxy._rule_for(statement) if statement and kind in b"SQ" else None
+            if rule is not None and not await self._inject(rule, request):
                 return
-            self._there[1].write(request)
-            request, asked = b"", ""
+            self._server[1].write(request)
+            request, statement = b"", ""
 
-    async def _do(self, rule: _Rule, request: bytes) -> bool:
-        """Do what the rule says. Returns whether the request is passed on as usual."""
+    async def _inject(self, rule: _Rule, request: bytes) -> bool:
+        """Inject the fault of a rule. Returns whether the request is still passed on."""
         if rule.fault == "lose":
             self._loses = True
             return True
         if rule.fault == "keep":
             self.is_kept = True
-            rule.kept = (self._there, request)
-        self._proxy._done()
+            rule.kept = (self._server, request)
+        self._proxy._report_fault()
         if rule.fault == "delay":
             await rule.released.wait()
             return True
@@ -306,25 +307,25 @@ class Pooler(_Server):
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first = await self._startup(reader, writer)
-        lines = []
+        servers: list[Streams] = []
         for _ in range(2):
-            lines.append(await self._dial())
-            lines[-1][1].write(first)
+            servers.append(await self._connect())
+            servers[-1][1].write(first)
             greeting = b""
             while not greeting.endswith(b"Z\0\0\0\5I"):
-                greeting += (await _message(lines[-1][0]))[1]
+                greeting += (await _message(servers[-1][0]))[1]
         writer.write(greeting)
         is_over = asyncio.Event()
 
         async def pass_replies() -> None:
             while True:
-                kind, message = await _message(lines[0][0])
+                kind, message = await _message(servers[0][0])
                 writer.write(message)
                 if kind == b"Z":
                     if message.endswith(b"I"):
                         self.transactions += 1
-                        await self._forget(lines[0])
-                        lines.reverse()
+                        await self._discard_state(servers[0])
+                        servers.reverse()
                     is_over.set()
 
         replies = asyncio.ensure_future(pass_replies())
@@ -332,18 +333,18 @@ class Pooler(_Server):
             async for kind, message in _messages(reader):
                 if kind == b"X":
                     break
-                lines[0][1].write(message)
+                servers[0][1].write(message)
                 if kind in b"SQ":
                     await is_over.wait()
                     is_over.clear()
         finally:
             replies.cancel()
             await asyncio.gather(replies, return_exceptions=True)
-            for _, server_writer in lines:
-                await self._cut(server_writer)
+            for _, server_writer in servers:
+                await self._abort(server_writer)
 
-    async def _forget(self, line: Lines) -> None:
+    async def _discard_state(self, streams: Streams) -> None:
         text = b"DISCARD ALL\0"
-        line[1].write(b"Q" + struct.pack("!i", len(text) + 4) + text)
-        while (await _message(line[0]))[0] != b"Z":
+        streams[1].write(b"Q" + struct.pack("!i", len(text) + 4) + text)
+        while (await _message(streams[0]))[0] != b"Z":
             pass

@@ -1,4 +1,4 @@
-"""Helpers: schemas of one's own, batches, a spy on statements, other processes to talk to."""
+"""Helpers: schemas, batches, a spy on statements, other processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LONG = bool(os.environ.get("LIMPET_POSTGRES_LONG"))
-"""Whether the long forms of the tests are asked for."""
+"""Whether to run the long forms of the tests."""
 
 T = TypeVar("T")
 
@@ -41,14 +41,14 @@ def new_schema() -> str:
 
 
 def url_of(schema: str, server_url: str | None = None, **options: str) -> str:
-    """How to open a schema."""
+    """The URL of a schema."""
     more = "".join(f"&{name}={quote(value)}" for name, value in options.items())
     return f"{server_url or server()}?schema={quote(schema)}{more}"
 
 
 @contextlib.asynccontextmanager
 async def connected(url: str | None = None) -> AsyncIterator[Any]:
-    """A connection that knows nothing of Limpet."""
+    """A plain connection of the driver."""
     connection = await asyncpg.connect(url or server())
     try:
         yield connection
@@ -72,7 +72,7 @@ def engine_of(store: limpet.Store) -> PostgresEngine:
 
 
 def batch(*writes: Write, **more: Any) -> Batch:
-    """A batch without guards, under an id of its own."""
+    """A batch with a new request id, and without guards unless given."""
     more = {"guards": (), "request_id": new_request_id(), **more}
     return Batch(writes=writes, **more)
 
@@ -82,7 +82,7 @@ def put(key: str, number: int) -> Put:
 
 
 async def stored(engine: PostgresEngine, keys: Sequence[str], namespace: str = "default") -> dict[str, bytes]:
-    """What is stored under these keys, leaving out those that are not there."""
+    """The stored values of those keys that exist."""
     found: list[Entry | None] = await engine.read(namespace, keys)
     return {entry.key: entry.stored for entry in found if entry is not None and isinstance(entry.stored, bytes)}
 
@@ -91,33 +91,33 @@ async def log_of(store: limpet.Store) -> list[Any]:
     """The whole log of a namespace, in order."""
     engine, found, after = store._session.engine, [], 0
     while True:
-        feed = await engine.changes(store.name, after)
-        found += feed.changes
-        if feed.next_after == after:
+        page = await engine.changes(store.name, after)
+        found += page.changes
+        if page.next_after == after:
             return found
-        after = feed.next_after
+        after = page.next_after
 
 
 # Waiting ----------------------------------------------------------------------
 
 
-async def until(is_so: Callable[[], Awaitable[T]]) -> T:
-    """Wait for something that the server can tell. Each question is a round trip, so nobody spins."""
+async def until(query: Callable[[], Awaitable[T]]) -> T:
+    """Wait until a query of the server returns something true."""
     deadline = time.monotonic() + PATIENCE_S
-    while not (answer := await is_so()):
-        assert time.monotonic() < deadline, "it did not come to pass"
+    while not (found := await query()):
+        assert time.monotonic() < deadline, "the condition did not become true"
         await asyncio.sleep(0.002)
-    return answer
+    return found
 
 
 async def blocked_by(connection: Any, pid: int) -> int:
-    """Wait until somebody waits for a lock that this backend holds. Returns how many do."""
+    """Wait until another backend waits for a lock that this one holds. Returns how many do."""
     count = "SELECT count(*) FROM pg_stat_activity WHERE $1 = ANY (pg_blocking_pids(pid))"
     return await until(lambda: connection.fetchval(count, pid))
 
 
 class Holder:
-    """Somebody else's transaction, which holds a namespace until it is let go."""
+    """A transaction of another client, which locks a namespace until `release`."""
 
     def __init__(self, connection: Any, schema: str) -> None:
         self._connection = connection
@@ -127,20 +127,20 @@ class Holder:
         await self._connection.execute("BEGIN")
         await self._connection.execute(f"SELECT {self._schema}.limpet_take($1)", namespace)
 
-    async def await_waiting(self) -> None:
-        """Wait until somebody stands before the namespace."""
+    async def await_waiter(self) -> None:
+        """Wait until another backend waits for the namespace."""
         async with connected() as other:
             await blocked_by(other, self._connection.get_server_pid())
 
-    async def let_go(self) -> None:
+    async def release(self) -> None:
         await self._connection.execute("ROLLBACK")
 
 
-# What the engine says to its server ---------------------------------------------
+# The statements of an engine ----------------------------------------------------
 
 
 class Spy:
-    """Sees every statement of the engine's connections, in order, once its answer has come."""
+    """Records every statement of the engine's connections, in order, when its reply has come."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._records: list[Any] = []
@@ -148,35 +148,35 @@ class Spy:
 
         async def connect_spied(*args: Any, **more: Any) -> Any:
             connection = await connect(*args, **more)
-            # The tests' own connections have no such bound.
+            # The connections of the tests themselves have no such timeout.
             if "command_timeout" in more:
-                connection.add_query_logger(self._heard)
+                connection.add_query_logger(self._record)
             return connection
 
         monkeypatch.setattr(asyncpg, "connect", connect_spied)
 
-    def _heard(self, record: Any) -> None:
-        # On a new connection the driver first asks, for itself, what an array is.
+    def _record(self, record: Any) -> None:
+        # On a new connection the driver itself first queries the types of arrays.
         if "typeinfo_tree" not in record.query and "'jit'" not in record.query:
             self._records.append(record)
 
-    async def asked(self) -> list[tuple[str, Sequence[Any]]]:
+    async def calls(self) -> list[tuple[str, Sequence[Any]]]:
         """The statements so far, with their parameters."""
-        # The driver tells in the turn after the answer.
+        # The driver logs a statement in the turn of the loop after its reply.
         await asyncio.sleep(0)
         return [(record.query, record.args) for record in self._records]
 
-    async def said(self) -> list[str]:
+    async def statements(self) -> list[str]:
         """The statements so far."""
-        return [statement for statement, _ in await self.asked()]
+        return [statement for statement, _ in await self.calls()]
 
     async def count(self, text: str) -> int:
         """How many statements contain this."""
-        return sum(text in statement for statement in await self.said())
+        return sum(text in statement for statement in await self.statements())
 
     async def forget(self) -> None:
-        """Count from here on."""
-        await self.said()
+        """Forget the statements so far."""
+        await self.statements()
         self._records.clear()
 
 
@@ -184,6 +184,10 @@ class Spy:
 
 
 class Process(processes.Process):
-    """A function of ``tests.postgres.workers`` in a process of its own."""
+    """A function of ``tests.postgres.workers`` in its own process."""
 
     module = "tests.postgres.workers"
+
+    async def receive(self) -> Any:
+        """The next message of the process, while this loop goes on."""
+        return await asyncio.to_thread(self.hear)

@@ -1,8 +1,8 @@
-"""The function on the server decides as `limpet.transition.plan` does, also when the state changes while it waits.
+"""The function on the server decides as `limpet.transition.plan` does, even if the state changes while it waits.
 
-Another transaction holds the namespace and has changed something in it, unseen. The commit that is tested begins
-now, so its first look is at the old state. Then the other one commits. What the waiting one decides must be what
-`plan` decides about the state that the other has left.
+Another transaction locks the namespace and has changed it, but has not committed. The commit under test begins now, so
+its first snapshot is the old state. Then the other one commits. The waiting one must decide what `plan` decides about
+the state that the other has left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from limpet.transition import Plan, plan
 from tests.postgres.support import LONG, batch, blocked_by, connected, put
 
 ENTRIES = f"SELECT family, {sql.ENTRY_COLUMNS} FROM {{schema}}.limpet_entries WHERE namespace = 'default'"
-TALLY = "SELECT revision FROM {schema}.limpet_namespaces WHERE namespace = 'default'"
+REVISION = "SELECT revision FROM {schema}.limpet_namespaces WHERE namespace = 'default'"
 
 
 class State:
@@ -57,36 +57,36 @@ class State:
     def find(self, family: str, key: str) -> Entry | None:
         return self._entries.get((family, key))
 
-    def decide(self, asked: Batch, now_ms: int) -> Commit | Refusal:
-        outcome = plan(asked, self.find, now_ms=now_ms, revision=self.revision)
+    def decide(self, request: Batch, now_ms: int) -> Commit | Refusal:
+        outcome = plan(request, self.find, now_ms=now_ms, revision=self.revision)
         return outcome.commit if isinstance(outcome, Plan) else outcome
 
 
 @asynccontextmanager
 async def held_after(engine: PostgresEngine, other: Batch) -> AsyncIterator[tuple[int, State]]:
-    """A transaction that has committed a batch for itself and for nobody else yet: its backend, and what it left."""
+    """A transaction that has applied a batch and not committed yet: its backend, and the state that it leaves."""
     async with connected() as connection:
         ticket = Ticket(other, asyncio.get_running_loop().create_future())
         async with connection.transaction():
             columns = commit_arguments([ticket])
             await connection.fetch(engine._sql(sql.COMMIT), "default", engine._channel, "other", *columns, 0)
-            revision = await connection.fetchval(engine._sql(TALLY))
+            revision = await connection.fetchval(engine._sql(REVISION))
             left = State(revision, await connection.fetch(engine._sql(ENTRIES)))
             yield connection.get_server_pid(), left
 
 
-async def decided_after(engine: PostgresEngine, other: Batch, asked: Batch) -> tuple[Commit | Refusal, State]:
-    """What becomes of a batch that waits while another one is committed, and the state that this one leaves."""
-    async with connected() as onlooker:
+async def decided_after(engine: PostgresEngine, other: Batch, request: Batch) -> tuple[Commit | Refusal, State]:
+    """The result of a batch that waits while another one commits, and the state that the other leaves."""
+    async with connected() as observer:
         async with held_after(engine, other) as (pid, left):
-            waiting = asyncio.create_task(engine.commit("default", asked))
-            await blocked_by(onlooker, pid)
+            waiting = asyncio.create_task(engine.commit("default", request))
+            await blocked_by(observer, pid)
         return await waiting, left
 
 
 TEST = (Guard("b", Version(1)),)
 
-# What there is, what the other transaction does, what is asked meanwhile, and whether it is granted.
+# The entries before, the batch of the other transaction, the waiting request, and whether it is applied.
 CASES: dict[str, tuple[list[Write], Batch, Batch, bool]] = {
     "a guard on a key that is changed": (
         [put("a", 1), put("b", 1)],
@@ -173,35 +173,35 @@ CASES: dict[str, tuple[list[Write], Batch, Batch, bool]] = {
 
 @pytest.mark.parametrize("case", CASES)
 async def test_a_commit_that_waited_is_decided_on_what_it_finds_then(engine: PostgresEngine, case: str) -> None:
-    before, other, asked, is_granted = CASES[case]
-    # Each of these is meant for the function, but for the one that shows that the other way agrees.
-    ticket = Ticket(asked, asyncio.get_running_loop().create_future())
-    assert server_can_decide([ticket]) != isinstance(asked.writes[0], Add)
-    # As if something had been written from here, so that puts are first tried by the function of their own.
+    before, other, request, is_granted = CASES[case]
+    # All of these are for the function, except one, which shows that a planned commit agrees.
+    ticket = Ticket(request, asyncio.get_running_loop().create_future())
+    assert server_can_decide([ticket]) != isinstance(request.writes[0], Add)
+    # As if this engine had written before, so that puts first try the function for puts.
     engine._latest["default"] = 0
     if before:
         await engine.commit("default", batch(*before))
-        # The shortest time to live is over when the server has waited for longer than that.
+        # Let the shortest time to live end.
         await engine._fetch("SELECT pg_sleep(0.003)")
 
-    outcome, left = await decided_after(engine, other, asked)
+    outcome, left = await decided_after(engine, other, request)
 
     assert isinstance(outcome, Commit) == is_granted
-    assert outcome == left.decide(asked, outcome.at_ms)
+    assert outcome == left.decide(request, outcome.at_ms)
     await assert_whole(engine)
 
 
 @pytest.mark.parametrize("seed", range(12 if LONG else 2))
 async def test_commits_that_waited_agree_with_plan(engine: PostgresEngine, seed: int) -> None:
-    """The same with whatever dice make of it."""
+    """The same with random batches."""
     dice = random.Random(seed)
     granted = refused = 0
     await engine.commit("default", batch(put("a", 0)))
     for _ in range(25):
-        other, asked = some_batch(dice, guarded=False), some_batch(dice, guarded=True)
-        outcome, left = await decided_after(engine, other, asked)
+        other, request = some_batch(dice, guarded=False), some_batch(dice, guarded=True)
+        outcome, left = await decided_after(engine, other, request)
 
-        assert outcome == left.decide(asked, outcome.at_ms)
+        assert outcome == left.decide(request, outcome.at_ms)
         granted += isinstance(outcome, Commit)
         refused += isinstance(outcome, Refusal)
     assert granted > 3
@@ -237,7 +237,7 @@ def some_batch(dice: random.Random, *, guarded: bool) -> Batch:
 
 
 async def assert_whole(engine: PostgresEngine) -> None:
-    """The totals count what is stored, and the map is what the log makes of it."""
+    """The totals agree with the entries, and the entries agree with the log."""
     schema = quoted(engine._schema)
     async with connected() as connection:
         kept = await connection.fetchrow(
@@ -251,6 +251,6 @@ async def assert_whole(engine: PostgresEngine) -> None:
     assert (status.keys, status.size_bytes) == tuple(kept)
     assert (status.log_changes, status.log_bytes, status.revision) == tuple(logged)
     last = {(change.family, change.key): change for change in (await engine.changes("default", 0, limit=5_000)).changes}
-    assert {place: change.entry.revision for place, change in last.items() if change.after is not None} == {
+    assert {name: change.entry.revision for name, change in last.items() if change.after is not None} == {
         (row[0], row[1]): entry_from_row(row[1:]).revision for row in rows
     }

@@ -28,7 +28,7 @@ async def settled(*calls: Any) -> list[Any]:
 
 
 def printed(error: BaseException) -> str:
-    """An error as whoever logs it with its causes prints it."""
+    """An error as a logged traceback prints it, with its causes."""
     return "".join(traceback.format_exception(error)) + str(error) + repr(error)
 
 
@@ -37,7 +37,7 @@ def printed(error: BaseException) -> str:
 
 RULES = {
     "a constraint": "ALTER TABLE limpet_entries ADD CONSTRAINT no_boom CHECK (key <> 'boom')",
-    "a trigger's own words": (
+    "a trigger's own message": (
         "CREATE FUNCTION say() RETURNS trigger LANGUAGE plpgsql AS"
         " $$ BEGIN IF NEW.key = 'boom' THEN RAISE EXCEPTION 'not %', convert_from(NEW.stored, 'UTF8')"
         " USING DETAIL = NEW.meta, HINT = NEW.meta, ERRCODE = {code}; END IF; RETURN NEW; END $$;"
@@ -48,7 +48,7 @@ RULES = {
 
 @contextlib.asynccontextmanager
 async def ruled(schema: str, rule: str) -> AsyncIterator[limpet.Store]:
-    """A store whose database has a rule of its own against one key."""
+    """A store whose database has its own rule against one key."""
     async with limpet.open(url_of(schema), sweep=False) as store:
         await store.put("before", 1)
         async with connected() as connection:
@@ -60,7 +60,7 @@ async def ruled(schema: str, rule: str) -> AsyncIterator[limpet.Store]:
     "rule",
     [
         RULES["a constraint"],
-        *(RULES["a trigger's own words"].format(code=f"'{code}'") for code in ("P0001", "23514", "42501", "53100")),
+        *(RULES["a trigger's own message"].format(code=f"'{code}'") for code in ("P0001", "23514", "42501", "53100")),
     ],
 )
 async def test_no_message_holds_a_value(schema: str, rule: str) -> None:
@@ -82,10 +82,12 @@ async def test_no_message_holds_a_value(schema: str, rule: str) -> None:
 
 async def test_a_rule_of_the_database_refuses_one_write_and_no_other(schema: str) -> None:
     async with ruled(schema, RULES["a constraint"]) as store:
-        told = await settled(*(store.put(key, 1) for key in ("a", "boom", "c")), store.add("count"), store.add("boom"))
+        results = await settled(
+            *(store.put(key, 1) for key in ("a", "boom", "c")), store.add("count"), store.add("boom")
+        )
 
-        assert [type(one).__name__ for one in told] == ["Entry", "InvalidValue", "Entry", "int", "InvalidValue"]
-        assert "no_boom" in str(told[1])
+        assert [type(one).__name__ for one in results] == ["Entry", "InvalidValue", "Entry", "int", "InvalidValue"]
+        assert "no_boom" in str(results[1])
         assert await store.get("a") == await store.get("c") == await store.get("count") == 1
         assert await store.get("boom") is None
 
@@ -169,7 +171,7 @@ async def test_a_right_that_is_away_is_permission_denied_and_comes_back(schema: 
     ],
 )
 async def test_each_state_of_the_server_has_its_error(state: str, expected: type[LimpetError]) -> None:
-    """The server itself is made to raise each, by a function that says so."""
+    """The server itself raises each state, by a function."""
     async with connected() as connection:
         raising = f"DO $$ BEGIN RAISE EXCEPTION '{SECRET}' USING ERRCODE = '{state}'; END $$"
         with pytest.raises(asyncpg.PostgresError) as raised:
@@ -199,15 +201,15 @@ def test_each_error_of_the_line_has_its_error(error: Exception, expected: type[L
     assert type(translate_error(error, "there")) is expected
 
 
-# Opening over a line that breaks --------------------------------------------------------
+# Opening over a connection that breaks ------------------------------------------------
 
 
 @pytest.mark.parametrize("fault", ["cut", "lose"])
 @pytest.mark.parametrize("is_new", [True, False])
-async def test_opening_over_a_line_that_breaks_raises_an_error_of_ours(
+async def test_opening_over_a_connection_that_breaks_raises_an_error_of_ours(
     schema: str, proxy: Proxy, fault: Fault, is_new: bool
 ) -> None:
-    """Wherever in the opening it breaks: at each of its requests once."""
+    """It breaks once at each request of the opening."""
     if not is_new:
         async with limpet.open(url_of(schema), sweep=False):
             pass
@@ -225,9 +227,9 @@ async def test_opening_over_a_line_that_breaks_raises_an_error_of_ours(
 
 
 async def test_a_cancelled_call_leaves_no_error_behind(schema: str) -> None:
-    """What becomes of a call that nobody waits for any more is told to nobody, the loop included."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context))
+    """An error of a call that was cancelled is not logged by the loop."""
+    logged: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     engine = await open_engine(url_of(schema), limpet.SystemClock())
     for number in range(200):
         calls = [
@@ -247,4 +249,4 @@ async def test_a_cancelled_call_leaves_no_error_behind(schema: str) -> None:
     gc.collect()
     await asyncio.sleep(0)
 
-    assert told == []
+    assert logged == []

@@ -1,4 +1,4 @@
-"""A line that fails at every possible moment: each write happens once, and its caller is told the truth."""
+"""A connection that fails at every possible moment: each write happens once, and its caller gets the true result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.faults import VERBS, prepared, seen
 from tests.postgres.proxy import Fault, Proxy
 from tests.postgres.support import Holder, connected, log_of, new_schema, server, until, url_of
 
-# What a function of the server decides, in one round trip. All else is decided here, in a transaction.
+# The verbs that a function on the server decides, in one round trip. All others are planned in a transaction.
 FUNCTION = "limpet_(put|put_one|commit)\\("
-ORDINARY = [
+DECIDED_BY_SERVER = [
     "put",
     "put for a while",
     "put over an older version",
@@ -39,13 +39,13 @@ ORDINARY = [
 
 @pytest.mark.parametrize("fault", ["lose", "cut"])
 @pytest.mark.parametrize("verb", VERBS)
-async def test_a_line_that_breaks_at_any_request_of_a_write_leaves_it_done_once(
+async def test_a_connection_that_breaks_at_any_request_of_a_write_leaves_it_done_once(
     schema: str, proxy: Proxy, verb: str, fault: Fault
 ) -> None:
-    """A reply that is lost, and a request that never arrives, look alike to a client.
+    """To a client, a reply that is lost and a request that never arrives are the same.
 
-    The write is done on a line that works, to see what it asks the server and what it leaves. Then it is done
-    again for each of these requests, and the line breaks there.
+    The write is done on a working connection, to record its requests and its result. Then it is done again for each of
+    these requests, and the connection breaks there.
     """
     async with limpet.open(url_of(schema, proxy.url), namespace="sound", sweep=False) as store:
         lock = await prepared(store)
@@ -53,7 +53,7 @@ async def test_a_line_that_breaks_at_any_request_of_a_write_leaves_it_done_once(
         result = await VERBS[verb](store, lock)
         requests = [*proxy.requests]
         expected = await seen(store, result)
-        assert (re.search(FUNCTION, requests[0]) is not None and len(requests) == 1) == (verb in ORDINARY)
+        assert (re.search(FUNCTION, requests[0]) is not None and len(requests) == 1) == (verb in DECIDED_BY_SERVER)
 
         for nth in range(1, len(requests) + 1):
             broken = store.namespace(f"broken-{nth}")
@@ -63,14 +63,14 @@ async def test_a_line_that_breaks_at_any_request_of_a_write_leaves_it_done_once(
             result = await VERBS[verb](broken, lock)
 
             assert proxy.is_done
-            assert await seen(broken, result) == expected, f"the line broke at {requests[nth - 1]}"
+            assert await seen(broken, result) == expected, f"the connection broke at {requests[nth - 1]}"
 
 
-@pytest.mark.parametrize("verb", ORDINARY)
+@pytest.mark.parametrize("verb", DECIDED_BY_SERVER)
 async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
     schema: str, proxy: Proxy, verb: str
 ) -> None:
-    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    """The network delayed it, and the store retried and went on. It must not be applied when it arrives."""
     async with limpet.open(url_of(schema, proxy.url), namespace="sound", sweep=False) as store:
         lock = await prepared(store)
         expected = await seen(store, await VERBS[verb](store, lock))
@@ -86,7 +86,7 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
 
 
 async def test_a_late_group_is_refused_whole(schema: str, proxy: Proxy) -> None:
-    """Its members were all asked for again, each by itself."""
+    """All its members were retried, each by itself."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.put("first", 0)
         proxy.fault("keep", FUNCTION)
@@ -133,7 +133,7 @@ async def test_a_commit_that_never_arrives_is_given_up_by_the_server(schema: str
 async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_server(
     schema: str, proxy: Proxy
 ) -> None:
-    """It holds the namespace, and has not yet said what it wants to write.
+    """It holds the namespace, and has not sent its writes yet.
 
     On a connection that has done this before: a driver that has not prepared a statement yet waits in the middle of
     it, which does not count as an idle transaction.
@@ -146,7 +146,7 @@ async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_s
         adding = asyncio.create_task(store.add("count", 3))
         await asyncio.wait([adding], timeout=20)
         is_given_up = adding.done()
-        # It lets go in any case, so that a test that fails comes to its end.
+        # It is delivered in any case, so that a failing test ends.
         answer = await asyncio.to_thread(proxy.deliver)
 
         assert await adding == 3
@@ -183,8 +183,8 @@ async def test_a_client_that_vanishes_while_it_trims_is_given_up_by_the_server(s
         assert (await store.status()).log_changes <= 3
 
 
-async def test_a_slow_line_holds_up_its_own_namespace_alone(schema: str, proxy: Proxy) -> None:
-    """Reads and other namespaces have connections of their own."""
+async def test_a_slow_connection_delays_its_own_namespace_alone(schema: str, proxy: Proxy) -> None:
+    """Reads and other namespaces use other connections."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.put("key", 1)
         proxy.fault("delay", FUNCTION)
@@ -206,14 +206,14 @@ async def test_a_slow_line_holds_up_its_own_namespace_alone(schema: str, proxy: 
 async def test_ambiguous_is_raised_when_the_server_stays_away(
     schema: str, proxy: Proxy, request_text: str, applied: bool
 ) -> None:
-    """Whether it was applied is told by `outcome`, as soon as somebody can."""
+    """`outcome` reports whether it was applied, as soon as the server is back."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.add("count", 5)
         proxy.fault("lose" if applied else "cut", request_text, stays_down=True)
 
         with pytest.raises(Ambiguous) as unknown:
             await (store.put("key", "value") if request_text == FUNCTION else store.add("key", 1))
-        proxy.go_on()
+        proxy.resume()
         assert unknown.value.request_id is not None
         commit = await store.outcome(unknown.value.request_id)
 
@@ -229,7 +229,7 @@ async def test_the_same_call_under_its_request_id_settles_an_ambiguous_one(schem
         proxy.fault("lose", "COMMIT;", stays_down=True)
         with pytest.raises(Ambiguous):
             await store.add("count", 3, request_id="mine")
-        proxy.go_on()
+        proxy.resume()
 
         assert await store.add("count", 3, request_id="mine") == 8
         assert await store.get("count") == 8
@@ -247,7 +247,7 @@ async def test_a_server_that_is_away_is_unavailable_and_comes_back(schema: str, 
             await store.put("key", 2)
         with pytest.raises(Unavailable):
             await store.add("count")
-        proxy.go_on()
+        proxy.resume()
 
         assert await store.get("key") == 1
         assert (await store.put("key", 3)).version == 2
@@ -265,7 +265,9 @@ READS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("verb", READS)
 @pytest.mark.parametrize("fault", ["lose", "cut"])
-async def test_a_read_is_asked_again_when_its_line_breaks(schema: str, proxy: Proxy, verb: str, fault: Fault) -> None:
+async def test_a_read_is_sent_again_when_its_connection_breaks(
+    schema: str, proxy: Proxy, verb: str, fault: Fault
+) -> None:
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.put("key", 1, request_id="mine")
         expected = await READS[verb](store)
@@ -275,7 +277,7 @@ async def test_a_read_is_asked_again_when_its_line_breaks(schema: str, proxy: Pr
         assert proxy.is_done
 
 
-async def test_the_error_of_a_broken_line_does_not_show_the_url_s_secrets(schema: str, proxy: Proxy) -> None:
+async def test_the_error_of_a_broken_connection_does_not_show_the_url_s_secrets(schema: str, proxy: Proxy) -> None:
     url = url_of(schema, proxy.url).replace("postgres@", "postgres:hush-hush@")
     async with limpet.open(url, sweep=False) as store:
         await store.put("key", 1)
@@ -284,12 +286,12 @@ async def test_the_error_of_a_broken_line_does_not_show_the_url_s_secrets(schema
             await store.put("key", "private matter")
         with pytest.raises(Unavailable) as away:
             await store.get("key")
-        proxy.go_on()
+        proxy.resume()
 
-    for told in (unknown, away):
-        assert "hush" not in repr(told.value) + str(told.value) + repr(told.value.__cause__)
-        assert "private" not in repr(told.value) + str(told.value)
-        assert "127.0.0.1" in str(told.value)
+    for error in (unknown, away):
+        assert "hush" not in repr(error.value) + str(error.value) + repr(error.value.__cause__)
+        assert "private" not in repr(error.value) + str(error.value)
+        assert "127.0.0.1" in str(error.value)
 
 
 @pytest.mark.parametrize("setting", ["lock_timeout", "statement_timeout"])
@@ -309,7 +311,7 @@ async def test_a_timeout_of_the_server_is_unavailable_and_changes_nothing(schema
                 with pytest.raises(Unavailable):
                     await store.add("count", 1)
                 assert await store.get("key") is None
-                await holder.let_go()
+                await holder.release()
 
                 assert (await store.put("key", 2)).revision == 1
         finally:

@@ -1,4 +1,4 @@
-"""Commits share statements. Nobody may notice, except by the time it takes."""
+"""Commits share statements. No caller notices, except by the time it takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from limpet import codec
-from limpet.engines import server_engine as remote
+from limpet.engines import server_engine
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.engines.sql_indexes import quoted
@@ -19,14 +19,14 @@ KEYS = ("a", "b", "c")
 
 
 async def test_writes_of_one_turn_share_a_statement(engine: PostgresEngine, spy: Spy) -> None:
-    """All that was asked in one turn of the loop is one round trip, up to the size of a group."""
-    many = remote.GROUP_MAX
+    """All commits of one turn of the loop are one round trip, up to the size of a group."""
+    many = server_engine.GROUP_MAX
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many)))
-    assert await spy.said() == [engine._sql(sql.COMMIT)]
+    assert await spy.statements() == [engine._sql(sql.COMMIT)]
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(many + 2)))
-    assert await spy.said() == [engine._sql(sql.COMMIT), *[engine._sql(sql.PUT)] * 2]
+    assert await spy.statements() == [engine._sql(sql.COMMIT), *[engine._sql(sql.PUT)] * 2]
 
 
 async def test_keys_and_values_travel_as_one_text_and_arrive_as_they_are(engine: PostgresEngine, spy: Spy) -> None:
@@ -48,7 +48,7 @@ async def test_a_single_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) 
     await engine.commit("default", batch(put("a", 1), Delete("b"), guards=(Guard("c", ABSENT),)))
     await engine.commit("default", batch(put("a", 2)))
 
-    assert await spy.said() == [engine._sql(sql.COMMIT), engine._sql(sql.PUT_ONE)]
+    assert await spy.statements() == [engine._sql(sql.COMMIT), engine._sql(sql.PUT_ONE)]
 
 
 async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engine: PostgresEngine, spy: Spy) -> None:
@@ -82,9 +82,9 @@ async def test_a_constraint_of_the_database_refuses_one_member_alone(
             f"ALTER TABLE {quoted(schema)}.limpet_entries ADD CONSTRAINT no_odd CHECK (key <> 'odd')"
         )
     keys = [*(f"key/{number}" for number in range(10)), "odd", *(f"key/{number}" for number in range(10, 20))]
-    asked = [batch(put(key, 1)) if others == "puts" else batch(Add(key, 1)) for key in keys]
+    batches = [batch(put(key, 1)) if others == "puts" else batch(Add(key, 1)) for key in keys]
 
-    found = await asyncio.gather(*(engine.commit("default", one) for one in asked), return_exceptions=True)
+    found = await asyncio.gather(*(engine.commit("default", one) for one in batches), return_exceptions=True)
 
     outcomes = dict(zip(keys, found, strict=True))
     assert isinstance(outcomes.pop("odd"), LimpetError)
@@ -97,13 +97,13 @@ async def test_adds_of_one_turn_share_a_transaction(engine: PostgresEngine, spy:
     outcomes = await asyncio.gather(*(engine.commit("default", adding) for _ in range(50)))
 
     assert [await spy.count(word) for word in ("BEGIN", "limpet_hold", "limpet_apply", "COMMIT;")] == [1, 1, 1, 1]
-    assert len(await spy.said()) == 4
+    assert len(await spy.statements()) == 4
     assert [one.revision for one in outcomes if isinstance(one, Commit)] == [*range(1, 51)]
     assert await stored(engine, ["hits"]) == {"hits": b"50"}
 
 
 async def test_writes_of_one_key_in_one_turn_are_planned_one_after_the_other(engine: PostgresEngine, spy: Spy) -> None:
-    """The server's function looks at each entry once, so such a group goes the other way."""
+    """The server's function reads each entry once, so such a group is planned here."""
     outcomes = await asyncio.gather(*(engine.commit("default", batch(put("a", n))) for n in range(5)))
 
     assert (await spy.count("limpet_commit"), await spy.count("limpet_apply")) == (0, 1)
@@ -119,7 +119,7 @@ async def test_a_refused_member_leaves_the_others_untouched(engine: PostgresEngi
         engine.commit("default", batch(put("f", 3))),
     )
 
-    assert await spy.said() == [engine._sql(sql.COMMIT)]
+    assert await spy.statements() == [engine._sql(sql.COMMIT)]
     assert isinstance(refused, Refusal)
     assert (refused.key, refused.found) == ("e", None)
     assert isinstance(first, Commit)
@@ -161,17 +161,17 @@ async def test_a_group_that_is_refused_as_a_whole_leaves_no_trace(engine: Postgr
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: PostgresEngine, spy: Spy) -> None:
     """A write with a request id can be repeated: it returns the first result and applies nothing."""
-    asked: Batch = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
+    repeated: Batch = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
-    outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
+    outcomes = await asyncio.gather(*(engine.commit("default", repeated) for _ in range(5)))
 
     assert await spy.count("limpet_hold") == 1
     assert [isinstance(one, Commit) and one.replayed for one in outcomes] == [False, True, True, True, True]
     assert await stored(engine, ["hits"]) == {"hits": b"1"}
 
 
-async def test_a_member_that_the_server_cannot_store_is_refused_at_the_door(engine: PostgresEngine) -> None:
-    """One value that made the statement fail would fail everybody who shares it. There is none that can."""
+async def test_every_value_can_be_stored_by_the_server(engine: PostgresEngine) -> None:
+    """A value that made the statement fail would fail the whole group. No value does."""
     nasty = [b'"\\u0000"', b'{"\\u0000":1}', b"1e308", b"5e-324", b'"' + "\U0010ffff".encode() + b'"', b"\0\0\xff"]
     nasty += [b"[" * 128 + b"]" * 128, b'"' + b"x" * 999_998 + b'"']
 
@@ -193,7 +193,7 @@ async def test_cancelled_before_its_group_starts_is_not_applied(engine: Postgres
         await holder.hold("default")
         # While the first group is held up, three more wait for the second.
         running = asyncio.create_task(engine.commit("default", batch(put("running", 1))))
-        await holder.await_waiting()
+        await holder.await_waiter()
         waiting = [
             asyncio.create_task(engine.commit("default", batch(put(key, 1), put(f"{key}/2", 1)))) for key in KEYS
         ]
@@ -201,7 +201,7 @@ async def test_cancelled_before_its_group_starts_is_not_applied(engine: Postgres
 
         waiting[1].cancel()
         await asyncio.gather(waiting[1], return_exceptions=True)
-        await holder.let_go()
+        await holder.release()
         outcomes = await asyncio.gather(running, *waiting, return_exceptions=True)
 
     assert [type(outcome) for outcome in outcomes] == [Commit, Commit, asyncio.CancelledError, Commit]
@@ -214,12 +214,12 @@ async def test_cancelled_after_its_group_started_is_finished(engine: PostgresEng
         holder = Holder(connection, schema)
         await holder.hold("default")
         tasks = [asyncio.create_task(engine.commit("default", batch(put(key, 1), put(f"{key}/2", 1)))) for key in KEYS]
-        await holder.await_waiting()
+        await holder.await_waiter()
 
         tasks[1].cancel()
         await asyncio.gather(tasks[1], return_exceptions=True)
         assert tasks[1].cancelled()
-        await holder.let_go()
+        await holder.release()
         outcomes = await asyncio.gather(tasks[0], tasks[2])
 
     assert [type(outcome) for outcome in outcomes] == [Commit, Commit]
@@ -232,11 +232,11 @@ async def test_closing_finishes_what_has_begun(engine: PostgresEngine, schema: s
         holder = Holder(connection, schema)
         await holder.hold("default")
         running = asyncio.create_task(engine.commit("default", batch(put("a", 1))))
-        await holder.await_waiting()
+        await holder.await_waiter()
         closing = asyncio.create_task(engine.close())
         await asyncio.sleep(0)
 
-        await holder.let_go()
+        await holder.release()
         assert isinstance(await running, Commit)
         await closing
         table = f"{quoted(schema)}.limpet_entries"
@@ -247,12 +247,12 @@ async def test_closing_finishes_what_has_begun(engine: PostgresEngine, schema: s
 
 
 async def test_namespaces_commit_beside_one_that_is_held_up(engine: PostgresEngine, schema: str) -> None:
-    """Each has a row of its own to hold, and connections are not what they wait for."""
+    """Each namespace locks its own row, and there are enough connections."""
     async with connected() as connection:
         holder = Holder(connection, schema)
         await holder.hold("third")
         stuck = asyncio.create_task(engine.commit("third", batch(put("a", 1))))
-        await holder.await_waiting()
+        await holder.await_waiter()
 
         outcomes = await asyncio.gather(
             *(engine.commit(name, batch(write)) for name in ("one", "two") for write in (put("a", 1), Add("hits", 1)))
@@ -262,7 +262,7 @@ async def test_namespaces_commit_beside_one_that_is_held_up(engine: PostgresEngi
         # Nor do its readers wait.
         assert await engine.read("third", ["a"]) == [None]
 
-        await holder.let_go()
+        await holder.release()
         assert isinstance(await stuck, Commit)
 
 
@@ -272,7 +272,7 @@ async def test_reads_of_one_turn_are_one_statement(engine: PostgresEngine, spy: 
 
     answers = await asyncio.gather(*(engine.read("default", [f"key/{n}", "missing"]) for n in range(30)))
 
-    assert await spy.said() == [engine._sql(sql.READ)]
+    assert await spy.statements() == [engine._sql(sql.READ)]
     assert [entry and entry.stored for entry, _ in answers] == [b"%d" % n for n in range(30)]
     assert {missing for _, missing in answers} == {None}
 
@@ -284,8 +284,8 @@ async def test_many_reads_of_one_turn_are_two_statements(engine: PostgresEngine,
 
     answers = await asyncio.gather(*(engine.read("default", [f"key/{n}"]) for n in range(100)))
 
-    said = await spy.said()
-    assert [sql for sql in said if "limpet_entries" in sql] == [engine._sql(sql.READ)] * 2
+    statements = await spy.statements()
+    assert [text for text in statements if "limpet_entries" in text] == [engine._sql(sql.READ)] * 2
     assert [entry and entry.stored for (entry,) in answers] == [b"%d" % n for n in range(100)]
 
 

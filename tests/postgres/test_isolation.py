@@ -2,7 +2,7 @@
 
 Every attack runs as the attacker's own login and must be refused by the server, or give nothing.
 It also runs as a superuser and must succeed there, so that none fails for being misspelt. What the
-victim has is the same afterwards, and what the attacker was told does not hold the secret.
+victim has is the same afterwards, and the output of the attack does not contain the secret.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.postgres.isolation import (
     MINE,
     SECRET,
     THEIRS,
-    Outcome,
+    AttackResult,
     Tenants,
     attempt,
     attempt_as_superuser,
@@ -50,7 +50,7 @@ from tests.servers import postgres, postgres_programs
 
 
 @pytest.fixture(scope="module")
-def walled() -> Iterator[Tenants]:
+def separated() -> Iterator[Tenants]:
     """Two tenants with a schema each."""
     with tenants(share=False) as found:
         yield found
@@ -65,8 +65,8 @@ def shared() -> Iterator[Tenants]:
 
 # The attacks ------------------------------------------------------------------
 #
-# In the statements, b is the victim's schema, and w a schema where the attacker may make what it
-# likes. Of several statements the last is the deed; the others prepare it.
+# In the statements, b is the victim's schema, and w a schema where the attacker may create anything.
+# Of several statements the last is the attack; the others prepare it.
 
 Statements = str | tuple[str, ...]
 
@@ -119,7 +119,7 @@ APPLY = {
 
 
 def call(function: str, arguments: dict[str, str], schema: str = "{b}") -> str:
-    """A call of a function of the store, by the names of its arguments. What is not given is null."""
+    """A call of a function of the store, with named arguments. Those not given are NULL."""
     found = re.search(rf"CREATE FUNCTION {{schema}}\.{function}\((.*?)\)\s+RETURNS", ddl("postgres"), re.DOTALL)
     assert found is not None
     taken = dict(argument.split()[:2] for argument in found[1].split(","))
@@ -150,7 +150,7 @@ def on_tables(tables: tuple[str, ...], condition: str = "") -> Iterator[tuple[st
 
 # Refused wherever the victim is.
 ANYWHERE: dict[str, Statements] = {
-    # Being somebody else.
+    # Acting as another role.
     "set role": "SET ROLE {victim}",
     "set role by a setting": "SELECT set_config('role', '{victim_plain}', false)",
     "set session authorization": "SET SESSION AUTHORIZATION {victim}",
@@ -234,11 +234,11 @@ ANYWHERE: dict[str, Statements] = {
         "SET search_path = {w}, pg_catalog",
         COMMIT,
     ),
-    "a function where everybody looks": (
+    "a function in a searched schema": (
         "CREATE FUNCTION public.convert_from(bytea, text) RETURNS text LANGUAGE sql RETURN ''"
     ),
-    "a table where everybody looks": "CREATE TABLE public.planted (x int)",
-    "a schema where nobody looks": "CREATE SCHEMA planted",
+    "a table in a searched schema": "CREATE TABLE public.planted (x int)",
+    "a new schema": "CREATE SCHEMA planted",
     "an operator in the catalog": "CREATE FUNCTION pg_catalog.planted() RETURNS int LANGUAGE sql RETURN 1",
     # The server around them.
     "a trigger on events": (
@@ -355,8 +355,8 @@ SAME_SCHEMA: dict[str, Statements] = {
     ),
 }
 
-# Let through, and must not tell what they would tell a superuser: in rows, in messages or in errors.
-TELLING: dict[str, Statements] = {
+# Allowed, and must not reveal what they reveal to a superuser: in rows, in messages or in errors.
+REVEALING: dict[str, Statements] = {
     **{f"all of {table}": f"SELECT json_agg(t) FROM {{b}}.{table} t" for table in NAMESPACED if table != NAMESPACED[0]},
     "all of the view plugin_kv_storage": "SELECT json_agg(t) FROM {b}.plugin_kv_storage t",
     "all of the view state": "SELECT json_agg(t) FROM {b}.state t",
@@ -389,39 +389,39 @@ TELLING: dict[str, Statements] = {
     ),
 }
 
-# Let through with a warning of the server, and without effect.
-IDLE: dict[str, Statements] = {
+# Allowed with a warning of the server, and without effect.
+WITHOUT_EFFECT: dict[str, Statements] = {
     "grant a table": "GRANT ALL ON {b}.limpet_entries TO {attacker}",
     "grant the schema": "GRANT ALL ON SCHEMA {b} TO {attacker}",
     "grant a function": "GRANT EXECUTE ON FUNCTION {b}.limpet_commit TO PUBLIC",
     "revoke from another": "REVOKE ALL ON {b}.limpet_entries FROM {victim}",
     "explain a delete": "EXPLAIN ANALYZE DELETE FROM {b}.limpet_entries WHERE namespace = '{theirs}'",
     "explain what is there": "EXPLAIN (ANALYZE, VERBOSE) SELECT * FROM {b}.limpet_entries WHERE key > 'about/'",
-    "ring at their door": "SELECT pg_notify('limpet_' || id, '{theirs}') FROM {b}.limpet_store",
+    "notify their channel": "SELECT pg_notify('limpet_' || id, '{theirs}') FROM {b}.limpet_store",
 }
 
 
-def said(tenants: Tenants, statements: Statements) -> list[str]:
+def statements_of(tenants: Tenants, statements: Statements) -> list[str]:
     """The statements of an attack on these tenants."""
     words = tenants.words
     return [one.format_map(words) for one in ((statements,) if isinstance(statements, str) else statements)]
 
 
-async def attacked(tenants: Tenants, statements: Statements) -> Outcome:
-    """Attack, and see that the victim is as before and its secret is not told."""
+async def attack(tenants: Tenants, statements: Statements) -> AttackResult:
+    """Attack, and check that the victim is as before and its secret is not in the output."""
     before = await fingerprint(tenants)
     async with connected(tenants.attackers_url) as connection:
-        outcome = await attempt(connection, said(tenants, statements))
+        outcome = await attempt(connection, statements_of(tenants, statements))
     assert await fingerprint(tenants) == before
-    assert SECRET not in outcome.told
+    assert SECRET not in outcome.output
     return outcome
 
 
 @pytest.mark.parametrize("name", ANOTHER_SCHEMA)
-async def test_a_role_reaches_nothing_in_the_schema_of_another(walled: Tenants, name: str) -> None:
-    could = await attempt_as_superuser(said(walled, ANOTHER_SCHEMA[name]))
+async def test_a_role_reaches_nothing_in_the_schema_of_another(separated: Tenants, name: str) -> None:
+    could = await attempt_as_superuser(statements_of(separated, ANOTHER_SCHEMA[name]))
 
-    outcome = await attacked(walled, ANOTHER_SCHEMA[name])
+    outcome = await attack(separated, ANOTHER_SCHEMA[name])
 
     assert could.is_done, could
     assert outcome.is_refused, outcome
@@ -429,26 +429,26 @@ async def test_a_role_reaches_nothing_in_the_schema_of_another(walled: Tenants, 
 
 @pytest.mark.parametrize("name", SAME_SCHEMA)
 async def test_a_role_reaches_no_row_of_another_in_a_schema_they_share(shared: Tenants, name: str) -> None:
-    could = await attempt_as_superuser(said(shared, SAME_SCHEMA[name]))
+    could = await attempt_as_superuser(statements_of(shared, SAME_SCHEMA[name]))
 
-    outcome = await attacked(shared, SAME_SCHEMA[name])
+    outcome = await attack(shared, SAME_SCHEMA[name])
 
     assert could.is_done, could
     assert outcome.is_refused, outcome
 
 
-@pytest.mark.parametrize("name", TELLING)
-async def test_a_role_is_told_nothing_of_the_rows_of_another(shared: Tenants, name: str) -> None:
-    could = await attempt_as_superuser(said(shared, TELLING[name]))
+@pytest.mark.parametrize("name", REVEALING)
+async def test_a_role_learns_nothing_of_the_rows_of_another(shared: Tenants, name: str) -> None:
+    could = await attempt_as_superuser(statements_of(shared, REVEALING[name]))
 
-    await attacked(shared, TELLING[name])
+    await attack(shared, REVEALING[name])
 
-    assert SECRET in could.told
+    assert SECRET in could.output
 
 
-@pytest.mark.parametrize("name", IDLE)
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
 async def test_what_the_server_lets_through_is_without_effect(shared: Tenants, name: str) -> None:
-    outcome = await attacked(shared, IDLE[name])
+    outcome = await attack(shared, WITHOUT_EFFECT[name])
 
     assert outcome.state is None
 
@@ -456,7 +456,7 @@ async def test_what_the_server_lets_through_is_without_effect(shared: Tenants, n
 def test_there_are_enough_attacks() -> None:
     """A list that lost half of its rows would pass all the same."""
     assert len(ANOTHER_SCHEMA) >= 100
-    assert len(SAME_SCHEMA) + len(TELLING) + len(IDLE) >= 120
+    assert len(SAME_SCHEMA) + len(REVEALING) + len(WITHOUT_EFFECT) >= 120
 
 
 CRAFTED = [
@@ -476,16 +476,18 @@ CRAFTED = [
 
 
 @pytest.mark.parametrize("argument", CRAFTED)
-async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(walled: Tenants, argument: str) -> None:
-    """They may be called with anything. It is a name in the caller's own schema, and no more."""
-    own, crafted = quoted(walled.attackers_schema), argument.format_map(walled.words)
+async def test_a_crafted_argument_of_ones_own_functions_reaches_no_other_tenant(
+    separated: Tenants, argument: str
+) -> None:
+    """They accept any argument, which only names something in the caller's own schema."""
+    own, crafted = quoted(separated.attackers_schema), argument.format_map(separated.words)
     anything = {**PUT, **IS_ABSENT, "ns": "$1", "keys": "ARRAY[$2]"}
     unguarded = {**UNGUARDED, "ns": "$1", "keys": "ARRAY[$2]"}
     one = {**ONE, "ns": "$1", "name": "$2"}
-    before = await fingerprint(walled)
+    before = await fingerprint(separated)
 
-    async with connected(walled.attackers_url) as connection:
-        told = [
+    async with connected(separated.attackers_url) as connection:
+        outputs = [
             await connection.fetch(f"SELECT * FROM {own}.limpet_take($1)", crafted),
             await connection.fetch(f"SELECT * FROM {own}.limpet_hold($1, $2, $2)", crafted, ["data", crafted]),
             await connection.fetch(call("limpet_commit", anything, own), crafted, crafted or "k"),
@@ -493,11 +495,11 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_nobody_else(wall
             await connection.fetch(call("limpet_put_one", one, own), crafted, crafted or "k"),
         ]
 
-    assert SECRET not in repr(told)
-    assert await fingerprint(walled) == before
+    assert SECRET not in repr(outputs)
+    assert await fingerprint(separated) == before
 
 
-async def test_the_rows_of_another_cannot_be_copied_out_or_in(walled: Tenants, shared: Tenants) -> None:
+async def test_the_rows_of_another_cannot_be_copied_out_or_in(separated: Tenants, shared: Tenants) -> None:
     async def copied(tenants: Tenants, query: str) -> bytes:
         parts: list[bytes] = []
 
@@ -509,12 +511,12 @@ async def test_the_rows_of_another_cannot_be_copied_out_or_in(walled: Tenants, s
         return b"".join(parts)
 
     with pytest.raises(asyncpg.InsufficientPrivilegeError):
-        await copied(walled, "SELECT * FROM {b}.limpet_entries")
+        await copied(separated, "SELECT * FROM {b}.limpet_entries")
     own = await copied(shared, "SELECT * FROM {b}.limpet_entries")
     assert b"diary" in own
     assert SECRET.encode() not in own
     async with connected(shared.attackers_url) as connection:
-        # The server takes no COPY into a table with policies.
+        # The server refuses COPY into a table with policies.
         with pytest.raises(asyncpg.FeatureNotSupportedError):
             await connection.copy_records_to_table(
                 "limpet_namespaces", schema_name=shared.victims_schema, records=[("planted", *[0] * 7, None, None)]
@@ -569,17 +571,17 @@ async def test_every_verb_that_reads_finds_nothing_in_the_namespace_of_another(s
             await anext(aiter(store.watch("*", after=1)))
 
 
-async def test_the_schema_of_another_cannot_even_be_opened(walled: Tenants) -> None:
-    before = await fingerprint(walled)
+async def test_the_schema_of_another_cannot_even_be_opened(separated: Tenants) -> None:
+    before = await fingerprint(separated)
 
     with pytest.raises(PermissionDenied):
-        await limpet.open(url_of(walled.attacker, walled.victims_schema))
+        await limpet.open(url_of(separated.attacker, separated.victims_schema))
 
-    assert await fingerprint(walled) == before
+    assert await fingerprint(separated) == before
 
 
 async def test_the_keys_of_another_count_for_nothing_in_ones_own_guards(shared: Tenants) -> None:
-    """The same key is there for both, and a guard sees the one of its own namespace."""
+    """Both have the same key, and a guard reads the one of its own namespace."""
     async with limpet.open(url_of(shared.attacker, shared.victims_schema), namespace=MINE, sweep=False) as store:
         assert await store.get("planted") is None
         entry = await store.put("planted", 1, expect=limpet.ABSENT)
@@ -592,18 +594,18 @@ async def test_the_keys_of_another_count_for_nothing_in_ones_own_guards(shared: 
 # What else there is to see ----------------------------------------------------
 
 
-async def test_the_channel_of_a_store_is_not_told_to_those_outside(walled: Tenants) -> None:
-    """Its name holds the store's id, and what a listening connection said last is its role's own matter."""
-    async with connected() as superuser, connected(url_of(walled.victim)) as listening:
-        store_id = await superuser.fetchval(f"SELECT id FROM {quoted(walled.victims_schema)}.limpet_store")
+async def test_the_channel_of_a_store_is_hidden_from_other_roles(separated: Tenants) -> None:
+    """Its name contains the store's id, and the last statement of a connection is shown only to its own role."""
+    async with connected() as superuser, connected(url_of(separated.victim)) as listening:
+        store_id = await superuser.fetchval(f"SELECT id FROM {quoted(separated.victims_schema)}.limpet_store")
         await listening.execute(f'LISTEN "limpet_{store_id}"')
         activity = "SELECT query FROM pg_stat_activity WHERE pid = $1"
         pid = listening.get_server_pid()
-        async with connected(walled.attackers_url) as connection:
+        async with connected(separated.attackers_url) as connection:
             shown = await connection.fetchval(activity, pid)
             channels = await connection.fetch("SELECT pg_listening_channels()")
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
-                await connection.fetch(f"SELECT id FROM {quoted(walled.victims_schema)}.limpet_store")
+                await connection.fetch(f"SELECT id FROM {quoted(separated.victims_schema)}.limpet_store")
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
                 await connection.fetch("SELECT pg_cancel_backend($1)", pid)
             with pytest.raises(asyncpg.InsufficientPrivilegeError):
@@ -615,27 +617,27 @@ async def test_the_channel_of_a_store_is_not_told_to_those_outside(walled: Tenan
 
 
 async def test_a_doorbell_in_a_shared_schema_tells_a_namespace_and_nothing_more(shared: Tenants) -> None:
-    """Who shares a schema shares its channel. The rows behind a ring stay their owner's."""
-    heard: asyncio.Queue[str] = asyncio.Queue()
+    """Tenants of one schema share its channel, and a notification gives no access to the rows."""
+    received: asyncio.Queue[str] = asyncio.Queue()
     async with connected(shared.attackers_url) as connection:
         store_id = await connection.fetchval(f"SELECT id FROM {quoted(shared.victims_schema)}.limpet_store")
-        await connection.add_listener(f"limpet_{store_id}", lambda *ring: heard.put_nowait(ring[3]))
+        await connection.add_listener(f"limpet_{store_id}", lambda *notification: received.put_nowait(notification[3]))
         url = url_of(shared.victim, shared.victims_schema)
         async with limpet.open(url, namespace=THEIRS, sweep=False) as store:
             await store.put(f"about/{SECRET}", SECRET)
-        rung = await asyncio.wait_for(heard.get(), 30)
+        notified = await asyncio.wait_for(received.get(), 30)
 
-    assert rung == THEIRS
+    assert notified == THEIRS
 
 
-async def test_the_catalogs_show_names_and_no_more(walled: Tenants) -> None:
-    """Whoever may connect can list schemas, tables and policies. So names are no place for a secret."""
-    async with connected(walled.attackers_url) as connection:
+async def test_the_catalogs_show_names_and_no_more(separated: Tenants) -> None:
+    """Every role that may connect can list schemas, tables and policies, so no name may contain a secret."""
+    async with connected(separated.attackers_url) as connection:
         names = await connection.fetch(
-            "SELECT relname FROM pg_class WHERE relnamespace = $1::regnamespace", quoted(walled.victims_schema)
+            "SELECT relname FROM pg_class WHERE relnamespace = $1::regnamespace", quoted(separated.victims_schema)
         )
         tables = "SELECT * FROM information_schema.tables WHERE table_schema = $1"
-        listed = await connection.fetch(tables, walled.victims_schema)
+        listed = await connection.fetch(tables, separated.victims_schema)
 
     assert "limpet_entries" in {row[0] for row in names}
     assert listed == []
@@ -646,7 +648,7 @@ async def test_the_catalogs_show_names_and_no_more(walled: Tenants) -> None:
 
 @pytest.fixture
 def schema() -> Iterator[str]:
-    """A schema of this test's own, not made yet."""
+    """The name of a schema for this test alone, not created yet."""
     name = unique("granted")
     with swept_away([name], []):
         yield name
@@ -654,7 +656,7 @@ def schema() -> Iterator[str]:
 
 @pytest.fixture
 def role() -> Iterator[str]:
-    """A role of this test's own, not made yet."""
+    """The name of a role for this test alone, not created yet."""
     name = unique("role")
     yield name
     with swept_away([], [name]):
@@ -687,7 +689,7 @@ async def everything(url: str, namespace: str) -> None:
         await store.put("soon", 1, ttl=0.001)
     engine = await open_engine(url, limpet.SystemClock())
     try:
-        # Sent again because nobody knew of it, as the session does after a broken line.
+        # Sent again, as the session does after a connection broke and the result is unknown.
         again = Batch((), (Put("again", b"1"),), request_id=new_request_id(), retry_since=0)
         await engine.commit(namespace, again)
         while not (due := await engine.due(namespace)):
@@ -770,7 +772,7 @@ def test_a_role_that_may_only_read_one_namespace_reads_no_other(schema: str, rol
 
 
 def test_roles_of_the_whole_schema_and_the_owner_are_not_held_by_the_policies_of_others(schema: str, role: str) -> None:
-    """They were there first, and policies that came later must not hide their rows from them."""
+    """They were granted first, and later policies must not hide their rows from them."""
     other = unique("role")
     with swept_away([schema], [other]):
         granted(schema, role, "--login")
@@ -800,8 +802,8 @@ def test_an_owner_who_is_no_superuser_keeps_working_behind_forced_policies(schem
                 )
                 return found
 
-        walls = {name: is_forced for name, is_forced in now(forced())}
-        assert walls == dict.fromkeys(grants._NAMESPACED_TABLES, True)
+        forced_tables = {name: is_forced for name, is_forced in now(forced())}
+        assert forced_tables == dict.fromkeys(grants._NAMESPACED_TABLES, True)
 
 
 def test_nothing_in_a_schema_of_ours_was_forgotten(schema: str) -> None:
@@ -836,7 +838,7 @@ def test_nothing_in_a_schema_of_ours_was_forgotten(schema: str) -> None:
 
 
 def rights_of(role: str, schema: str) -> Any:
-    """What a role has in a schema, as the catalogs tell it."""
+    """The rights of a role in a schema, from the catalogs."""
 
     async def found() -> Any:
         async with connected() as connection:
@@ -871,7 +873,7 @@ def test_granting_again_changes_nothing(schema: str, role: str, words: tuple[str
 
 @pytest.mark.parametrize("wider", [(), ("-n", "beta"), ("--read-only",), ("-n", "alpha", "-n", "beta")], ids=str)
 def test_the_last_grant_is_the_one_that_counts(schema: str, role: str, wider: tuple[str, ...]) -> None:
-    """Somebody narrows what a role may do, and must not find the wider grant still there."""
+    """A narrower grant must not leave the wider one in force."""
     granted(schema, role, "-n", "alpha", "--read-only")
     expected = rights_of(role, schema)
 
@@ -931,12 +933,12 @@ def test_a_role_without_login_cannot_connect_and_is_let_in_later(schema: str, ro
 
     granted(schema, role, "--login")
     limpet.sync.open(url_of(role, schema)).close()
-    # Whether it may log in is not taken away by a grant that does not ask for it.
+    # A grant without --login leaves the right to log in as it is.
     granted(schema, role)
     limpet.sync.open(url_of(role, schema)).close()
 
 
-def test_a_member_of_a_granted_role_works_behind_the_same_wall(schema: str, role: str) -> None:
+def test_a_member_of_a_granted_role_is_isolated_like_the_role(schema: str, role: str) -> None:
     member = unique("member")
     granted(schema, role, "-n", "alpha")
     execute(f"CREATE ROLE {member} LOGIN IN ROLE {role}")
@@ -947,8 +949,8 @@ def test_a_member_of_a_granted_role_works_behind_the_same_wall(schema: str, role
 
 
 @pytest.mark.slow
-def test_a_grant_gives_up_on_tables_that_somebody_holds(schema: str, role: str) -> None:
-    """It would stand in front of every writer while it waits."""
+def test_a_grant_gives_up_on_tables_that_stay_locked(schema: str, role: str) -> None:
+    """While it waits for its lock, every new writer waits behind it."""
     granted(schema, role)
 
     async def held() -> Any:
@@ -962,7 +964,7 @@ def test_a_grant_gives_up_on_tables_that_somebody_holds(schema: str, role: str) 
 
 
 def test_everybodys_right_to_leave_things_in_public_is_taken_away(role: str) -> None:
-    """It was everybody's by default up to PostgreSQL 14. The store may be in that very schema."""
+    """Up to PostgreSQL 14, every role could create there by default. The store may be in that schema."""
     database = unique("database")
     base = server().rpartition("/")[0] + f"/{database}"
     execute(f"CREATE DATABASE {database}")
@@ -978,7 +980,7 @@ def test_everybodys_right_to_leave_things_in_public_is_taken_away(role: str) -> 
         execute(f"DROP DATABASE {database} WITH (FORCE)")
 
 
-def test_the_walls_stand_on_an_older_server_too(role: str) -> None:
+def test_isolation_holds_on_an_older_server_too(role: str) -> None:
     with postgres(release="16") as older:
         for name in ("alpha", "state"):
             granted("shared", f"{role}_{name}", "--login", "-n", name, base=older.url)
@@ -1043,7 +1045,7 @@ def test_any_name_is_a_name_to_psql_and_to_us(name: str) -> None:
 
 @pytest.mark.parametrize("schema", ["line\nbreak", "line\n, ((", "$$", "$$; SELECT; $$", "$limpet$ $$"], ids=ascii)
 def test_the_name_of_a_schema_is_never_taken_for_sql(schema: str, role: str) -> None:
-    """It stands in comments and in the bodies of functions, which have an end of their own. It may be refused."""
+    """The name is inside comments and function bodies, which it must not end. It may be refused."""
     with swept_away([schema], []):
         try:
             limpet.sync.open(url_of(schema=schema)).close()
@@ -1062,7 +1064,7 @@ def test_the_name_of_a_role_is_never_taken_for_sql(schema: str, role: str) -> No
 
 @pytest.mark.parametrize("role", ["", "a" * 64, "ü" * 32, "nul\0", "lone\ud800", "public", "none", "pg_monitor"])
 def test_a_name_that_no_role_can_have_is_refused(role: str) -> None:
-    """To PostgreSQL even "public" in quotes is everybody, and a name that is too long is somebody else's."""
+    """To PostgreSQL even "public" in quotes is the group of all roles, and a long name is truncated to another."""
     for script in (grants.grant_sql, grants.revoke_sql):
         with pytest.raises(InvalidValue, match="role"):
             script(role, schema="s")
@@ -1142,7 +1144,7 @@ def test_a_grant_that_cannot_be_is_refused_with_a_reason(
     assert (done.exit_code, message in done.stderr) == (code, True), done.stderr
 
 
-def test_somebody_who_may_not_grant_is_told_so(schema: str, role: str) -> None:
+def test_a_role_that_may_not_grant_gets_an_error_that_says_so(schema: str, role: str) -> None:
     granted(schema, role, "--login")
 
     done = Limpet(url_of(role, schema))("grant", role, "--apply")
@@ -1151,7 +1153,7 @@ def test_somebody_who_may_not_grant_is_told_so(schema: str, role: str) -> None:
     assert "Grants need the owner of the tables, or a superuser" in done.stderr
 
 
-def test_a_server_that_does_not_answer_is_told_without_the_password() -> None:
+def test_the_error_of_an_unreachable_server_has_no_password() -> None:
     for words in (("--apply",), ("--apply", "--revoke")):
         done = Limpet("postgresql://admin:hunter2@127.0.0.1:1/app?schema=trivia")("grant", "trivia", *words)
 

@@ -34,10 +34,10 @@ INEXACT: dict[str, Any] = {
     "zero character in a member's name": {"\0": 1},
     "names that would meet": {"\0": 1, "\ufffd": 2},
     "deep inside": {"a": [{"b": [-0.0]}]},
-    "beside a text that looks like it": ["3e9", 3e19],
+    "beside a text like it": ["3e9", 3e19],
 }
 
-# What it can hold, though some of it looks as if not.
+# Values that it can hold, though some look as if it could not.
 EXACT: dict[str, Any] = {
     "null": None,
     "smallest integer": -(2**63),
@@ -99,7 +99,7 @@ def same(found: Any, expected: Any) -> bool:
     return type(found) is type(expected) and bool(found == expected)
 
 
-def test_what_is_the_same_is_told_from_what_is_equal() -> None:
+def test_identical_differs_from_equal() -> None:
     assert same({"a": [1, 1.0, -0.0]}, {"a": [1, 1.0, -0.0]})
     for found, expected in ((1, 1.0), (True, 1), (0.0, -0.0), ([1], [1.0]), ({"a": 0.0}, {"a": -0.0})):
         assert not same(found, expected)
@@ -194,7 +194,7 @@ JSON = st.recursive(
 )
 
 
-class Line:
+class JsonbProbe:
     """An engine and a connection beside it, on a loop that lasts for all examples."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Line:
         self._loop.close()
 
     def round_trip(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Put values through the whole engine. Returns what comes back, and whether jsonb holds only something near."""
+        """Put values through the engine. Returns what comes back, and whether jsonb holds only an approximation."""
         return self._loop.run_until_complete(self._round_trip(values))
 
     async def _round_trip(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -244,8 +244,8 @@ class Line:
 
 
 @pytest.fixture(scope="module")
-def line() -> Iterator[Line]:
-    opened = Line()
+def probe() -> Iterator[JsonbProbe]:
+    opened = JsonbProbe()
     yield opened
     opened.close()
 
@@ -254,10 +254,10 @@ def line() -> Iterator[Line]:
     max_examples=2_000 if LONG else 80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(values=st.lists(JSON, min_size=1, max_size=20))
-def test_any_value_comes_back_exactly_and_the_row_says_what_jsonb_holds(line: Line, values: list[Any]) -> None:
+def test_any_value_comes_back_exactly_and_the_row_says_what_jsonb_holds(probe: JsonbProbe, values: list[Any]) -> None:
     stored = [codec.encode_field(value) for value in values]
 
-    found, is_lossy = line.round_trip(values)
+    found, is_lossy = probe.round_trip(values)
 
     assert found == stored
-    assert [flag is None for flag in is_lossy] == [line.holds(one) for one in stored]
+    assert [flag is None for flag in is_lossy] == [probe.holds(one) for one in stored]

@@ -1,4 +1,4 @@
-"""Opening: whom it lets in, what it refuses and in which words, and what it makes where there is nothing."""
+"""Opening: who may, what is refused with which error, and the tables that it creates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECRET = "hush-hush"
 
 @pytest.fixture(scope="module")
 def guarded() -> Iterator[Postgres]:
-    """A server of this module's own, which asks everybody but its superuser for a password."""
+    """A server for this module alone, which requires a password of every role but its superuser."""
 
     async def guard() -> None:
         async with connected(running.url) as connection:
@@ -44,7 +44,7 @@ def guarded() -> Iterator[Postgres]:
             lines = "('host all postgres 127.0.0.1/32 trust'), ('host all all 127.0.0.1/32 scram-sha-256')"
             await connection.execute(f"COPY (VALUES {lines}) TO '{file}'")
             await connection.execute("CREATE ROLE stranger LOGIN PASSWORD 'right'; SELECT pg_reload_conf()")
-        # It reads the file when it finds the time.
+        # The server reads the file a moment later.
         with contextlib.suppress(asyncpg.InvalidPasswordError):
             while True:
                 async with connected(running.url.replace("postgres@", "stranger:wrong@")):
@@ -57,7 +57,7 @@ def guarded() -> Iterator[Postgres]:
 
 @pytest.fixture
 async def guest(guarded: Postgres) -> AsyncIterator[str]:
-    """How to come in as a role that may make schemas there."""
+    """The URL for a role that may create schemas there."""
     async with connected(guarded.url) as connection:
         await connection.execute(f"CREATE ROLE guest LOGIN PASSWORD '{SECRET}'")
         await connection.execute("GRANT CREATE ON DATABASE postgres TO guest")
@@ -68,12 +68,12 @@ async def guest(guarded: Postgres) -> AsyncIterator[str]:
 
 async def refused(url: str) -> LimpetError:
     """The error that opening raises. It shows no password, in whatever form it is printed."""
-    with pytest.raises(LimpetError) as told:
+    with pytest.raises(LimpetError) as raised:
         await limpet.open(url, sweep=False)
-    shown = str(told.value) + repr(told.value)
-    assert SECRET not in shown
-    assert "wrong-word" not in shown
-    return told.value
+    text = str(raised.value) + repr(raised.value)
+    assert SECRET not in text
+    assert "wrong-word" not in text
+    return raised.value
 
 
 # Who may come in ------------------------------------------------------------------
@@ -93,7 +93,7 @@ async def test_a_wrong_password_is_permission_denied(guest: str) -> None:
 
 
 async def test_an_unknown_role_is_permission_denied(guest: str) -> None:
-    assert type(await refused(url_of("rooms", guest.replace("guest:", "nobody-here:")))) is PermissionDenied
+    assert type(await refused(url_of("rooms", guest.replace("guest:", "no-such-role:")))) is PermissionDenied
 
 
 async def test_an_unknown_database_is_an_invalid_value(guest: str) -> None:
@@ -103,7 +103,7 @@ async def test_an_unknown_database_is_an_invalid_value(guest: str) -> None:
     assert "nowhere" in str(error)
 
 
-async def test_a_port_where_nobody_listens_is_unavailable(guest: str, guarded: Postgres) -> None:
+async def test_a_port_without_a_server_is_unavailable(guest: str, guarded: Postgres) -> None:
     error = await refused(url_of("rooms", guest.replace(str(guarded.port), str(free_port()))))
 
     assert type(error) is Unavailable
@@ -140,7 +140,7 @@ async def test_a_schema_that_cannot_be_is_an_invalid_value(name: str) -> None:
 
 
 async def test_a_role_that_may_not_make_tables_works_where_there_are_some(guest: str, guarded: Postgres) -> None:
-    """Somebody else made them, and granted what the work needs."""
+    """Another role created them, and granted what the engine needs."""
     schema = new_schema()
     async with limpet.open(url_of(schema, guarded.url), sweep=False) as store:
         await store.put("key", 1)
@@ -227,7 +227,7 @@ async def test_a_store_keeps_its_identity(url: str) -> None:
         assert (await store.status()).store_id == first
 
 
-async def test_a_store_that_does_not_say_who_it_is_is_refused(url: str, schema: str) -> None:
+async def test_a_store_without_its_id_is_refused(url: str, schema: str) -> None:
     async with limpet.open(url, sweep=False):
         pass
     async with connected() as connection:
@@ -273,10 +273,10 @@ async def test_the_word_for_durability_is_what_the_server_is_set_to(
         try:
             for name, value in settings.items():
                 await connection.execute(f"ALTER SYSTEM SET {name} = {value}")
-            # Waits until the server has read it: the answer of another connection shows it.
+            # Wait until the server has read it, which a new connection shows.
             await connection.execute("SELECT pg_reload_conf()")
             await settled(guarded.url, {name: value.strip("'") for name, value in settings.items()})
-            # Nothing is written here: with a standby to wait for that is not there, it would wait.
+            # Nothing is written here: a commit would wait for the standby, which does not exist.
             async with limpet.open(url, sweep=False) as store:
                 assert store.traits.durability == word
         finally:
@@ -295,7 +295,7 @@ async def settled(url: str, settings: dict[str, str]) -> None:
 
 
 async def test_the_word_is_that_of_our_own_connections(guarded: Postgres) -> None:
-    """A role may have settings of its own."""
+    """A role may have its own settings."""
     async with limpet.open(url_of("durable", guarded.url), sweep=False):
         pass
     async with connected(guarded.url) as connection:
@@ -321,7 +321,7 @@ ODD_DEFAULTS = {
 
 @contextlib.asynccontextmanager
 async def odd_role(server: Postgres, default: str) -> AsyncIterator[str]:
-    """How to come in as a role whose transactions are others by default."""
+    """The URL for a role whose transactions have other defaults."""
     async with connected(server.url) as connection:
         await connection.execute("CREATE ROLE odd SUPERUSER LOGIN PASSWORD 'x'")
         await connection.execute(f"ALTER ROLE odd SET {ODD_DEFAULTS[default]}")
@@ -333,7 +333,7 @@ async def odd_role(server: Postgres, default: str) -> AsyncIterator[str]:
 
 
 async def write_from_all_sides(stores: Sequence[limpet.Store]) -> None:
-    """Stores write the same keys at once, by every way that the engine has. Nothing is lost, and nothing fails."""
+    """Let stores write the same keys at once, in every way that the engine has. Nothing is lost, and nothing fails."""
 
     async def write(store: limpet.Store, name: str) -> None:
         for number in range(15):
@@ -359,7 +359,7 @@ async def _keys(store: limpet.Store) -> AsyncIterator[str]:
 @pytest.mark.parametrize("pooler", ["no", "yes"])
 @pytest.mark.parametrize("default", ODD_DEFAULTS)
 async def test_a_default_of_the_role_changes_nothing(guarded: Postgres, default: str, pooler: str) -> None:
-    """What the engine needs it asks for; what a role is set to is for others."""
+    """The engine sets what it needs, whatever the defaults of the role are."""
     async with odd_role(guarded, default) as role, contextlib.AsyncExitStack() as stack:
         url = url_of(new_schema(), role, pooler=pooler)
         stores = [await stack.enter_async_context(limpet.open(url, sweep=False)) for _ in range(5)]
@@ -370,7 +370,7 @@ async def test_a_default_of_the_role_changes_nothing(guarded: Postgres, default:
 @pytest.mark.parametrize("pooler", ["no", "yes"])
 @pytest.mark.parametrize("default", ["repeatable read", "serializable"])
 async def test_a_commit_that_waits_for_another_is_not_refused(guarded: Postgres, default: str, pooler: str) -> None:
-    """By such a default, a statement that waited for a row is refused when the row has changed."""
+    """Under such a default, the server refuses a statement that waited for a row that has changed since."""
     schema = new_schema()
     async with odd_role(guarded, default) as role, connected(guarded.url) as other, connected(guarded.url) as third:
         engine = await open_postgres(url_of(schema, role, pooler=pooler))
@@ -389,7 +389,7 @@ async def test_a_commit_that_waits_for_another_is_not_refused(guarded: Postgres,
 
 @pytest.mark.parametrize("default", ODD_DEFAULTS)
 async def test_a_default_that_comes_later_changes_nothing(guarded: Postgres, default: str) -> None:
-    """Behind a pooler, the next statement may be on a connection that was made after the role was changed."""
+    """Behind a pooler, the next statement may run on a connection that was opened after the role was changed."""
     async with odd_role(guarded, default) as role, contextlib.AsyncExitStack() as stack:
         url = url_of(new_schema(), role, pooler="yes")
         async with connected(guarded.url) as connection:
@@ -449,7 +449,7 @@ async def test_a_replica_is_refused_until_it_is_promoted(own_server: Postgres) -
 
 
 async def test_a_new_epoch_refuses_the_positions_of_the_old_one(url: str, schema: str) -> None:
-    """What an operator does after a failover that may have lost commits, which nobody else can notice."""
+    """An operator does this after a failover that may have lost commits, which no program can notice."""
     async with limpet.open(url, sweep=False) as store, store.watch() as events:
         await store.put("key", 1)
         position = (await anext(events)).position
@@ -491,18 +491,18 @@ async def test_postgresql_16_runs_the_main_verbs() -> None:
             assert [entry.key async for entry in store.scan()] == ["count", "fenced", "job"]
             assert [found.key async for found in store.scan(where=limpet.field("state") == "claimed")] == ["job"]
             assert [change.op async for change in store.history("key")] == ["put", "put", "delete"]
-            told = [(await anext(events)).key for _ in range(10)]
-            assert told == ["key", "key", "count", "job", "job", "key", "other", "fenced", "other", "brief"]
+            keys = [(await anext(events)).key for _ in range(10)]
+            assert keys == ["key", "key", "count", "job", "job", "key", "other", "fenced", "other", "brief"]
             assert await engine_of(store).due("default") == []
 
 
 @pytest.mark.slow
-async def test_whoever_is_cancelled_while_opening_leaves_no_connection(schema: str) -> None:
-    """One that nobody closes would be told of by the driver, when it is collected."""
+async def test_a_caller_cancelled_while_opening_leaves_no_connection(schema: str) -> None:
+    """The driver warns of a connection that is collected without being closed."""
     async with limpet.open(url_of(schema), sweep=False):
         pass
-    told: list[Any] = []
-    before, sys.unraisablehook = sys.unraisablehook, told.append
+    warnings: list[Any] = []
+    before, sys.unraisablehook = sys.unraisablehook, warnings.append
     try:
         for wait_ms in range(0, 60, 3):
             opening = asyncio.ensure_future(open_engine(url_of(schema), limpet.SystemClock()))
@@ -514,4 +514,4 @@ async def test_whoever_is_cancelled_while_opening_leaves_no_connection(schema: s
             gc.collect()
     finally:
         sys.unraisablehook = before
-    assert told == []
+    assert warnings == []

@@ -1,4 +1,4 @@
-"""The page about this engine: what it shows is so."""
+"""The documentation page of this engine: its statements, limits and results are true."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.engines import server_engine as remote
+from limpet.engines import server_engine
 from limpet.engines.postgres import connections
 from limpet.engines.sql_indexes import quoted
 from tests.cli.support import Limpet
@@ -31,9 +31,9 @@ async def test_a_statement_of_the_page_gives_what_it_says(store: limpet.Store, s
         await connection.execute(f"SET search_path = {quoted(schema)}")
         for statement, expected in re.findall(r"([^;]+;)\n((?:-- .*\n)*)", text):
             rows = [" | ".join(map(str, row)) for row in await connection.fetch(statement)]
-            told = [line.removeprefix("-- ") for line in expected.splitlines()]
-            if told:
-                assert rows == told
+            shown = [line.removeprefix("-- ") for line in expected.splitlines()]
+            if shown:
+                assert rows == shown
 
 
 def test_every_block_of_the_page_is_run() -> None:
@@ -56,13 +56,13 @@ def test_the_command_of_the_page_begins_a_new_epoch() -> None:
 def test_the_page_names_the_limits_that_there_are() -> None:
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
 
-    for told in (
-        f"at most {remote.CONNECTIONS_MAX}, when it needs them",
-        f"up to {remote.GROUP_MAX} commits",
+    for sentence in (
+        f"at most {server_engine.CONNECTIONS_MAX}, when it needs them",
+        f"up to {server_engine.GROUP_MAX} commits",
         f"waits {connections.CONNECT_S:.0f} s for a connection and {connections.COMMAND_S:.0f} s for a statement",
     ):
-        assert told in text
-    assert remote.POLL_S == 0.5, "the page says: twice a second"
+        assert sentence in text
+    assert server_engine.POLL_S == 0.5, "the page says: twice a second"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the server goes about it: by an index, however many entries there are and whatever it knows of them."""
+"""Query plans: the server uses an index, for any number of entries and with or without statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VALUES ('default', {MANY}, 0, 0, {MANY}, {MANY} * 20, {MANY}, {MANY} * 20);
 
 @pytest.fixture(params=["analysed", "not analysed"])
 async def filled(engine: PostgresEngine, request: pytest.FixtureRequest) -> PostgresEngine:
-    """Many entries and as many changes. The server has looked at them, or not yet."""
+    """Many entries and as many changes. The server has analysed them, or not yet."""
     async with connected() as connection:
         await connection.execute(engine._sql(FILL))
         if request.param == "analysed":
@@ -50,17 +50,17 @@ def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 async def assert_by_index(spy: Spy, table: str, index: str, condition: str, scans: int = 1) -> None:
-    """Hold the last statement of the engine to an index: with its parameters, and in the plan made for any."""
-    statement, parameters = (await spy.asked())[-1]
+    """Check that the last statement uses an index: with its parameters, and in the generic plan."""
+    statement, parameters = (await spy.calls())[-1]
     async with connected() as connection:
         await connection.execute("SET plan_cache_mode = force_generic_plan")
-        await connection.execute(f"PREPARE asked AS {statement}")
+        await connection.execute(f"PREPARE checked AS {statement}")
         any_parameters = ", ".join(["NULL"] * len(parameters))
-        for told in (
+        for explained in (
             await connection.fetchval(f"EXPLAIN (FORMAT JSON) {statement}", *parameters),
-            await connection.fetchval(f"EXPLAIN (FORMAT JSON) EXECUTE asked ({any_parameters})"),
+            await connection.fetchval(f"EXPLAIN (FORMAT JSON) EXECUTE checked ({any_parameters})"),
         ):
-            found = nodes(json.loads(told)[0]["Plan"])
+            found = nodes(json.loads(explained)[0]["Plan"])
             assert [node for node in found if node["Node Type"] == "Seq Scan" and node["Relation Name"] == table] == []
             used = [node for node in found if node.get("Index Name") in (f"{table}_pkey", index)]
             assert {node["Index Name"] for node in used} == {index}
@@ -97,16 +97,16 @@ async def test_what_is_due_is_found_by_its_time(filled: PostgresEngine, spy: Spy
 
 
 async def test_the_log_is_read_from_where_a_watcher_stands(filled: PostgresEngine, spy: Spy) -> None:
-    feed = await filled.changes("default", MANY - 10)
+    page = await filled.changes("default", MANY - 10)
 
-    assert len(feed.changes) == 10
+    assert len(page.changes) == 10
     # Once for the changes, and once for the one that they follow.
     await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision >", scans=2)
     await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision <=", scans=2)
 
 
 async def test_commits_and_retries_never_look_through_a_whole_table(filled: PostgresEngine, spy: Spy) -> None:
-    """Within the functions on the server no plan can be seen, so the server's own counts are asked."""
+    """Within the functions on the server no plan can be seen, so the server's own counters are read."""
     count = "SELECT sum(seq_scan)::int FROM pg_stat_user_tables WHERE schemaname = $1 AND relname <> 'limpet_store'"
     flush = "SELECT pg_stat_force_next_flush()"
 
@@ -121,7 +121,7 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
             await filled.commit("default", batch(put(key, 4)))
             await filled.read("default", [key])
             await filled.changes("default", MANY, span=key_span(key))
-        # Once for each connection that may have something to tell.
+        # Each connection has to flush its own counters.
         await filled._fetch(flush)
         assert await connection.fetchval(count, filled._schema) == before
         scans = "SELECT idx_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"

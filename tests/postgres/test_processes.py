@@ -28,10 +28,10 @@ WRITES = 1500 if LONG else 190
 
 
 class Watcher:
-    """A watch on a loop of its own, in a thread: the blocking face's."""
+    """A watch of the sync API, in its own thread."""
 
     def __init__(self, url: str) -> None:
-        self.told: list[list[Any]] = []
+        self.events: list[list[Any]] = []
         self._store = limpet.sync.open(url)
         self._watch = self._store.watch()
         self._thread = threading.Thread(target=self._run)
@@ -41,33 +41,33 @@ class Watcher:
         for event in self._watch:
             if event.key == "end":
                 return
-            self.told.append([event.revision, event.commit, event.op, event.key, event.value])
+            self.events.append([event.revision, event.commit, event.op, event.key, event.value])
 
     def end(self) -> list[list[Any]]:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
         self._store.close()
-        return self.told
+        return self.events
 
 
 async def watched(store: limpet.Store, events: limpet.Watch) -> list[list[Any]]:
-    told = []
+    delivered = []
     async for event in events:
         if event.key == "end":
             break
-        told.append([event.revision, event.commit, event.op, event.key, event.value])
-    return told
+        delivered.append([event.revision, event.commit, event.op, event.key, event.value])
+    return delivered
 
 
 async def run_writers(url: str, server: Postgres | None = None) -> None:
-    """Let all of them write while three watch, perhaps under a server that stops; then compare everything."""
+    """Let all processes write while three watch, perhaps with a server that restarts; then compare everything."""
     with ExitStack() as stack:
         writers = [
             stack.enter_context(Process("writes", url, f"p{index}", WRITERS, WRITES)) for index in range(PROCESSES)
         ]
         far = stack.enter_context(Process("watches", url))
         for process in (*writers, far):
-            assert await process.heard() == "ready"
+            assert await process.receive() == "ready"
         near = await asyncio.to_thread(Watcher, url)
         async with limpet.open(url) as store, store.watch() as events:
             here = asyncio.create_task(watched(store, events))
@@ -76,15 +76,15 @@ async def run_writers(url: str, server: Postgres | None = None) -> None:
                 process.tell("begin")
             for how in ("fast", "immediate"):
                 # When the first writer has done another third of its work.
-                await writers[0].heard()
+                await writers[0].receive()
                 if server is not None:
                     await asyncio.to_thread(server.restart, how)
             for process in writers[1:]:
-                assert await process.heard() == WRITES // 3
-                assert await process.heard() == 2 * (WRITES // 3)
-            acknowledged = [change for process in writers for change in await process.heard()]
+                assert await process.receive() == WRITES // 3
+                assert await process.receive() == 2 * (WRITES // 3)
+            acknowledged = [change for process in writers for change in await process.receive()]
             await store.put("end", True)
-            told = [await here, await far.heard(), await asyncio.to_thread(near.end)]
+            deliveries = [await here, await far.receive(), await asyncio.to_thread(near.end)]
 
             log = [change for change in await log_of(store) if change.key != "end"]
             counters = {entry.key: entry.value async for entry in store.scan("count/")}
@@ -99,7 +99,7 @@ async def run_writers(url: str, server: Postgres | None = None) -> None:
         assert [change.entry.value for change in log if change.key == key] == [*range(1, value + 1)]
     assert sum(counters.values()) == sum(key.startswith("count/") for _, _, key in acknowledged)
     assert len(counters) == 4
-    # The map is what the log makes of it.
+    # The entries agree with the log.
     last = {change.key: change for change in log}
     assert {key: change.entry for key, change in last.items() if change.after is not None} == {
         key: entry for key, entry in entries.items() if key != "end"
@@ -108,7 +108,7 @@ async def run_writers(url: str, server: Postgres | None = None) -> None:
     revisions = [change.revision for change in log]
     assert revisions == sorted(set(revisions))
     seen = [[c.revision, c.commit, c.op, c.key, None if c.op == "delete" else c.entry.value] for c in log]
-    for one in told:
+    for one in deliveries:
         assert one == seen
 
 
@@ -116,22 +116,22 @@ async def test_many_processes_write_and_watchers_see_every_change_once(url: str)
     await run_writers(url)
 
 
-async def test_a_server_that_is_restarted_under_them_costs_nobody_a_write(own_server: Postgres) -> None:
+async def test_a_server_that_is_restarted_under_them_loses_no_write(own_server: Postgres) -> None:
     """Once as an operator does it, once as if its processes had been killed."""
     await run_writers(url_of("restarted", own_server.url), own_server)
 
 
 async def test_processes_that_open_an_empty_schema_at_once_make_one_store() -> None:
-    """Of all who find no tables, one makes them. The others wait for it, and then find them."""
+    """Of the processes that find no tables, one creates them. The others wait for it, and then find them."""
     with ExitStack() as stack:
         openers = [stack.enter_context(Process("opens")) for _ in range(8)]
-        assert [await opener.heard() for opener in openers] == ["ready"] * 8
+        assert [await opener.receive() for opener in openers] == ["ready"] * 8
 
         for _ in range(40 if LONG else 5):
             schema = new_schema()
             for opener in openers:
                 opener.tell(url_of(schema))
-            answers = [await opener.heard() for opener in openers]
+            answers = [await opener.receive() for opener in openers]
 
             assert [problem for _, problem in answers] == [None] * 8
             assert len({store_id for store_id, _ in answers}) == 1
@@ -142,7 +142,7 @@ async def test_processes_that_open_an_empty_schema_at_once_make_one_store() -> N
 
 
 async def test_a_client_that_is_stopped_in_its_transaction_holds_up_the_others_for_seconds_only(url: str) -> None:
-    """The server ends a transaction that has been idle for five seconds. Its client, woken up, asks again."""
+    """The server ends a transaction that has been idle for five seconds. Its client, once resumed, retries."""
     async with limpet.open(url, sweep=False) as store:
         await store.add("count", 1)
         with Process("stops_inside", url) as stopped:
@@ -156,7 +156,7 @@ async def test_a_client_that_is_stopped_in_its_transaction_holds_up_the_others_f
             assert 1 < time.monotonic() - began < 20
             assert await store.get("count") == 1
             os.kill(stopped.pid, signal.SIGCONT)
-            assert await stopped.heard() == 4
+            assert await stopped.receive() == 4
 
         assert [(change.key, change.revision) for change in await log_of(store)] == [
             ("count", 1),

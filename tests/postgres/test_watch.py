@@ -1,4 +1,4 @@
-"""Watching: a doorbell between processes, a look from time to time behind it, and a pooler that carries no bells."""
+"""Watching: notifications between processes, polling in addition, and a pooler that passes no notifications on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.engines import server_engine as remote
+from limpet.engines import server_engine
 from limpet.errors import LimpetError
 from tests.postgres.proxy import Pooler
 from tests.postgres.support import Process, Spy, connected, engine_of, log_of, server, until, url_of
@@ -29,68 +29,68 @@ async def listener(connection: Any, store: limpet.Store) -> int:
 
 
 @pytest.fixture
-def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let watchers look by themselves so seldom that only a bell can wake them."""
-    monkeypatch.setattr(remote, "POLL_S", 600.0)
+def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let watchers poll so seldom that only a notification can wake them."""
+    monkeypatch.setattr(server_engine, "POLL_S", 600.0)
 
 
 @pytest.fixture
 async def far(url: str) -> AsyncIterator[Process]:
-    """A process that puts what it is told."""
+    """A process that puts each value that it receives."""
     with Process("puts", url) as process:
-        assert await process.heard() == "ready"
+        assert await process.receive() == "ready"
         yield process
 
 
-async def test_a_change_of_another_process_rings(nobody_looks: None, store: limpet.Store, far: Process) -> None:
+async def test_a_change_of_another_process_notifies(no_polling: None, store: limpet.Store, far: Process) -> None:
     async with store.watch() as events:
         for value in range(5):
             far.tell(value)
             event = await next_event(events)
-            assert (event.key, event.value, event.revision) == ("key", value, await far.heard())
+            assert (event.key, event.value, event.revision) == ("key", value, await far.receive())
 
 
-async def test_a_planned_commit_rings_as_well(nobody_looks: None, store: limpet.Store, url: str) -> None:
+async def test_a_planned_commit_notifies_as_well(no_polling: None, store: limpet.Store, url: str) -> None:
     async with limpet.open(url, sweep=False) as other, store.watch() as events:
         await other.add("count", 3)
 
         assert (await next_event(events)).value == 3
 
 
-async def test_a_refused_commit_rings_for_nobody(store: limpet.Store, url: str) -> None:
+async def test_a_refused_commit_notifies_no_one(store: limpet.Store, url: str) -> None:
     async with connected() as connection:
-        heard: list[str] = []
-        await connection.add_listener(engine_of(store)._channel, lambda *told: heard.append(told[3]))
+        received: list[str] = []
+        await connection.add_listener(engine_of(store)._channel, lambda *notification: received.append(notification[3]))
         with pytest.raises(limpet.errors.Conflict):
             await store.put("key", 1, expect=limpet.PRESENT)
         await store.delete("key")
         await store.namespace("other").put("key", 1)
-        await until(lambda: connection.fetchval("SELECT 1") if heard else connection.fetchval("SELECT NULL"))
+        await until(lambda: connection.fetchval("SELECT 1") if received else connection.fetchval("SELECT NULL"))
 
         # The one that changed something, and nothing before it.
-        assert heard == ["other"]
+        assert received == ["other"]
 
 
-async def test_a_watch_goes_on_when_its_bell_is_cut(
+async def test_a_watch_goes_on_when_its_listener_is_terminated(
     store: limpet.Store, far: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks by itself meanwhile, and the bell is laid again."""
+    """It polls meanwhile, and the listener connects again."""
     async with store.watch() as events, connected() as connection:
         far.tell("before")
         assert (await next_event(events)).value == "before"
         pid = await listener(connection, store)
 
         assert await connection.fetchval("SELECT pg_terminate_backend($1)", pid)
-        far.tell("while it is cut")
-        assert (await next_event(events)).value == "while it is cut"
+        far.tell("without a listener")
+        assert (await next_event(events)).value == "without a listener"
 
         store_id = (await store.status()).store_id
         again = await until(lambda: connection.fetchval(f"{LISTENERS} AND pid <> {pid}", store_id))
         assert again != pid
-        # Only now: whoever lays the line again waits that long as well.
-        monkeypatch.setattr(remote, "POLL_S", 600.0)
-        far.tell("once more, to be heard by whoever looks")
-        assert (await next_event(events)).value.startswith("once more")
+        # Only now, because the listener also waits that long before it connects again.
+        monkeypatch.setattr(server_engine, "POLL_S", 600.0)
+        far.tell("once more")
+        assert (await next_event(events)).value == "once more"
         far.tell("after")
         assert (await next_event(events)).value == "after"
 
@@ -110,7 +110,7 @@ async def test_every_connection_of_a_store_may_be_ended_by_an_operator(store: li
         assert [change.revision for change in await log_of(store)] == [*range(1, 13)]
 
 
-async def test_nobody_listens_before_somebody_watches(store: limpet.Store) -> None:
+async def test_no_connection_listens_before_a_watch_starts(store: limpet.Store) -> None:
     await store.put("key", 1)
 
     async with connected() as connection:
@@ -133,7 +133,7 @@ async def test_behind_a_pooler_nothing_listens_and_nothing_is_prepared(schema: s
         assert (await next_event(events)).value == 1
         engine = engine_of(store)
 
-        assert not [statement for statement in await spy.said() if "LISTEN" in statement]
+        assert not [statement for statement in await spy.statements() if "LISTEN" in statement]
         assert not engine._listeners
         assert [tuple(row) for row in await engine._fetch("SELECT name FROM pg_prepared_statements")] == []
 
@@ -146,7 +146,7 @@ async def test_without_the_option_statements_are_prepared(schema: str) -> None:
 
 
 async def test_a_store_works_through_a_pooler_in_transaction_mode(schema: str, pooler: Pooler) -> None:
-    """Each transaction runs on another connection, which has forgotten everything."""
+    """Each transaction runs on another connection, without any session state."""
     url = url_of(schema, pooler.url, pooler="yes")
     async with limpet.open(url) as store, limpet.open(url) as other, store.watch() as events:
         before = pooler.transactions
@@ -171,8 +171,8 @@ async def test_a_store_works_through_a_pooler_in_transaction_mode(schema: str, p
         assert [(await next_event(events)).revision for _ in log] == [change.revision for change in log]
 
 
-async def test_a_pooler_that_nobody_told_of_does_not_work(schema: str, pooler: Pooler) -> None:
-    """The emulation is not kinder than the real thing."""
+async def test_a_pooler_without_the_option_does_not_work(schema: str, pooler: Pooler) -> None:
+    """The emulation is as strict as a real pooler."""
     async with limpet.open(url_of(schema, pooler="yes"), sweep=False):
         pass
 

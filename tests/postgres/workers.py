@@ -1,6 +1,6 @@
-"""What other processes do in these tests: ``python -m tests.postgres.workers NAME ARGUMENTS``.
+"""The other processes of these tests: ``python -m tests.postgres.workers NAME ARGUMENTS``.
 
-A worker talks in lines of JSON. It says "ready" when it has opened what it needs, and begins when it is told.
+A worker exchanges lines of JSON. It sends "ready" when it has opened what it needs, and begins on the next message.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from limpet.model import Commit
 
 WORKERS: dict[str, Callable[..., None]] = {}
 
-# How long a worker whose server is away waits before it asks again.
+# How long a worker waits before it retries while its server is away.
 PAUSE_S = 0.05
 
 
@@ -32,11 +32,11 @@ def worker(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
-def say(word: Any) -> None:
-    print(json.dumps(word), flush=True)
+def send(message: Any) -> None:
+    print(json.dumps(message), flush=True)
 
 
-def hear() -> Any:
+def receive() -> Any:
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 
@@ -47,7 +47,7 @@ def hear() -> Any:
 class Writer:
     """Writes of every kind, one after the other. Remembers what was acknowledged.
 
-    Each write has a name, which its values carry, so that a write that happened twice can be told from two. It is
+    Each write has a name, which its values carry, so that one write that happened twice differs from two writes. It is
     repeated until it is settled, whatever becomes of the server in the meantime.
     """
 
@@ -78,12 +78,12 @@ class Writer:
                 await self.settle(lambda: self.store.batch(request_id=request_id).delete(mine))
 
     async def _update(self, key: str, tag: str) -> None:
-        """Compare and swap, until nobody came in between."""
-        while not await self._swapped(key, tag):
+        """Compare and swap, until no other writer came in between."""
+        while not await self._swap(key, tag):
             self.conflicts += 1
 
-    async def _swapped(self, key: str, tag: str) -> bool:
-        found = await self._asked(lambda: self.store.entry(key))
+    async def _swap(self, key: str, tag: str) -> bool:
+        found = await self._retry_read(lambda: self.store.entry(key))
         try:
             await self.settle(lambda: self.store.batch().expect(key, found).put(key, tag))
         except Conflict:
@@ -91,7 +91,7 @@ class Writer:
         return True
 
     async def settle(self, draft: Callable[[], Any]) -> None:
-        """Commit, and go on asking until it is known to be done."""
+        """Commit, and retry until it is known to be done."""
         commit: Commit | None = None
         while commit is None:
             try:
@@ -99,28 +99,28 @@ class Writer:
             except TransientError:
                 await asyncio.sleep(PAUSE_S)
             except Ambiguous as unknown:
-                commit = await self._asked(functools.partial(self.store.outcome, str(unknown.request_id)))
+                commit = await self._retry_read(functools.partial(self.store.outcome, str(unknown.request_id)))
         for entry in (*commit.entries, *commit.ended):
             if entry is not None:
                 ended = entry in commit.ended
                 self.acknowledged.append([commit.revision, "delete" if ended else "put", entry.key])
 
-    async def _asked(self, question: Callable[[], Any]) -> Any:
+    async def _retry_read(self, read: Callable[[], Any]) -> Any:
         while True:
             try:
-                return await question()
+                return await read()
             except TransientError:
                 await asyncio.sleep(PAUSE_S)
 
 
 @worker
 def writes(url: str, name: str, writers: str, count: str) -> None:
-    """So many writers on one loop. Tells when a third and two thirds are done, and then what was acknowledged."""
+    """Run writers on one loop. Sends a number after one and two thirds of the work, and then what was acknowledged."""
 
     async def write() -> None:
         async with limpet.open(url) as store:
-            say("ready")
-            await asyncio.to_thread(hear)
+            send("ready")
+            await asyncio.to_thread(receive)
             crew = [Writer(store, f"{name}.{number}") for number in range(int(writers))]
             third = int(count) // 3
 
@@ -128,29 +128,29 @@ def writes(url: str, name: str, writers: str, count: str) -> None:
                 for number in range(int(count)):
                     await one.write(number)
                     if one is crew[0] and number in (third, 2 * third):
-                        say(number)
+                        send(number)
 
             await asyncio.gather(*map(work, crew))
-            say([change for one in crew for change in one.acknowledged])
+            send([change for one in crew for change in one.acknowledged])
 
     asyncio.run(write())
 
 
 @worker
 def watches(url: str) -> None:
-    """Tells what a watch delivers, up to the key "end"."""
+    """Sends what a watch delivers, up to the key "end"."""
 
     async def watch() -> list[list[Any]]:
-        told = []
+        delivered = []
         async with limpet.open(url) as store, store.watch() as events:
-            say("ready")
+            send("ready")
             async for event in events:
                 if event.key == "end":
                     break
-                told.append([event.revision, event.commit, event.op, event.key, event.value])
-        return told
+                delivered.append([event.revision, event.commit, event.op, event.key, event.value])
+        return delivered
 
-    say(asyncio.run(watch()))
+    send(asyncio.run(watch()))
 
 
 # One at a time --------------------------------------------------------------------
@@ -158,24 +158,24 @@ def watches(url: str) -> None:
 
 @worker
 def opens() -> None:
-    """Opens each URL that it is told, and writes there."""
-    say("ready")
-    while (url := hear()) is not None:
+    """Opens each URL that it receives, and writes there."""
+    send("ready")
+    while (url := receive()) is not None:
         try:
             with limpet.sync.open(url, sweep=False) as store:
                 store.add("hits")
-                say([store.status().store_id, None])
+                send([store.status().store_id, None])
         except Exception as error:
-            say([None, repr(error)])
+            send([None, repr(error)])
 
 
 @worker
 def puts(url: str) -> None:
-    """Puts a value each time it is told to."""
+    """Puts each value that it receives."""
     with limpet.sync.open(url, sweep=False) as store:
-        say("ready")
-        while (value := hear()) is not None:
-            say(store.put("key", value).revision)
+        send("ready")
+        while (value := receive()) is not None:
+            send(store.put("key", value).revision)
 
 
 @worker
@@ -185,13 +185,13 @@ def stops_inside(url: str) -> None:
 
     def stop_and_add(self: Any, batch: Any, request_id: str) -> Any:
         GroupPlan.add = add  # type: ignore[method-assign]
-        # To this thread, so that it is here that it stops. The others stop with it.
+        # Sent to this thread, so that it stops here. The other threads stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return add(self, batch, request_id)
 
     with limpet.sync.open(url, sweep=False) as store:
         GroupPlan.add = stop_and_add  # type: ignore[method-assign]
-        say(store.add("count", 3))
+        send(store.add("count", 3))
 
 
 def main() -> None:

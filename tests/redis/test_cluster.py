@@ -51,7 +51,7 @@ def home(cluster: list[Redis], namespace: str) -> Redis:
     for first, last, primary, *_ in say(cluster[0], "CLUSTER", "SLOTS"):
         if first <= slot <= last:
             return next(server for server in cluster if server.port == primary[1])
-    raise AssertionError("nobody serves it")
+    raise AssertionError("no server serves it")
 
 
 def move(cluster: list[Redis], namespace: str, to: Redis) -> None:

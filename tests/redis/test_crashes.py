@@ -19,7 +19,7 @@ ALWAYS = {"appendonly": "yes", "appendfsync": "always"}
 
 
 async def write(store: limpet.Store, name: str, done: asyncio.Event, acknowledged: dict[str, int]) -> None:
-    """Count one key up until told to stop, remembering what was acknowledged."""
+    """Count one key up until stopped, and remember the acknowledged values."""
     number = 0
     while not done.is_set():
         with contextlib.suppress(Unavailable, Ambiguous):
@@ -52,7 +52,7 @@ async def test_a_killed_server_with_aof_always_loses_and_doubles_nothing() -> No
 
 
 async def lossy_failover(primary: Redis, replica: Redis, store: limpet.Store) -> limpet.Store:
-    """Write what the replica never hears of, and promote it."""
+    """Write changes that the replica never gets, and promote it."""
     await _caught_up(primary, replica)
     await command(store, "CONFIG", "SET", "repl-diskless-sync", "yes")
     await _cut_off(replica)
@@ -108,7 +108,7 @@ async def test_after_a_failover_no_revision_is_given_out_again(pair: tuple[Redis
         entry = await promoted.put("kept", "after")
 
         assert entry.revision > lost + 100_000
-        # The lock was taken before; its holder is still fenced in, and nobody gets its token again.
+        # The lock was taken before; its holder is still fenced, and no other holder gets its token.
         await promoted.put("fenced", 1, fence=lock)
         await promoted._session.engine.commit("default", promoted.batch().delete("fenced")._make_batch())
     finally:

@@ -16,8 +16,8 @@ from tests.redis.support import command, engine_of, server
 SECRET = "S3CRET-planted"
 
 
-async def said(store: limpet.Store, *words: Any) -> LimpetError:
-    """What an error of the server becomes."""
+async def raise_from(store: limpet.Store, *words: Any) -> LimpetError:
+    """Send a command that fails, and return our error for it."""
     with pytest.raises(exceptions.RedisError) as raised:
         await command(store, *words)
     error = engine_of(store)._translate(raised.value)
@@ -54,14 +54,14 @@ async def said(store: limpet.Store, *words: Any) -> LimpetError:
     ],
 )
 async def test_each_error_of_the_server_has_its_error(words: str, expected: type[LimpetError]) -> None:
-    """The server itself says each, by a script that returns it."""
+    """The server itself raises each, by a script that returns it."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        assert type(await said(store, "EVAL", "return redis.error_reply(ARGV[1])", 0, words)) is expected
+        assert type(await raise_from(store, "EVAL", "return redis.error_reply(ARGV[1])", 0, words)) is expected
 
 
 async def test_the_arguments_of_a_command_are_not_shown() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        error = await said(store, "NOSUCHCOMMAND", SECRET)
+        error = await raise_from(store, "NOSUCHCOMMAND", SECRET)
 
     assert "NOSUCHCOMMAND" in str(error)
 
@@ -89,7 +89,7 @@ async def test_what_cannot_be_read_is_corrupt_and_shows_no_value() -> None:
         ssl.SSLCertVerificationError(SECRET),
     ],
 )
-async def test_each_error_of_the_line_is_unavailable(error: Exception) -> None:
+async def test_each_error_of_the_connection_is_unavailable(error: Exception) -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         translated = engine_of(store)._translate(error)
 

@@ -1,4 +1,4 @@
-"""A line that fails at the worst moment: each write happens once, and its caller is told the truth."""
+"""A connection that fails at the worst moment: each write happens once, and its caller gets the true result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_a_line_that_breaks_at_a_write_leaves_it_done_once(proxy: Proxy, v
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothing(proxy: Proxy, verb: str) -> None:
-    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    """The network delayed it, and the store retried and went on. It must not be applied when it arrives."""
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         expected = await seen(store, await VERBS[verb](store, await prepared(store)))
         late = store.namespace(unique())
@@ -53,16 +53,16 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothi
         assert await seen(late, result) == expected
 
 
-async def test_a_late_group_is_refused_whole(proxy: Proxy) -> None:
-    """Its members were all asked for again, each by itself."""
+async def test_a_superseded_group_is_refused_whole(proxy: Proxy) -> None:
+    """All its members were retried, each by itself."""
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         await store.put("first", 0)
         proxy.fault("keep")
 
         entries = await asyncio.gather(*(store.put(f"key/{number}", number) for number in range(20)))
-        answer = await asyncio.to_thread(proxy.deliver)
+        reply = await asyncio.to_thread(proxy.deliver)
 
-        assert b"superseded" in answer
+        assert b"superseded" in reply
         assert [entry.version for entry in entries] == [1] * 20
         assert (await store.status()).revision == 21
 
@@ -143,18 +143,18 @@ async def test_a_server_that_forgot_the_script_is_told_it_again() -> None:
 
 
 async def test_what_a_group_has_done_before_its_server_left_is_not_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard on a member is looked into and asked for again. Others of its group are done by then, and stay so."""
+    """A batch with a guard on a member is sent a second time. Others of its group are applied by then, and stay so."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await store.put("object", {"n": 1})
         engine = engine_of(store)
         commit, calls = engine._commit_batches, 0
 
-        async def leave_after_the_first(*asked: Any) -> Any:
+        async def leave_after_the_first(*args: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise Unavailable("the server is away")
-            return await commit(*asked)
+            return await commit(*args)
 
         monkeypatch.setattr(engine, "_commit_batches", leave_after_the_first)
         await asyncio.gather(

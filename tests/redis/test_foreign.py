@@ -16,7 +16,7 @@ from tests.redis.support import command, server
 
 @pytest.fixture
 async def store() -> AsyncIterator[limpet.Store]:
-    """A store with a record whose hash somebody has replaced by a text."""
+    """A store with a record whose hash another program has replaced by a string."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as opened:
         await opened.put("sound", 1)
         await opened.record("job").put({"x": 1})
@@ -24,7 +24,7 @@ async def store() -> AsyncIterator[limpet.Store]:
         yield opened
 
 
-async def settled(*calls: Any) -> list[str]:
+async def settle(*calls: Any) -> list[str]:
     return [type(one).__name__ for one in await asyncio.gather(*calls, return_exceptions=True)]
 
 
@@ -44,9 +44,9 @@ async def assert_whole(store: limpet.Store) -> None:
 async def test_only_the_write_of_that_record_fails(store: limpet.Store) -> None:
     record = store.record("job")
 
-    told = await settled(store.put("b", 1), record.set(y=2), store.touch("job", 60), store.put("c", 1))
+    results = await settle(store.put("b", 1), record.set(y=2), store.touch("job", 60), store.put("c", 1))
 
-    assert told == ["Entry", "Corrupt", "Corrupt", "Entry"]
+    assert results == ["Entry", "Corrupt", "Corrupt", "Entry"]
     assert await store.get("b") == await store.get("c") == 1
     await assert_whole(store)
 
@@ -61,7 +61,7 @@ async def test_a_batch_with_that_record_leaves_no_trace(store: limpet.Store) -> 
 
 
 async def test_only_the_read_of_that_record_fails(store: limpet.Store) -> None:
-    assert await settled(store.get("sound"), store.get("job"), store.get("missing")) == ["int", "Corrupt", "NoneType"]
+    assert await settle(store.get("sound"), store.get("job"), store.get("missing")) == ["int", "Corrupt", "NoneType"]
 
 
 async def test_it_can_be_put_anew_and_deleted(store: limpet.Store) -> None:
@@ -98,20 +98,20 @@ FOREIGN: dict[str, tuple[str, ...]] = {
 async def test_a_first_write_to_the_key_of_another_program_is_refused(write: str, kind: str, tag: str) -> None:
     async with limpet.open(f"{server()}?hash_tag={tag}", namespace=unique(), sweep=False) as store:
         await store.put("sound", 1)
-        place = f"{store.name if tag == 'none' else '{' + store.name + '}'}:tasks:7"
+        redis_key = f"{store.name if tag == 'none' else '{' + store.name + '}'}:tasks:7"
         verb, *rest = FOREIGN[kind]
-        await command(store, verb, place, *rest)
-        await command(store, "PEXPIRE", place, 600_000)
-        dumped, revision = await command(store, "DUMP", place), (await store.status()).revision
+        await command(store, verb, redis_key, *rest)
+        await command(store, "PEXPIRE", redis_key, 600_000)
+        dumped, revision = await command(store, "DUMP", redis_key), (await store.status()).revision
 
         with pytest.raises(TypeMismatch, match="did not write") as refused:
             await FIRST_WRITES[write](store, "tasks:7")
 
-        assert repr(place) in str(refused.value)
+        assert repr(redis_key) in str(refused.value)
         assert kind in str(refused.value)
         assert "running" not in str(refused.value)
-        assert await command(store, "DUMP", place) == dumped
-        assert await command(store, "PTTL", place) > 0
+        assert await command(store, "DUMP", redis_key) == dumped
+        assert await command(store, "PTTL", redis_key) > 0
         assert (await store.status()).revision == revision
         assert await store.get("tasks:7") is None
         await assert_whole(store)
@@ -121,9 +121,9 @@ async def test_others_of_the_same_call_are_written() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await command(store, "HSET", f"{{{store.name}}}:b", "state", "running")
 
-        told = await settled(*(store.put(key, 1) for key in "abc"))
+        results = await settle(*(store.put(key, 1) for key in "abc"))
 
-        assert told == ["Entry", "TypeMismatch", "Entry"]
+        assert results == ["Entry", "TypeMismatch", "Entry"]
         await assert_whole(store)
 
 

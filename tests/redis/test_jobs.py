@@ -30,7 +30,7 @@ PATIENCE_S = 300.0
 
 
 class Crew:
-    """Processes of workers. Whoever is killed is replaced."""
+    """Processes of workers. A process that is killed is replaced."""
 
     def __init__(self, *arguments: str) -> None:
         self._arguments = arguments
@@ -100,7 +100,7 @@ def times_completed(log: list[Change]) -> Counter[str]:
 
 
 async def until_done(states: StateStore) -> int:
-    """Wait until every task is completed, and tell how many are."""
+    """Wait until every task is completed, and return how many are."""
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         ends = [record.fields["state"] == b"completed" async for _, record in states.scan(f"{ROOT}.")]
@@ -161,8 +161,8 @@ async def test_jobs_of_killed_workers_are_given_back_and_completed_once(url: str
             await asyncio.gather(*sweepers, return_exceptions=True)
             crew.end()
 
-        told_true = await queue.lrange(DONE, 0, -1)
-        assert len(told_true) == len({*told_true})
+        reported = await queue.lrange(DONE, 0, -1)
+        assert len(reported) == len({*reported})
         assert set(times_completed(await log_of(states)).values()) == {1}
         assert kills > 2
         assert published

@@ -45,7 +45,7 @@ async def test_any_field_comes_back(field: object) -> None:
 
 
 async def test_nothing_is_left_of_a_namespace_whose_keys_have_ended() -> None:
-    """But for the tally and the log."""
+    """Except the counters and the log."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await store.put("plain", 1, ttl=60)
         await store.record("job").put({"state": "open"})
@@ -75,8 +75,8 @@ async def test_a_read_that_meets_something_expired_records_the_time_once(look: s
                     assert [entry.key async for entry in store.scan()]
                 case _:
                     await store._session.engine.due(store.name)
-            tally: bytes = await command(store, "HGET", f"limpet:{{{store.name}}}:data", "")
-            return tally
+            counters: bytes = await command(store, "HGET", f"limpet:{{{store.name}}}:data", "")
+            return counters
 
         await store.put("for an hour", 1, ttl=3600)
         before = await read()

@@ -43,7 +43,7 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> Replies:
 
 
 @pytest.fixture
-async def place() -> AsyncIterator[tuple[StateStore, str]]:
+async def target() -> AsyncIterator[tuple[StateStore, str]]:
     """A store of records, and the key of one that has a hundred fields."""
     async with limpet.open(server(), sweep=False) as store:
         states, key = StateStore(store), f"{unique()}.job"
@@ -62,9 +62,9 @@ CALLS: dict[str, Callable[[StateStore, str], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 async def test_a_write_of_a_field_does_not_send_the_record_back(
-    place: tuple[StateStore, str], replies: Replies, name: str
+    target: tuple[StateStore, str], replies: Replies, name: str
 ) -> None:
-    size_bytes = await replies.size_bytes(CALLS[name](*place))
+    size_bytes = await replies.size_bytes(CALLS[name](*target))
 
     assert 0 < size_bytes < 300 < WHOLE_BYTES
 

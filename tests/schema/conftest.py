@@ -1,4 +1,4 @@
-"""A store of a test's own, on each database that has tables."""
+"""A new store for each test, on each database that has tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NewUrl = Callable[[str], str]
 
 @pytest.fixture
 def new_url(tmp_path: Path) -> Iterator[NewUrl]:
-    """A function that names a place where nothing is yet, of ``sqlite`` or ``postgres``."""
+    """A function that returns the URL of an empty file or a missing schema, for ``sqlite`` or ``postgres``."""
     schemas: list[str] = []
 
     def new_url(engine: str) -> str:
@@ -45,7 +45,7 @@ async def _drop(schemas: list[str]) -> None:
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request: pytest.FixtureRequest, new_url: NewUrl) -> str:
-    """A place where nothing is yet, on both databases."""
+    """The URL of an empty store, on both databases."""
     return new_url(request.param)
 
 

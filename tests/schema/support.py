@@ -1,4 +1,4 @@
-"""Stores in places of their own, looked at with plain SQL, and what a database says of its own objects."""
+"""Stores that are read with plain SQL, and the catalog of a database."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make(url: str) -> None:
 
 
 def ask(url: str, statement: str) -> list[tuple[Any, ...]]:
-    """Run a statement in the place of a store, as an operator would, and keep what it did."""
+    """Run a statement in the database of a store, as an operator would, and commit it."""
     target = target_of(url)
     if isinstance(target, SqliteTarget):
         with contextlib.closing(sqlite3.connect(target.path)) as connection, connection:
@@ -49,7 +49,7 @@ def ask(url: str, statement: str) -> list[tuple[Any, ...]]:
 
 
 def run_script(url: str, script: str) -> None:
-    """Run a script of statements in the place of a store."""
+    """Run a script of statements in the database of a store."""
     target = target_of(url)
     if isinstance(target, SqliteTarget):
         with contextlib.closing(sqlite3.connect(target.path)) as connection:
@@ -117,7 +117,7 @@ _OBJECTS = {
 
 
 def catalog(url: str) -> dict[str, set[str]]:
-    """All that a database says of the objects in the place of a store, without the name of the place."""
+    """The catalog of the objects of a store, without the name of its schema."""
     target = target_of(url)
     if isinstance(target, SqliteTarget):
         found = ask(url, "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL")

@@ -1,4 +1,4 @@
-"""``limpet migrate``: what it says, how it exits, and what it asks first."""
+"""``limpet migrate``: its output, its exit codes, and its confirmation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.schema.support import FIRST, ask, folder_of, make, run_script, target
 
 @pytest.fixture
 def shown(url: str) -> str:
-    """The URL as it is told: without what comes before the host, and without options."""
+    """The URL as it is shown: without credentials and without options."""
     return url.partition("?")[0].replace("postgres@", "***@")
 
 
@@ -107,8 +107,8 @@ def test_down_asks_first(run: Limpet, store: str, shown: str, answer: str, exit_
 
 
 def test_who_removes_everything_is_warned(run: Limpet, store: str, shown: str) -> None:
-    asked = run("migrate", "down", "base", stdin="n\n")
-    assert "This deletes EVERYTHING that is stored there." in asked.stderr
+    refused = run("migrate", "down", "base", stdin="n\n")
+    assert "This deletes EVERYTHING that is stored there." in refused.stderr
     assert migrate.current_revision(target_of(store)) == REVISION
 
     done = run("migrate", "down", "base", "--yes")
@@ -165,7 +165,7 @@ def test_an_engine_without_tables_is_refused(url: str) -> None:
 
 
 def test_a_misspelt_option_is_refused_and_nothing_else_is_migrated(run: Limpet, store: str) -> None:
-    """Without its schema, a URL would name the tables of somebody else."""
+    """Without its schema, a URL would name the tables of another store."""
     result = Limpet(store.replace("schema=", "schmea=") if "schema=" in store else f"{store}?schmea=x")("migrate", "up")
 
     assert result.exit_code == 7

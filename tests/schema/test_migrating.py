@@ -46,7 +46,7 @@ def old(url: str) -> str:
 
 
 def contents(url: str) -> dict[str, Any]:
-    """All that a store can tell of what it holds."""
+    """Everything that a store can read of its content."""
     with limpet.sync.open(url, sweep=False) as store, limpet.sync.open(url, namespace="other", sweep=False) as other:
         status = store.status()
         return {
@@ -167,18 +167,18 @@ def test_a_schema_of_any_name_can_be_migrated(postgres_url: str, name: str) -> N
 # At opening -------------------------------------------------------------------
 
 
-def test_an_older_schema_is_refused_and_the_ways_on_are_told(old: str) -> None:
+def test_an_older_schema_is_refused_and_the_error_names_the_ways_on(old: str) -> None:
     with pytest.raises(Corrupt) as refused:
         limpet.sync.open(old)
 
-    told = str(refused.value)
-    assert f"has schema revision {FIRST}, and this release needs {REVISION}" in told
-    assert "'limpet migrate up'" in told
-    assert "?migrate=auto" in told
+    message = str(refused.value)
+    assert f"has schema revision {FIRST}, and this release needs {REVISION}" in message
+    assert "'limpet migrate up'" in message
+    assert "?migrate=auto" in message
     assert migrate.current_revision(target_of(old)) == FIRST
 
 
-def test_an_older_schema_is_migrated_where_that_was_asked_for(old: str) -> None:
+def test_an_older_schema_is_migrated_where_the_url_allows_it(old: str) -> None:
     with limpet.sync.open(auto(old)) as store:
         assert store.get("key") == 1
 
@@ -257,14 +257,14 @@ def test_several_processes_that_open_at_once_migrate_once(old: str) -> None:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        said = [process.communicate(timeout=PATIENCE_S) for process in started]
+        output = [process.communicate(timeout=PATIENCE_S) for process in started]
     finally:
         for process in started:
             process.kill()
             process.wait()
 
-    assert [err for _, err in said if err] == []
-    assert sorted(int(out) for out, _ in said) == [1, 2, 3, 4]
+    assert [err for _, err in output if err] == []
+    assert sorted(int(out) for out, _ in output) == [1, 2, 3, 4]
     assert migrate.current_revision(target_of(old)) == REVISION
 
 
@@ -311,13 +311,13 @@ def test_migrating_waits_for_the_writer_of_a_file(sqlite_url: str) -> None:
         assert moving.result(PATIENCE_S) == REVISION
 
 
-def test_migrating_waits_for_whoever_makes_the_tables(postgres_url: str) -> None:
+def test_migrating_waits_for_the_process_that_makes_the_tables(postgres_url: str) -> None:
     """The lock is the one under which the engine makes them."""
     target = target_of(postgres_url)
     assert isinstance(target, PostgresTarget)
 
     with ThreadPoolExecutor(2) as pool:
-        with held(target):
+        with hold_lock(target):
             moving = pool.submit(migrate.up, target)
             making = pool.submit(make, postgres_url)
             wait_for_waiters(target, 2)
@@ -330,7 +330,7 @@ def test_migrating_waits_for_whoever_makes_the_tables(postgres_url: str) -> None
 
 
 @contextlib.contextmanager
-def held(target: PostgresTarget) -> Iterator[None]:
+def hold_lock(target: PostgresTarget) -> Iterator[None]:
     """Hold the lock of a schema, as the engine does while it makes its tables."""
     with asyncio.Runner() as runner:
         connection = runner.run(asyncpg.connect(target.source))
@@ -347,7 +347,7 @@ def wait_for_waiters(target: PostgresTarget, count: int) -> None:
     url = f"{target.source}?schema={target.schema}"
     until = time.monotonic() + PATIENCE_S
     while ask(url, look)[0][0] < count:
-        assert time.monotonic() < until, "nobody waits for the lock"
+        assert time.monotonic() < until, "no process waits for the lock"
         time.sleep(0.02)
 
 
@@ -402,7 +402,7 @@ def test_a_file_that_is_no_database_stays_as_it_is(sqlite_url: str, content: byt
     assert Path(target.path).read_bytes() == content
 
 
-def test_a_server_that_is_not_there_is_unavailable_and_no_password_is_told() -> None:
+def test_a_server_that_is_not_there_is_unavailable_and_no_password_is_shown() -> None:
     target = target_of(f"postgresql://alice:{SECRET}@127.0.0.1:1/none")
 
     with pytest.raises(Unavailable) as refused:
@@ -418,7 +418,7 @@ def test_a_database_that_is_not_there_is_a_mistake_in_the_request(postgres_url: 
         migrate.up(target_of(postgres_url.replace("/postgres?", "/no_such_database?")))
 
 
-def test_a_role_that_may_not_change_the_schema_is_told_so(postgres_url: str) -> None:
+def test_a_role_that_may_not_change_the_schema_is_denied(postgres_url: str) -> None:
     make(postgres_url)
     schema = str(target_of(postgres_url).schema)
     role = f"role_{schema}"
@@ -450,7 +450,7 @@ def test_the_script_does_what_up_does(url: str, new_url: Any, start: str | None)
     make(by_hand)
 
 
-def test_the_script_goes_as_far_as_is_asked(url: str) -> None:
+def test_the_script_goes_as_far_as_requested(url: str) -> None:
     run_script(url, migrate.sql(target_of(url), FIRST))
 
     assert migrate.current_revision(target_of(url)) == FIRST
@@ -458,7 +458,7 @@ def test_the_script_goes_as_far_as_is_asked(url: str) -> None:
 
 
 def test_a_script_that_comes_late_changes_nothing(old: str) -> None:
-    """Somebody else has migrated since it was written."""
+    """Another process has migrated since it was written."""
     script = migrate.sql(target_of(old))
     migrate.up(target_of(old))
     before = catalog(old)
@@ -480,22 +480,22 @@ def test_where_nothing_is_to_be_done_the_script_is_empty(url: str) -> None:
 
 
 def without(module: str, script: str) -> str:
-    """What a program says where a module is not installed."""
+    """The error of a program where a module is not installed."""
     hidden = f"import sys; sys.modules[{module!r}] = None\n"
     done = subprocess.run([sys.executable, "-c", hidden + script], capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", ["alembic", "sqlalchemy"])
-def test_without_the_tools_it_is_told_what_to_install(old: str, module: str) -> None:
+def test_without_the_tools_the_error_names_what_to_install(old: str, module: str) -> None:
     opening = f"import limpet.sync\nlimpet.sync.open({auto(old)!r})"
     commanding = f"from limpet.cli import main\nmain(['migrate', 'up', '--url', {old!r}])"
 
     for script in (opening, commanding):
-        said = without(module, script)
-        assert f"migrating needs {module}" in said
-        assert "pip install 'limpet[migrate]'" in said
-    assert "Traceback" not in said
+        output = without(module, script)
+        assert f"migrating needs {module}" in output
+        assert "pip install 'limpet[migrate]'" in output
+    assert "Traceback" not in output
     assert migrate.current_revision(target_of(old)) == FIRST
 
 

@@ -50,7 +50,7 @@ def test_the_known_revisions_are_those_of_the_migrations() -> None:
 
 
 def migrated(url: str, target: str = REVISION) -> str:
-    """A place that was migrated step by step."""
+    """A database that was migrated step by step."""
     for revision in REVISIONS[: REVISIONS.index(target) + 1]:
         migrate.up(target_of(url), revision)
     return url
@@ -139,9 +139,9 @@ def loaded_by_opening(url: str) -> set[str]:
 def test_opening_loads_nothing_that_only_migrating_needs(url: str, exists: bool, option: str) -> None:
     if exists:
         make(url)
-    asked = f"{url}{'&' if '?' in url else '?'}{option}" if option else url
+    address = f"{url}{'&' if '?' in url else '?'}{option}" if option else url
 
-    loaded = loaded_by_opening(asked)
+    loaded = loaded_by_opening(address)
 
     heavy: Any = {name for name in loaded if name.split(".")[0] in ("alembic", "sqlalchemy", "mako", "greenlet")}
     assert heavy == set()

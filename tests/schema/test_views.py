@@ -49,7 +49,7 @@ VALUES: dict[str, tuple[Any, str, str]] = {
 
 @pytest.fixture
 def filled(url: str) -> str:
-    """Two plugins, of which one has an entry whose time is over and that nobody swept."""
+    """Two plugins, of which one has an entry that has expired and was not swept."""
     with limpet.sync.open(url, namespace="trivia", sweep=False) as store:
         store.put("game/1", {"turn": "alice"})
         store.put("game/2", {"turn": "bob"}, ttl=3600)
@@ -96,11 +96,11 @@ def test_times_are_those_of_the_entry(url: str) -> None:
         url, "SELECT expires_at, created_at, updated_at FROM plugin_kv_storage"
     )
 
-    told = (second.expires_at, first.created_at, second.updated_at)
+    expected = (second.expires_at, first.created_at, second.updated_at)
     if engine_of(url) == "sqlite":
-        assert None not in told
-        told = tuple(f"{moment:%F %T}.{moment.microsecond // 1000:03}" for moment in told if moment)  # type: ignore[assignment]
-    assert (expires_at, created_at, updated_at) == told
+        assert None not in expected
+        expected = tuple(f"{moment:%F %T}.{moment.microsecond // 1000:03}" for moment in expected if moment)  # type: ignore[assignment]
+    assert (expires_at, created_at, updated_at) == expected
 
 
 def test_every_kind_of_value_can_be_read(url: str) -> None:
@@ -202,7 +202,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("name", ["plugin_kv_storage", "state"])
 @pytest.mark.parametrize("kind", TAKEN)
-def test_what_somebody_else_has_under_a_name_is_left_to_them(postgres_url: str, kind: str, name: str) -> None:
+def test_a_foreign_object_under_a_name_is_left_alone(postgres_url: str, kind: str, name: str) -> None:
     target = target_of(postgres_url)
     run_script(postgres_url, f'CREATE SCHEMA "{target.schema}"')
     run_script(postgres_url, TAKEN[kind].format(name=name))
@@ -228,7 +228,7 @@ def is_theirs(url: str, kind: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["table", "view"])
-def test_what_somebody_else_has_in_a_file_is_left_to_them(sqlite_url: str, kind: str) -> None:
+def test_a_foreign_object_in_a_file_is_left_alone(sqlite_url: str, kind: str) -> None:
     theirs = TAKEN[kind].format(name="plugin_kv_storage")
     ask(sqlite_url, "PRAGMA journal_mode = WAL")
     ask(sqlite_url, theirs)
@@ -254,16 +254,16 @@ def taken(url: str, name: str) -> None:
     run_script(url, f"CREATE TABLE {name} (mine text); INSERT INTO {name} VALUES ('theirs')")
 
 
-def test_a_name_that_is_taken_is_told_wherever_somebody_looks(url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_name_that_is_taken_is_shown_everywhere(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """In the log at every opening, by doctor and by migrate status. An operator would look into the wrong table."""
-    assert_told(url, "plugin_kv_storage", caplog)
+    assert_shown(url, "plugin_kv_storage", caplog)
 
 
-def test_a_state_that_is_taken_is_told_too(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert_told(postgres_url, "state", caplog)
+def test_a_state_that_is_taken_is_shown_too(postgres_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert_shown(postgres_url, "state", caplog)
 
 
-def assert_told(url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def assert_shown(url: str, name: str, caplog: pytest.LogCaptureFixture) -> None:
     taken(url, name)
 
     with limpet.sync.open(url, sweep=False) as store:

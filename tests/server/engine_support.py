@@ -31,8 +31,8 @@ class Scope(NamedTuple):
     rights: str
 
 
-class Somebody:
-    """A caller with scopes, told apart by the name that is its token."""
+class Guest:
+    """A caller with scopes, whose token is its name."""
 
     def __init__(self, name: str, *scopes: Scope) -> None:
         self.name = name
@@ -51,7 +51,7 @@ def _holds(outer: Span, inner: Span) -> bool:
 class Guests:
     """Callers by their tokens."""
 
-    def __init__(self, *known: Somebody) -> None:
+    def __init__(self, *known: Guest) -> None:
         self._known = {one.name: one for one in known}
 
     async def caller_of(self, token: str | None, client: str | None) -> Caller:
@@ -80,7 +80,7 @@ class Running(NamedTuple):
     book: Book
 
     def as_(self, token: str) -> str:
-        """The URL for somebody with a token."""
+        """The URL with a token."""
         return self.url.replace("://", f"://{token}@")
 
 
@@ -126,7 +126,7 @@ async def running(
             listening.bind(("127.0.0.1", 0))
             task = asyncio.create_task(web.serve(sockets=[listening]))
             try:
-                while not web.started:  # noqa: ASYNC110 - it tells nobody
+                while not web.started:  # noqa: ASYNC110 - uvicorn sets no event
                     await asyncio.sleep(0.005)
                 scheme = "http" if certificate is None else "https"
                 yield server._replace(url=f"{scheme}://127.0.0.1:{listening.getsockname()[1]}")

@@ -32,7 +32,7 @@ ENGINES: Final = ("sqlite", "postgres")
 
 @functools.cache
 def nats_server() -> Nats:
-    """A NATS server of this process alone: on any other, somebody else may serve the same subjects."""
+    """A NATS server of this process alone: on any other, another process may serve the same subjects."""
     server = Nats(Path(tempfile.mkdtemp(prefix="limpet-subjects-")), "max_payload: 1MB\n")
     server.start()
     atexit.register(server.stop)
@@ -96,7 +96,7 @@ async def serving(session: Session, *, nats_url: str | None = None, **options: A
     """A server on a connection of its own."""
     connection = await driver.connect(nats_url or nats_server().url, allow_reconnect=False)
     observers, more = options.pop("observers", ()), options.pop("dispatcher", {})
-    dispatcher = Dispatcher(session.limited(65_536), "nats", observers=observers, **more)
+    dispatcher = Dispatcher(session.with_value_limit(65_536), "nats", observers=observers, **more)
     served = PluginSubjects(dispatcher, connection, **options)
     await served.start()
     try:
@@ -172,11 +172,11 @@ class RawLine:
     def send(self, frames: bytes) -> None:
         """Send, and wait until NATS has read all of it."""
         self._socket.sendall(frames + b"PING\r\n")
-        heard = b""
-        while b"PONG\r\n" not in heard:
+        received = b""
+        while b"PONG\r\n" not in received:
             part = self._socket.recv(65_536)
-            assert part, f"NATS ended the connection: {heard!r}"
-            heard += part
+            assert part, f"NATS ended the connection: {received!r}"
+            received += part
 
     def close(self) -> None:
         self._socket.close()

@@ -23,10 +23,10 @@ class Worker(Process):
 
 
 async def serve(url: str, nats_url: str) -> None:
-    """Serve until somebody closes the line."""
+    """Serve until stdin is closed."""
     session = await open_session(url, clock=None, max_value_bytes=1_000_000, window=None)
     connection = await nats.connect(nats_url)
-    served = PluginSubjects(Dispatcher(session.limited(65_536), "nats"), connection)
+    served = PluginSubjects(Dispatcher(session.with_value_limit(65_536), "nats"), connection)
     await served.start()
     print(json.dumps({"serving": served.server_id}), flush=True)
     await asyncio.to_thread(sys.stdin.readline)

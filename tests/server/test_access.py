@@ -1,4 +1,4 @@
-"""Tokens: who is let in, for what, for how long; and what is never told."""
+"""Tokens: which are valid, for what and for how long; and that no secret leaves the server."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def tokens(own: Store) -> AsyncIterator[Tokens]:
 
 
 async def known(tokens: Tokens, issued: Issued) -> Bearer:
-    """Who comes with a token, once the server has heard of it."""
+    """The caller with a token, once the server knows it."""
     await until(lambda: tokens.find(issued.id) == issued.token)
     return await tokens.caller_of(issued.secret, "127.0.0.1")
 
@@ -125,7 +125,7 @@ async def test_each_of_several_scopes_opens_its_own_part(own: Store, tokens: Tok
 
 FOLDER = Scope("shared", "team-a/", ALL)
 
-# What somebody tries with a token for the folder team-a/ of the namespace shared.
+# Attacks with a token for the folder team-a/ of the namespace shared.
 TRIES = {
     "a sibling that shares the beginning": ("get", "shared", {"key": "team-ab/x"}),
     "the folder without its stroke": ("get", "shared", {"key": "team-a"}),
@@ -258,7 +258,7 @@ async def forged(own: Store, issued: Issued) -> dict[str, str]:
         "the hash for the secret": f"lmp_{id}_{issued.token.hash}",
         "another's secret": f"lmp_{id}_{other.secret.rpartition('_')[2]}",
         "its secret under another id": f"lmp_{other.id}_{secret}",
-        "an id that nobody knows": f"lmp_{'0' * 12}_{secret}",
+        "an unknown id": f"lmp_{'0' * 12}_{secret}",
         "the last letter changed": issued.secret[:-1] + ("0" if issued.secret[-1] != "0" else "1"),
         "capital letters": f"lmp_{id}_{secret.upper()}" if secret.upper() != secret else "lmp",
         "one letter more": f"{issued.secret}0",
@@ -314,7 +314,7 @@ async def test_a_token_ends_by_the_clock_of_the_engine_and_not_of_the_host() -> 
 
         host_time.advance(60)
         assert not caller.is_valid()
-        # The engine's clock did not move meanwhile, and is asked again.
+        # The engine's clock did not move meanwhile, and is read again.
         await until(caller.is_valid)
         await tokens.close()
 
@@ -391,7 +391,7 @@ async def test_a_token_ends_after_a_time_that_is_one(own: Store) -> None:
 
 
 async def test_what_this_release_cannot_read_opens_nothing(own: Store, tokens: Tokens) -> None:
-    """A later release may add a member that narrows a token; whoever ignored it would grant more."""
+    """A later release may add a member that narrows a token; a server that ignored it would grant more."""
     issued = await create_token(own, "trivia", [FOLDER])
     caller = await known(tokens, issued)
     kept = await own.get(f"token/{issued.id}")
@@ -443,7 +443,7 @@ async def test_a_store_that_is_closed_lets_nobody_in_any_more() -> None:
 async def test_where_the_log_was_trimmed_everything_is_loaded_again(
     own: Store, tokens: Tokens, clock: ManualClock
 ) -> None:
-    """Whoever cannot follow the log must not go on with what it knew."""
+    """A server that cannot follow the log must not go on with the tokens it knew."""
     issued = await create_token(own, "trivia", [FOLDER])
     caller = await known(tokens, issued)
 
@@ -484,7 +484,7 @@ async def test_tokens_work_alike_on_every_engine(engine: str, tmp_path: Path) ->
         await tokens.close()
 
 
-# What is never told -----------------------------------------------------------
+# Secrets stay secret -----------------------------------------------------------
 
 
 def test_a_secret_has_256_random_bits() -> None:
@@ -495,15 +495,15 @@ def test_a_secret_has_256_random_bits() -> None:
 
 
 def test_secrets_are_compared_in_constant_time_and_all_of_them() -> None:
-    """Both hashes are compared before anything is decided, for a token that nobody knows as well."""
+    """Both hashes are compared before anything is decided, for an unknown token as well."""
     source = inspect.getsource(access.Token.accepts)
-    asked = inspect.getsource(access.Tokens.caller_of)
+    caller = inspect.getsource(access.Tokens.caller_of)
 
     assert source.count("hmac.compare_digest(") == 2
     assert source.rindex("hmac.compare_digest(") < source.index("if not")
-    assert not re.search(r"(?:==|!=) *(?:self\.hash|digest|former\.hash)", source + asked)
-    assert ".get(form[1], _NOBODY)" in asked
-    assert len(access._NOBODY.hash) == len(access._digest("x"))
+    assert not re.search(r"(?:==|!=) *(?:self\.hash|digest|former\.hash)", source + caller)
+    assert ".get(form[1], _UNKNOWN_TOKEN)" in caller
+    assert len(access._UNKNOWN_TOKEN.hash) == len(access._digest("x"))
 
 
 async def test_no_secret_is_in_a_repr_an_error_or_the_log(
@@ -515,15 +515,15 @@ async def test_no_secret_is_in_a_repr_an_error_or_the_log(
     rotated = await rotate_token(own, issued.id, grace=10)
     await known(tokens, rotated)
     clock.advance(60)
-    told = [
+    texts = [
         repr(thing) for thing in (issued, issued.token, rotated, rotated.token, rotated.token.former, caller, tokens)
     ]
     for token in (issued.secret, rotated.secret, *(await forged(own, issued)).values()):
         with pytest.raises(Unauthenticated) as refused:
             await tokens.caller_of(token, "10.0.0.1\nforged")
-        told += [str(refused.value), repr(refused.value)]
+        texts += [str(refused.value), repr(refused.value)]
 
-    text = "\n".join([*told, caplog.text])
+    text = "\n".join([*texts, caplog.text])
     for secret in (issued.secret, rotated.secret):
         assert secret.rpartition("_")[2] not in text
     assert issued.token.hash not in text

@@ -98,7 +98,7 @@ async def serve(bounds: Bounds) -> AsyncIterator[Served]:
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.ensure_future(server._serve([listener]))
-        looking = asyncio.ensure_future(connections.look_after())
+        looking = asyncio.ensure_future(connections.check_deadlines())
         await until(lambda: server.started)
         served = Served(connections, application, listener.getsockname()[1])
         try:
@@ -154,7 +154,7 @@ async def test_headers_have_a_size_and_a_number() -> None:
     ids=["url", "header", "trailer", "chunk extension"],
 )
 async def test_what_never_ends_is_cut_off(beginning: bytes) -> None:
-    """None of these reaches the application, so that nobody above could count it."""
+    """None of these reaches the application, so that no part above could count it."""
     async with serve(PATIENT) as served:
         line = await served.connect(beginning)
         sent = 0

@@ -40,22 +40,22 @@ from limpet.model import (
 )
 from limpet.protocol import engine_msgpack as wire
 from limpet.semantic.store import SemanticStore, VersionConflict
-from limpet.server.limits import gates_of, limits_of
+from limpet.server.limits import checks_of, limits_of
 from limpet.server.logs import Logs
 from limpet.transition import read_receipt
-from tests.server.engine_support import Guests, Running, Scope, Somebody, running
+from tests.server.engine_support import Guest, Guests, Running, Scope, running
 
 ALL = "read write lock reveal"
 GUESTS = Guests(
-    Somebody("owner", Scope("trivia", "", ALL)),
-    Somebody("alice", Scope("trivia", "alice/", ALL)),
-    Somebody("harvester", Scope("trivia", "tenant/acme/", ALL)),
-    Somebody("reader", Scope("trivia", "", "read")),
-    Somebody("seer", Scope("trivia", "", "read reveal")),
-    Somebody("writer", Scope("trivia", "", "write")),
-    Somebody("locker", Scope("trivia", "", "lock")),
-    Somebody("stranger", Scope("quote", "", ALL)),
-    Somebody("admin", Scope("trivia", "", "admin")),
+    Guest("owner", Scope("trivia", "", ALL)),
+    Guest("alice", Scope("trivia", "alice/", ALL)),
+    Guest("harvester", Scope("trivia", "tenant/acme/", ALL)),
+    Guest("reader", Scope("trivia", "", "read")),
+    Guest("seer", Scope("trivia", "", "read reveal")),
+    Guest("writer", Scope("trivia", "", "write")),
+    Guest("locker", Scope("trivia", "", "lock")),
+    Guest("stranger", Scope("quote", "", ALL)),
+    Guest("admin", Scope("trivia", "", "admin")),
 )
 HIDDEN = b'"hunter2"'
 
@@ -92,9 +92,9 @@ def engine_of(store: limpet.Store) -> Engine:
     return store._session.engine
 
 
-async def commit(engine: Engine, *asked: Any, **options: Any) -> Any:
-    guards = tuple(one for one in asked if isinstance(one, Guard))
-    writes = tuple(one for one in asked if not isinstance(one, Guard))
+async def commit(engine: Engine, *parts: Any, **options: Any) -> Any:
+    guards = tuple(one for one in parts if isinstance(one, Guard))
+    writes = tuple(one for one in parts if not isinstance(one, Guard))
     return await engine.commit("trivia", Batch(guards, writes, limpet.new_request_id(), **options))
 
 
@@ -332,10 +332,10 @@ async def test_a_repeated_request_tells_nothing_to_who_may_not_see_values(as_: A
 @pytest.mark.parametrize("prefix", ["", "tenant/a/"])
 @pytest.mark.parametrize("lasting", [{}, {"ttlSeconds": 1000}])
 async def test_a_semantic_write_may_be_repeated_through_a_server(prefix: str, lasting: dict[str, int]) -> None:
-    """Also after another write; and a token for a prefix is told its outcome, whose receipt names a copy as well."""
+    """Also after another write; and a token for a prefix can read its outcome, whose receipt names a copy as well."""
     key = "tenant/a/project/b/flag"
     semantics = {"purpose": "feature_flag", **lasting}
-    guests = Guests(Somebody("app", Scope("trivia", prefix, "read reveal write")))
+    guests = Guests(Guest("app", Scope("trivia", prefix, "read reveal write")))
     async with running(guests) as server, limpet.open(server.as_("app"), namespace="trivia", sweep=False) as store:
         kept = SemanticStore(store)
 
@@ -445,12 +445,12 @@ async def test_who_may_not_sweep_has_nothing_to_sweep(as_: As, server: Running) 
 
     assert await alice.sweep() == 0
     assert await alice.trim() == 0
-    asked = len(server.book.calls)
+    calls = len(server.book.calls)
     assert (await alice.sweep(), await alice.trim()) == (0, 0)
 
-    assert len(server.book.calls) == asked
+    assert len(server.book.calls) == calls
     assert (await owner.sweep(), await owner.trim()) == (0, 0)
-    assert len(server.book.calls) == asked + 2
+    assert len(server.book.calls) == calls + 2
 
 
 async def test_who_may_write_all_sweeps_locks_as_well() -> None:
@@ -479,18 +479,18 @@ async def test_a_server_for_reading_refuses_every_write() -> None:
         assert await store.sweep() == 0
 
 
-# What is held to limits, and told -------------------------------------------------
+# Limits and observers -------------------------------------------------
 
 
-def limited(**limits: float) -> Any:
+def with_value_limit(**limits: float) -> Any:
     """The options of a dispatcher that holds namespaces to these limits."""
-    rates, quotas = gates_of(limits_of(limits), limpet.SystemClock())
-    return {"gates": [gate for gate in (rates, quotas) if gate], "observers": [quotas] if quotas else []}
+    rates, quotas = checks_of(limits_of(limits), limpet.SystemClock())
+    return {"checks": [check for check in (rates, quotas) if check], "observers": [quotas] if quotas else []}
 
 
 async def test_a_namespace_is_held_to_its_room() -> None:
     async with (
-        running(**limited(keys=3)) as server,
+        running(**with_value_limit(keys=3)) as server,
         limpet.open(server.url, namespace="trivia", sweep=False) as store,
     ):
         await store.batch().put("a", 1).put("b", 1).commit()
@@ -507,7 +507,7 @@ async def test_a_namespace_is_held_to_its_room() -> None:
 
 async def test_a_namespace_is_held_to_its_rate() -> None:
     async with (
-        running(**limited(rate=0.01, burst=4)) as server,
+        running(**with_value_limit(rate=0.01, burst=4)) as server,
         limpet.open(server.url, namespace="trivia", sweep=False) as store,
     ):
         engine = store._session.engine
@@ -539,10 +539,10 @@ async def test_observers_hear_of_each_commit_of_a_group_and_of_conflicts(server:
     with pytest.raises(Conflict):
         await owner.create("key/1", 1)
 
-    told = [call for call in server.book.calls if call.operation == "engine.commit"]
-    assert len(told) == 21
-    assert [call.error.code for call in told if isinstance(call.error, LimpetError)] == ["conflict"]
-    assert {call.caller for call in told} == {"owner"}
+    commits = [call for call in server.book.calls if call.operation == "engine.commit"]
+    assert len(commits) == 21
+    assert [call.error.code for call in commits if isinstance(call.error, LimpetError)] == ["conflict"]
+    assert {call.caller for call in commits} == {"owner"}
 
 
 async def test_a_wait_is_told_before_it_is_over(server: Running, as_: As) -> None:

@@ -1,4 +1,4 @@
-"""A line to a server that fails at the worst moment: each write happens once, and its caller is told the truth."""
+"""A connection that fails at the worst moment: each write happens once, and its caller learns what happened."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_line_that_breaks_at_a_write_leaves_it_done_once(proxy: HttpProx
 
 @pytest.mark.parametrize("verb", VERBS)
 async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothing(proxy: HttpProxy, verb: str) -> None:
-    """The network kept it. The store asked again and went on; what comes now must not come true."""
+    """The network kept it. The store sent it again and went on; the first attempt that arrives now is superseded."""
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         expected = await seen(store, await VERBS[verb](store, await prepared(store)))
         late = store.namespace(unique())
@@ -107,7 +107,7 @@ async def test_ambiguous_tells_under_which_name_to_ask(proxy: HttpProxy) -> None
 
 
 async def test_a_server_that_is_not_there_did_nothing(free_port: int) -> None:
-    """Whoever cannot connect has sent nothing, which is another answer than not knowing."""
+    """A client that cannot connect has sent nothing, which is not the same as not knowing."""
     with pytest.raises(Unavailable):
         await limpet.open(f"http://127.0.0.1:{free_port}")
 
@@ -127,11 +127,11 @@ async def test_a_server_that_does_not_answer_in_time_leaves_the_outcome_open() -
             await store.put("key", 0)
             engine.holds = True
             patience: Any = store._session.engine
-            patience._answer_s = 0.2
+            patience._reply_s = 0.2
             writing = asyncio.create_task(store.add("key", 1))
             while not _came_again(server.app):  # noqa: ASYNC110 - it is another task's doing
                 await asyncio.sleep(0.01)
-            patience._answer_s = 30.0
+            patience._reply_s = 30.0
             engine.go()
 
             assert await writing == 1
@@ -146,22 +146,22 @@ def _came_again(app: Any) -> bool:
 
 
 class _Slow(Behind):
-    """Holds commits back until it is told."""
+    """Holds commits back until `go` is called."""
 
     def __init__(self, session: Any) -> None:
         super().__init__(session)
         self.holds = False
         self.held = 0
-        self._told = asyncio.Event()
+        self._released = asyncio.Event()
 
     def go(self) -> None:
         self.holds = False
-        self._told.set()
+        self._released.set()
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         if self.holds and namespace == "test":
             self.held += 1
-            await self._told.wait()
+            await self._released.wait()
         found: Commit | Refusal = await self._engine.commit(namespace, batch)
         return found
 

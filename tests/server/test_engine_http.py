@@ -30,10 +30,10 @@ from limpet.errors import (
 from limpet.model import Batch, Patch, Put
 from tests.engines import unique
 from tests.processes import unmeasured
-from tests.server.engine_support import Guests, Running, Scope, Somebody, running
+from tests.server.engine_support import Guest, Guests, Running, Scope, running
 
 SECRET = "hunter2"
-GUESTS = Guests(Somebody(SECRET, Scope("trivia", "", "read write lock reveal")))
+GUESTS = Guests(Guest(SECRET, Scope("trivia", "", "read write lock reveal")))
 
 
 @pytest.fixture
@@ -160,10 +160,10 @@ async def test_a_certificate_that_nobody_vouches_for_is_refused(certificate: tup
 
 
 class _Answers(BaseHTTPRequestHandler):
-    """Something that answers commits as it is told, and everything else as a server does."""
+    """A proxy that replies to commits with a fixed response, and to everything else as a server does."""
 
     protocol_version = "HTTP/1.1"
-    told: tuple[int, dict[str, str], bytes] = (200, {}, b"")
+    response: tuple[int, dict[str, str], bytes] = (200, {}, b"")
 
     def do_GET(self) -> None:
         from limpet.protocol import engine_msgpack as wire
@@ -174,7 +174,7 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
-        self._say(*type(self).told)
+        self._say(*type(self).response)
 
     def _say(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response(status)
@@ -236,9 +236,9 @@ async def test_every_answer_has_a_meaning(
     of_a_read: type[LimpetError] | None,
     of_a_commit: type[LimpetError] | None,
 ) -> None:
-    """What is between us and a server may answer in its place, and then nobody knows what became of a commit."""
+    """A proxy may reply in place of the server, and then the outcome of a commit is unknown."""
     url, answers = answering
-    answers.told = (status, headers, body)
+    answers.response = (status, headers, body)
     async with limpet.open(url, sweep=False) as store:
         engine = engine_of(store)
         with pytest.raises(LimpetError) as read:
@@ -258,7 +258,7 @@ async def test_something_else_that_answers_is_told_apart(answering: tuple[str, t
     with pytest.raises(InvalidValue, match="no Limpet server"):
         await limpet.open(url)
     answers.do_GET = lambda self: self._say(404, {}, b"")  # type: ignore[method-assign]
-    with pytest.raises(InvalidValue, match="look at the URL"):
+    with pytest.raises(InvalidValue, match="check the URL"):
         await limpet.open(url)
 
 
@@ -344,7 +344,7 @@ async def test_a_wait_that_is_given_up_leaves_the_server_too(server: Running) ->
     """Or those who left would be waited for until their time is over."""
     async with limpet.open(server.as_(SECRET), namespace="trivia", sweep=False) as store:
         waiting = asyncio.create_task(engine_of(store).changes("trivia", 0, wait_s=600))
-        wakeup = server.session.engine._engine._place.wakeup  # type: ignore[attr-defined]
+        wakeup = server.session.engine._engine._memory.wakeup  # type: ignore[attr-defined]
         async with asyncio.timeout(120):
             while "trivia" not in wakeup._waiting:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

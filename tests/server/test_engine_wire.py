@@ -224,7 +224,7 @@ def test_a_server_that_closes_is_not_a_store_that_was_closed() -> None:
 
 
 def test_an_unknown_outcome_keeps_what_it_needs_to_be_settled() -> None:
-    found = wire.error_of(wire.Failure("ambiguous", "nobody knows", {"request_id": 3}))
+    found = wire.error_of(wire.Failure("ambiguous", "unknown outcome", {"request_id": 3}))
 
     assert isinstance(found, Ambiguous)
     assert (found.request_id, found.since) == (None, 0)
@@ -269,7 +269,7 @@ NOT_ALLOWED: dict[str, Batch] = {
     "a guard on a receipt": Batch((Guard("k", ABSENT, "receipt"),), (), "r"),
     "a receipt of one's own": Batch((), (Put("k", b"1", family="receipt"),), "r"),
     "a lock that never ends": Batch((), (Put("k", b'{"holder":"me"}', family="lock"),), "r"),
-    "a lock that nobody holds": Batch((), (Put("k", b"{}", 1000, family="lock"),), "r"),
+    "a lock without a holder": Batch((), (Put("k", b"{}", 1000, family="lock"),), "r"),
     "a lock that counts": Batch((), (Add("k", 1, family="lock"),), "r"),
     "a version below zero": Batch((Guard("k", Version(-1)),), (PUT,), "r"),
     "a version beyond 64 bits": Batch((Guard("k", Version(2**64 - 1)),), (PUT,), "r"),
@@ -285,7 +285,7 @@ NOT_ALLOWED: dict[str, Batch] = {
 
 @pytest.mark.parametrize("name", NOT_ALLOWED)
 def test_a_batch_that_no_draft_makes_is_refused(name: str) -> None:
-    """An engine trusts what stands above it, so somebody has to look."""
+    """An engine trusts its caller, so the server has to check."""
     batch = wire.decode_batch(wire.encode_batch(NOT_ALLOWED[name]))
 
     with pytest.raises(LimpetError) as refused:
@@ -301,7 +301,7 @@ def test_a_batch_that_a_draft_makes_is_taken() -> None:
 
 
 def test_nobody_makes_up_the_hash_of_a_request() -> None:
-    """A receipt answers whoever names its id and its hash, so two requests never have the same."""
+    """A receipt is the reply to any caller with its id and its hash, so two requests never have the same."""
     first, second = Batch((), (PUT,), "r", b"hash", 1000), Batch((), (Delete("k"),), "r", b"hash", 1000)
     hashes = {validate.check_batch(batch, value_bytes_max=10, any_lock=False).digest for batch in (first, second)}
 

@@ -18,7 +18,8 @@ from limpet import errors
 from limpet.clock import ManualClock
 from limpet.protocol.codes import CODES
 from limpet.server.dispatch import Dispatcher
-from limpet.server.http import ENDPOINTS, streams_of
+from limpet.server.http import streams_of
+from limpet.server.http_routes import ENDPOINTS
 from limpet.server.operations import OPERATIONS
 from tests.server.http_support import Face, face, until
 

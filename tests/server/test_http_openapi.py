@@ -21,7 +21,7 @@ from schemathesis.checks import (
     unsupported_method,
 )
 
-from limpet.server.http import ENDPOINTS
+from limpet.server.http_routes import ENDPOINTS
 from limpet.server.openapi import describe
 from limpet.server.operations import OPERATIONS
 from tests.docs_support import ROOT

@@ -14,7 +14,7 @@ from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, InvalidValue, RateLimited
 from limpet.server import limits
 from limpet.server.dispatch import Dispatcher, TrustedCaller
-from limpet.server.limits import Limit, NamespaceLimits, Quotas, Rates, gates_of, limits_of
+from limpet.server.limits import Limit, NamespaceLimits, Quotas, Rates, checks_of, limits_of
 from limpet.server.operations import OPERATIONS
 from limpet.server.requests import request_of
 from tests.engines import url_of
@@ -33,13 +33,13 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
 
 
 class Counter:
-    """A dispatcher with limits, and somebody who asks."""
+    """A dispatcher with limits, and a caller."""
 
     def __init__(self, store: Store, clock: ManualClock, **settings: Any) -> None:
-        rates, quotas = gates_of(limits_of(settings), clock)
+        rates, quotas = checks_of(limits_of(settings), clock)
         observers = [] if quotas is None else [quotas]
         self.dispatcher = Dispatcher(
-            store._session, "nats", gates=[one for one in (rates, quotas) if one], observers=observers
+            store._session, "nats", checks=[one for one in (rates, quotas) if one], observers=observers
         )
 
     async def ask(self, operation: str, namespace: str = "trivia", **members: Any) -> dict[str, Any]:
@@ -48,13 +48,13 @@ class Counter:
 
     async def passes(self, operation: str, count: int, **members: Any) -> int:
         """How many of so many requests at once pass."""
-        asked = [
+        requests = [
             self.ask(
                 operation, **{name: f"{text}{number}" if name == "key" else text for name, text in members.items()}
             )
             for number in range(count)
         ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
         refused = [answer for answer in answers if isinstance(answer, BaseException)]
         assert all(isinstance(one, RateLimited) for one in refused), refused
         return count - len(refused)
@@ -91,7 +91,7 @@ async def test_a_namespace_does_not_spend_what_is_anothers(store: Store, clock: 
     await counter.ask("get", "other", key="k")
     for _ in range(5):
         await counter.ask("get", "quick", key="k")
-    with pytest.raises(RateLimited, match="'trivia' may be asked 1 times a second"):
+    with pytest.raises(RateLimited, match="'trivia' takes 1 requests a second"):
         await counter.ask("get", key="k")
 
 
@@ -150,7 +150,7 @@ async def test_semantic_writes_are_held_to_rates_and_quotas_too(store: Store, cl
         await Counter(store, clock, bytes=400).ask("kv_batch", "other", items=items, **by)
     counter = Counter(store, clock, rate=1, burst=4)
     await counter.ask("kv_batch", "other", items=items, **by)
-    with pytest.raises(RateLimited, match="1 times a second"):
+    with pytest.raises(RateLimited, match="1 requests a second"):
         await counter.ask("kv_get", "other", key=f"{place}0")
 
 
@@ -234,7 +234,7 @@ async def test_where_there_is_no_room_nothing_grows(full: Counter, operation: st
 
 async def test_room_that_was_made_can_be_used_within_the_second(full: Counter, clock: ManualClock) -> None:
     await full.ask("delete", key="b")
-    clock.advance(limits.LOOK_S)
+    clock.advance(limits.REFRESH_S)
 
     await full.ask("set", key="c", value=1)
 
@@ -245,7 +245,7 @@ async def test_what_somebody_else_wrote_counts_within_a_second(store: Store, clo
     for number in range(9):
         await store.put(f"by-another-server-{number}", 1)
 
-    clock.advance(limits.LOOK_S)
+    clock.advance(limits.REFRESH_S)
     with pytest.raises(RateLimited):
         await counter.ask("set", key="last", value=1)
 
@@ -272,13 +272,13 @@ async def test_a_quota_that_nobody_hears_the_end_of_heals_by_itself(store: Store
     quotas = Quotas(NamespaceLimits(Limit(keys=2), {}), clock)
     row = OPERATIONS["set"]
     lost = [request_of(row.request, {"key": str(number), "value": 1}) for number in range(2)]
-    for asked in lost:
-        await quotas.check(store, row, asked)
+    for request in lost:
+        await quotas.check(store, row, request)
     last = request_of(row.request, {"key": "last", "value": 1})
     with pytest.raises(RateLimited):
         await quotas.check(store, row, last)
 
-    clock.advance(limits.UNDER_WAY_S_MAX + 1)
+    clock.advance(limits.RUNNING_S_MAX + 1)
     await quotas.check(store, row, last)
 
 
@@ -290,13 +290,13 @@ def test_a_namespace_takes_over_what_it_does_not_say() -> None:
 
     assert found.of("any") == Limit(rate=100, keys=1000)
     assert found.of("big") == Limit(rate=100, keys=None, bytes=5)
-    assert Limit(rate=0.5).room == 1
-    assert Limit(rate=50).room == 50
+    assert Limit(rate=0.5).burst_max == 1
+    assert Limit(rate=50).burst_max == 50
 
 
 def test_without_limits_there_are_no_gates(clock: ManualClock) -> None:
-    assert gates_of(limits_of({}), clock) == (None, None)
-    rates, quotas = gates_of(limits_of({"namespaces": {"a": {"rate": 1}}}), clock)
+    assert checks_of(limits_of({}), clock) == (None, None)
+    rates, quotas = checks_of(limits_of({"namespaces": {"a": {"rate": 1}}}), clock)
     assert isinstance(rates, Rates)
     assert quotas is None
 

@@ -16,9 +16,10 @@ from limpet import ManualClock, Store
 from limpet.errors import Conflict, Corrupt, LimpetError, RateLimited, Unavailable
 from limpet.server import logs
 from limpet.server.dispatch import Call, Dispatcher, TrustedCaller
-from limpet.server.logs import Logs, configure, shown
+from limpet.server.logs import Logs, configure
 from limpet.server.metrics import Metrics
 from limpet.server.operations import OPERATIONS
+from limpet.server.outcome import quote_name
 from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField, request_of
 from limpet.sweep import SWEEP_S, Round
 from tests.engines import url_of
@@ -181,7 +182,7 @@ def test_the_words_of_a_driver_are_kept_back_with_the_chain_of_causes_shown(
 
     assert 'error=DATABASE_ERROR reason="Unavailable from KeyError from OSError"' in lines.text
     for kind in ("Unavailable", "KeyError", "OSError"):
-        assert f"Failure: {kind}" in lines.text
+        assert f"Redacted: {kind}" in lines.text
     assert SECRET not in lines.text
 
 
@@ -295,7 +296,7 @@ def test_an_error_that_a_face_made_for_itself_says_how_bad_it_is(
 
 
 async def test_a_request_that_was_refused_early_is_a_line_too(talk: Talk, lines: pytest.LogCaptureFixture) -> None:
-    talk.dispatcher.refused(TrustedCaller(), "trivia\nforged", "se t", MissingField("key"))
+    talk.dispatcher.report_refusal(TrustedCaller(), "trivia\nforged", "se t", MissingField("key"))
 
     assert lines.records[0].getMessage() == (
         r'KV "se t" failed: plugin="trivia\nforged" error=MISSING_FIELD reason="Missing required field: key"'
@@ -330,11 +331,11 @@ async def test_an_operation_that_was_cancelled_says_so(clock: ManualClock, lines
     ],
 )
 def test_a_name_is_shown_so_that_it_forges_nothing(name: str, text: str) -> None:
-    assert shown(name) == text
+    assert quote_name(name) == text
 
 
 def test_a_long_name_is_cut() -> None:
-    assert len(shown("x" * 1024)) < 250
+    assert len(quote_name("x" * 1024)) < 250
 
 
 @pytest.mark.parametrize("form", ["plain", "json"])

@@ -19,7 +19,7 @@ from prometheus_client.samples import Sample
 import limpet
 from limpet import ManualClock, Store
 from limpet.errors import Conflict, InvalidNamespace, LimpetError, Unavailable
-from limpet.protocol.codes import CODES, OF_FACES
+from limpet.protocol.codes import CODES, INTERFACE_CODES
 from limpet.server import metrics
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher, TrustedCaller
@@ -87,8 +87,8 @@ async def test_errors_are_counted_by_code_and_as_operations(counted: Counted) ->
     await counted.ask("set", key="a", value=1)
     with pytest.raises(Conflict):
         await counted.ask("cas", key="a", value=1, expect={"version": 7})
-    counted.dispatcher.refused(TrustedCaller(), "trivia", "set", MissingField("key"))
-    counted.dispatcher.refused(TrustedCaller(), "trivia", "made-up", ValueError("x"))
+    counted.dispatcher.report_refusal(TrustedCaller(), "trivia", "set", MissingField("key"))
+    counted.dispatcher.report_refusal(TrustedCaller(), "trivia", "made-up", ValueError("x"))
 
     assert await counted.value("limpet_errors_total", namespace="trivia", code="conflict") == 1
     assert await counted.value("limpet_errors_total", namespace="trivia", code="invalid_value") == 1
@@ -179,7 +179,7 @@ async def test_what_is_held_is_asked_when_somebody_looks_and_kept_for_a_moment(
 
     await counted.ask("set", key="cd", value=123)
     assert await counted.value("limpet_keys", namespace="trivia") == 1
-    clock.advance(metrics.LOOK_S)
+    clock.advance(metrics.READ_INTERVAL_S)
     assert await counted.value("limpet_keys", namespace="trivia") == 2
 
 
@@ -207,7 +207,7 @@ async def test_what_there_was_before_is_no_lag(counted: Counted, store: Store) -
     async with store.watch("*", initial=True) as watch:
         await anext(watch)
 
-        assert [lag for lags in store._session.watched().values() for lag in lags] == [0]
+        assert [lag for lags in store._session.watch_lags().values() for lag in lags] == [0]
 
 
 async def test_expiries_and_rounds_of_the_sweeper_are_counted(clock: ManualClock) -> None:
@@ -247,7 +247,7 @@ async def test_an_engine_that_does_not_answer_is_down_and_the_rest_is_told_all_t
     assert await counted.value("limpet_engine_up") == 1
 
     await store.close()
-    clock.advance(metrics.LOOK_S)
+    clock.advance(metrics.READ_INTERVAL_S)
     assert await counted.value("limpet_engine_up") == 0
     assert await counted.value("limpet_keys", namespace="trivia") == 1
     assert await counted.value("limpet_operations_total", face="nats", namespace="trivia", operation="set") == 1
@@ -287,7 +287,7 @@ async def test_a_name_that_was_made_up_gets_no_label(store: Store) -> None:
     """Or somebody without a token could use up the names."""
     counted = Counted(store, namespaces_max=3)
     for number in range(10):
-        counted.dispatcher.refused(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
+        counted.dispatcher.report_refusal(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
         with pytest.raises(InvalidNamespace):
             await counted.ask("set", f"NOT {number}", key="a", value=1)
     await counted.ask("set", "real", key="a", value=1)
@@ -454,7 +454,7 @@ async def test_every_expression_asks_for_metrics_and_labels_that_there_are(where
             if label == "outcome":
                 assert set(value.split("|")) <= found[name]["outcome"]
             if label == "code":
-                assert set(value.split("|")) <= {kind.code for kind in CODES} | set(OF_FACES)
+                assert set(value.split("|")) <= {kind.code for kind in CODES} | set(INTERFACE_CODES)
     for names, label in uses.grouped:
         for name in names:
             assert label in OF_PROMETHEUS or label in found[name], f"{name} has no label {label}"

@@ -69,7 +69,7 @@ async def served(isolated: Nats, tmp_path: Path) -> AsyncIterator[PluginSubjects
         opened(f"sqlite:///{tmp_path}/state.db") as session,
         joined(isolated, "limpet", inbox_prefix="_INBOX") as server,
     ):
-        subjects = PluginSubjects(Dispatcher(session.limited(65_536), "nats"), server.client)
+        subjects = PluginSubjects(Dispatcher(session.with_value_limit(65_536), "nats"), server.client)
         await subjects.start()
         yield subjects
         await subjects.drain()

@@ -171,7 +171,7 @@ async def test_a_refresh_whose_answer_is_lost_is_sent_again(
     """It counted as the loss of the lock at once."""
     async with kv.lock("n", 2) as lock:
         sent: list[str] = []
-        read = lock._line.read
+        read = lock._connection.read
 
         async def lose_one(name: str, members: Any, **options: Any) -> Any:
             sent.append(name)
@@ -179,7 +179,7 @@ async def test_a_refresh_whose_answer_is_lost_is_sent_again(
                 raise errors.Ambiguous("the answer is lost", request_id="1", since=0)
             return await read(name, members, **options)
 
-        monkeypatch.setattr(lock._line, "read", lose_one)
+        monkeypatch.setattr(lock._connection, "read", lose_one)
         await eventually(lambda: len(sent) >= 3)
         (held,) = (await sqlite_nats.ask("locks", "trivia"))["locks"]
 
@@ -194,7 +194,7 @@ async def test_a_body_ends_though_its_renewal_missed_a_cancellation(
 
     async def work() -> None:
         async with lock:
-            read = lock._line.read
+            read = lock._connection.read
 
             async def miss_it(name: str, members: Any, **options: Any) -> Any:
                 if name == "refresh":
@@ -203,7 +203,7 @@ async def test_a_body_ends_though_its_renewal_missed_a_cancellation(
                         await asyncio.Event().wait()
                 return await read(name, members, **options)
 
-            monkeypatch.setattr(lock._line, "read", miss_it)
+            monkeypatch.setattr(lock._connection, "read", miss_it)
             await renewing.wait()
 
     lock = kv.lock("n", 3)
@@ -222,7 +222,7 @@ async def test_an_unforeseen_failure_loses_the_lock_and_is_in_the_log(
 
     async def work() -> None:
         async with lock:
-            monkeypatch.setattr(lock._line, "read", break_down)
+            monkeypatch.setattr(lock._connection, "read", break_down)
             await asyncio.sleep(PATIENCE_S)
 
     with pytest.raises(errors.LockLost):
@@ -241,7 +241,7 @@ async def test_an_error_of_the_body_is_not_hidden_by_a_release_that_fails(
 
     async def work() -> None:
         async with lock:
-            monkeypatch.setattr(lock._line, "read", break_down)
+            monkeypatch.setattr(lock._connection, "read", break_down)
             raise ZeroDivisionError
 
     lock = kv.lock("n", 30)
@@ -385,16 +385,16 @@ def test_a_database_is_told_of_in_words_that_give_nothing_away() -> None:
         errors.Corrupt("table x"),
         errors.Closed("file /y"),
     ):
-        told = reply_of(error)
-        assert told["error_code"] == "DATABASE_ERROR"
-        assert str(error) not in told["message"]
+        reply = reply_of(error)
+        assert reply["error_code"] == "DATABASE_ERROR"
+        assert str(error) not in reply["message"]
 
 
 # No answer --------------------------------------------------------------------
 
 
 class Unlucky:
-    """A connection on which the first answers get lost, after the server has done what was asked."""
+    """A connection on which the first answers get lost, after the server has done its work."""
 
     def __init__(self, connection: Any, *, lost: int) -> None:
         self._connection = connection
@@ -439,7 +439,7 @@ async def test_a_write_that_is_never_answered_is_ambiguous_and_can_be_asked_abou
 
 @pytest.fixture
 async def deaf() -> AsyncIterator[Any]:
-    """A connection to a NATS server where somebody listens and says nothing."""
+    """A connection to a NATS server where a subscriber never replies."""
     async with connected() as client:
 
         async def ignore(_: Any) -> None:
@@ -539,7 +539,7 @@ async def test_odd_arguments_are_refused_by_an_error_of_ours(sqlite_nats: Plugin
     for verb, method in inspect.getmembers(kv, inspect.ismethod):
         if verb.startswith("_") or verb == "watch":
             continue
-        # An answer takes a while, so of those that a server refuses, some are asked.
+        # An answer takes a while, so some of the requests that a server refuses were sent.
         for parameter, odd, arguments in calls(method, GOOD, ODD[::3]):
             try:
                 made = method(*arguments.args, **arguments.kwargs)

@@ -76,7 +76,7 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 @contextlib.asynccontextmanager
 async def served(place: Broken) -> AsyncIterator[tuple[httpx2.AsyncClient, Issued, limpet.Store]]:
-    """A server that asks for tokens, a client with one, and the store behind it for whoever made the token."""
+    """A server with tokens, a client with one, and the store behind it."""
     async with limpet.open(place.url, namespace=OWN_NAMESPACE, sweep=False) as own:
         issued = await create_token(own, "shop", [SCOPE])
         async with (
@@ -115,8 +115,8 @@ async def test_a_server_goes_on_by_itself_when_a_table_is_back(
         assert (await client.put("/v1/shop/entries/soon", json=1, headers={"Limpet-TTL": "1"})).status_code == 201
 
         await place.breaks(table)
-        told = await status_becomes(client, "/readyz", 503)
-        assert told.json()["code"] == "not_ready"
+        reply = await status_becomes(client, "/readyz", 503)
+        assert reply.json()["code"] == "not_ready"
         refused = await client.put(theme, json="light")
         assert refused.status_code >= 500, refused.text
         assert refused.json()["code"] in ("unavailable", "corrupt", "ambiguous")
@@ -182,7 +182,7 @@ async def test_a_token_is_not_called_invalid_while_nobody_can_tell(caplog: pytes
 
 
 async def test_tokens_are_trusted_for_a_moment_while_their_log_cannot_be_read() -> None:
-    """A failure that passes refuses nobody; one that lasts would hide that a token was revoked."""
+    """A failure that passes refuses no caller; one that lasts would hide that a token was revoked."""
     clock = ManualClock()
     async with limpet.open("memory:", namespace=OWN_NAMESPACE, clock=clock, sweep=False) as own:
         issued = await create_token(own, "shop", [SCOPE])
@@ -262,10 +262,10 @@ async def test_the_sweeper_never_gives_up(error: Exception, caplog: pytest.LogCa
 
 
 async def turn(clock: ManualClock, rounds: list[Any]) -> None:
-    heard = len(rounds)
+    before = len(rounds)
     await until(lambda: clock.sleepers > 0)
     clock.advance(SWEEP_S)
-    await until(lambda: len(rounds) > heard)
+    await until(lambda: len(rounds) > before)
 
 
 async def test_a_namespace_that_is_broken_holds_up_no_other() -> None:
@@ -273,7 +273,7 @@ async def test_a_namespace_that_is_broken_holds_up_no_other() -> None:
     async with limpet.open("memory:", namespace="sound", clock=clock) as store:
         sweeper, rounds = store._session.sweeper, list[Any]()
         sweeper.listeners.append(rounds.append)
-        sweeper.watch_over("broken")
+        sweeper.add_namespace("broken")
         sweep = sweeper.sweep
         tried = 0
 
@@ -316,19 +316,19 @@ async def test_the_sealer_never_gives_up(caplog: pytest.LogCaptureFixture) -> No
             await asyncio.sleep(0.01)
         assert (await kept.verify()).sealed == 1
         await sealer.stop()
-    told = lines_about("sealing of namespace shop", caplog)
-    assert [("works again" in line) for line in told] == [False, True]
+    lines = lines_about("sealing of namespace shop", caplog)
+    assert [("works again" in line) for line in lines] == [False, True]
 
 
 def test_an_outage_is_told_once_and_waits_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     outage = Outage(logging.getLogger("limpet.test"), "the work")
-    assert [outage.failed(Corrupt("secret")) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
+    assert [outage.record_failure(Corrupt("secret")) for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     was_on = outage.is_on
-    outage.over()
-    outage.over()
+    outage.record_success()
+    outage.record_success()
     assert (was_on, outage.is_on) == (True, False)
-    assert outage.failed(ValueError("secret")) == 1
+    assert outage.record_failure(ValueError("secret")) == 1
     assert [record.getMessage() for record in caplog.records] == [
         "the work failed and is tried again until it works: code=corrupt reason=Corrupt",
         "the work works again, after 6 failed attempts",

@@ -37,7 +37,7 @@ from limpet.server.requests import request_of
 from limpet.server.service import Service
 from limpet.server.settings import ListenAddress, Settings
 from limpet.session import Session
-from tests.server.engine_support import Guests, Somebody
+from tests.server.engine_support import Guest, Guests
 from tests.server.engine_support import Scope as Part
 from tests.server.http_support import Face, Scoped, face
 
@@ -45,7 +45,7 @@ PATIENCE_S = 120.0
 
 
 class Blind:
-    """Somebody who may do anything but see values and care for the server."""
+    """A caller with every right but to see values and to operate the server."""
 
     name = "blind"
 
@@ -84,7 +84,7 @@ KV_ITEMS_BY: dict[str, Any] = {"lastWriter": "a:b", "requestId": "mine"}
 KV_PUT: dict[str, Any] = {"value": {"pin": PIN}, "semantics": {"purpose": "feature_flag"}}
 KV_REPEATED: dict[str, Any] = {"value": {"pin": PIN}, "semantics": LASTING, "expectedVersion": 0, "requestId": "kept"}
 KV_REPEATED |= SEMANTIC
-ASKED: list[tuple[str, dict[str, Any]]] = [
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("get", {"key": "pin"}),
     ("set", {"key": "pin", "value": PIN, "request_id": "first"}),
     ("set", {"key": "new", "value": PIN}),
@@ -147,7 +147,7 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
 
 
 def test_every_operation_is_asked() -> None:
-    assert {name for name, _ in ASKED} == set(OPERATIONS)
+    assert {name for name, _ in REQUESTS} == set(OPERATIONS)
 
 
 async def answer(session: Session, name: str, members: dict[str, Any]) -> Any:
@@ -160,7 +160,7 @@ async def answer(session: Session, name: str, members: dict[str, Any]) -> Any:
         return document_of(error), reply_of(error)
 
 
-@pytest.mark.parametrize(("name", "members"), ASKED)
+@pytest.mark.parametrize(("name", "members"), REQUESTS)
 async def test_no_answer_depends_on_a_value(name: str, members: dict[str, Any]) -> None:
     """Twice, because the second answer may tell what the first did."""
     sessions = [await filled(secret) for secret in SECRETS]
@@ -210,7 +210,7 @@ async def test_no_commit_of_a_primitive_depends_on_a_value(what: str) -> None:
     found = []
     for secret in SECRETS:
         session = await filled(secret)
-        blind = Guests(Somebody("blind", Part("shop", "", "read write lock")))
+        blind = Guests(Guest("blind", Part("shop", "", "read write lock")))
         app = Starlette(routes=routes(session, callers=blind, dispatcher=Dispatcher(session, "http")))
         body = wire.encode(wire.Commits([msgspec.Raw(wire.encode_batch(BATCHES[what]))] * 2))
         headers = {"Authorization": "Bearer blind", "Content-Type": wire.MEDIA}
@@ -266,9 +266,9 @@ async def test_a_lock_is_ended_by_force_by_an_admin_with_a_reason(made: Face, ca
 
 async def test_over_nats_nobody_ends_a_lock_by_force(made: Face) -> None:
     row = OPERATIONS["unlock"]
-    asked = request_of(row.request, {"name": "job", "reason": "because"})
+    request = request_of(row.request, {"name": "job", "reason": "because"})
     with pytest.raises(PermissionDenied, match="admin"):
-        await made.dispatcher.run(row, "shop", asked, TrustedCaller("plugin shop"))
+        await made.dispatcher.run(row, "shop", request, TrustedCaller("plugin shop"))
 
 
 async def test_request_ids_of_two_prefixes_do_not_meet(made: Face) -> None:
@@ -326,7 +326,7 @@ async def test_what_is_open_ends_at_once_when_its_token_is_revoked(tmp_path: Pat
 
         assert "event: unauthorized" in stream
         assert (lock.status_code, changes.status_code) == (401, 401)
-        # Moments, on a quiet machine. Whoever waited for the end of a wait would take 24 seconds and more.
+        # Moments, on a quiet machine. A server that waited for the end of a wait would take 24 seconds and more.
         assert seconds < 15
     finally:
         events.RECHECK_S = before  # type: ignore[misc]

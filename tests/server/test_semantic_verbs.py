@@ -77,10 +77,10 @@ async def test_a_conflict_is_409_with_what_was_found(http: httpx2.AsyncClient) -
     refused = await http.put(f"semantic/{KEY}", json={**PUT, "expectedVersion": 7, "requestId": "r-2"})
 
     assert (refused.status_code, refused.headers["Content-Type"]) == (409, "application/problem+json")
-    told = refused.json()
-    assert (told["code"], told["key"], told["reason"]) == ("version_conflict", KEY, "guard")
-    assert (told["expectedVersion"], told["version"], told["value"]) == (7, 1, {"token": SECRET})
-    assert (told["requestId"], told["retryable"], told["outcome"]) == ("r-2", False, "rejected")
+    reply = refused.json()
+    assert (reply["code"], reply["key"], reply["reason"]) == ("version_conflict", KEY, "guard")
+    assert (reply["expectedVersion"], reply["version"], reply["value"]) == (7, 1, {"token": SECRET})
+    assert (reply["requestId"], reply["retryable"], reply["outcome"]) == ("r-2", False, "rejected")
 
 
 @pytest.mark.parametrize("token", ["hand", "blind", "mole"])
@@ -317,12 +317,12 @@ async def test_a_plugin_has_the_same_verbs(nats: Plugins) -> None:
 async def test_a_plugin_is_told_of_a_conflict(nats: Plugins) -> None:
     await nats.ask("kv_put", key=KEY, **PUT)
 
-    told = await nats.ask("kv_put", key=KEY, **PUT, expectedVersion=0)
+    reply = await nats.ask("kv_put", key=KEY, **PUT, expectedVersion=0)
 
-    assert (told["success"], told["error_code"], told["code"]) == (False, "CONFLICT", "version_conflict")
-    assert (told["expectedVersion"], told["version"], told["value"]) == (0, 1, {"token": SECRET})
+    assert (reply["success"], reply["error_code"], reply["code"]) == (False, "CONFLICT", "version_conflict")
+    assert (reply["expectedVersion"], reply["version"], reply["value"]) == (0, 1, {"token": SECRET})
     with pytest.raises(Conflict):
-        raise error_of(told)
+        raise error_of(reply)
 
 
 async def test_a_plugin_is_told_which_member_is_wrong(sqlite_nats: Plugins) -> None:
@@ -332,9 +332,9 @@ async def test_a_plugin_is_told_which_member_is_wrong(sqlite_nats: Plugins) -> N
         ({"key": KEY, **wrong}, "VALIDATION_ERROR", "semantics.purpose"),
         ({"key": KEY, "value": {}}, "MISSING_FIELD", "lastWriter"),
     ):
-        told = await sqlite_nats.ask("kv_put", **members)
-        assert (told["success"], told["error_code"], told["field"]) == (False, code, field)
-        assert SECRET not in json.dumps(told)
+        reply = await sqlite_nats.ask("kv_put", **members)
+        assert (reply["success"], reply["error_code"], reply["field"]) == (False, code, field)
+        assert SECRET not in json.dumps(reply)
 
 
 async def test_a_plugin_has_entries_of_its_own(sqlite_nats: Plugins) -> None:
@@ -366,17 +366,17 @@ async def test_a_conflict_that_no_message_can_hold_is_told_without_its_value(sql
     await semantic.kv_put(KEY, {"text": "x" * 990_000}, writer="a:b", semantics={"purpose": "cursor"})
     sqlite_nats.served._connection._max_payload = 900_000
 
-    told = await sqlite_nats.ask("kv_put", key=KEY, **PUT, expectedVersion=7)
+    reply = await sqlite_nats.ask("kv_put", key=KEY, **PUT, expectedVersion=7)
 
-    assert (told["code"], told["version"]) == ("version_conflict", 1)
-    assert "value" not in told
+    assert (reply["code"], reply["version"]) == ("version_conflict", 1)
+    assert "value" not in reply
 
 
 async def test_writes_of_a_key_take_turns(sqlite_nats: Plugins) -> None:
-    asked = [sqlite_nats.ask("kv_put", key=KEY, **{**PUT, "value": {"n": n}}) for n in range(20)]
+    writes = [sqlite_nats.ask("kv_put", key=KEY, **{**PUT, "value": {"n": n}}) for n in range(20)]
     listed = sqlite_nats.ask("kv_list", prefix="tenant/acme/")
 
-    *written, page = await asyncio.gather(*asked, listed)
+    *written, page = await asyncio.gather(*writes, listed)
 
     assert [one["version"] for one in written] == list(range(1, 21))
     assert page["entries"][0]["value"] == {"n": 19}
@@ -392,7 +392,7 @@ def audit() -> Audit:
 @pytest.fixture
 async def audited() -> AsyncIterator[Face]:
     audited = AuditedNamespaces(audit(), ["shop"])
-    async with face(dispatcher={"gates": [audited], "semantic": audited.semantic_store}) as found:
+    async with face(dispatcher={"checks": [audited], "semantic": audited.semantic_store}) as found:
         yield found
 
 
@@ -517,12 +517,12 @@ async def test_an_audited_namespace_takes_keys(tmp_path: Path, monkeypatch: pyte
 
 async def test_plugins_of_an_audited_namespace_write_through_the_trail(sqlite_nats: Plugins) -> None:
     audited = AuditedNamespaces(audit(), ["platform"])
-    options: dict[str, Any] = {"gates": [audited], "semantic": audited.semantic_store}
+    options: dict[str, Any] = {"checks": [audited], "semantic": audited.semantic_store}
     async with serving(sqlite_nats.session, prefix="trail.kv", dispatcher=options):
         body = json.dumps({"key": KEY, **PUT}).encode()
         assert (await sqlite_nats.say("trail.kv.platform.kv_put", body))["success"]
-        told = await sqlite_nats.say("trail.kv.platform.set", b'{"key": "k", "value": 1}')
-        assert (told["error_code"], told["code"]) == ("PERMISSION_DENIED", "permission_denied")
+        reply = await sqlite_nats.say("trail.kv.platform.set", b'{"key": "k", "value": 1}')
+        assert (reply["error_code"], reply["code"]) == ("PERMISSION_DENIED", "permission_denied")
 
     assert [row["op"] async for row in rows_of(Store(sqlite_nats.session, "platform"))] == ["put"]
 

@@ -1,4 +1,4 @@
-"""``limpet serve`` as a process: it starts, serves both faces, and ends when it is told to."""
+"""``limpet serve`` as a process: it starts, serves HTTP and NATS, and stops at a signal."""
 
 from __future__ import annotations
 

@@ -36,28 +36,28 @@ def read_until(demo: subprocess.Popen[str], word: str) -> str:
         read += line
         if word in line:
             return read
-    raise AssertionError(f"it ended without saying {word!r}: {read}")
+    raise AssertionError(f"it ended without printing {word!r}: {read}")
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
 def test_plugins_are_at_work_until_it_is_ended(
     demo: subprocess.Popen[str], tmp_path: Path, sign: signal.Signals
 ) -> None:
-    said = read_until(demo, "changes so far")
+    printed = read_until(demo, "changes so far")
 
-    urls = re.findall(r"curl (?:-N )?'?(http://[^\s']+)", said)
+    urls = re.findall(r"curl (?:-N )?'?(http://[^\s']+)", printed)
     assert len(urls) == 4
     for url in urls:
         if "watch" not in url:
             httpx2.get(url, timeout=PATIENCE_S).raise_for_status()
-    command = re.search(r"^ +(\S*limpet --url .*)$", said, re.MULTILINE)
+    command = re.search(r"^ +(\S*limpet --url .*)$", printed, re.MULTILINE)
     assert command is not None
     shown = subprocess.run(command[1], shell=True, capture_output=True, text=True, check=False, timeout=PATIENCE_S)  # noqa: S602
     assert shown.returncode == 0, shown.stderr
     assert "revision" in shown.stdout
-    bus = re.search(r"NATS +nats://127\.0\.0\.1:(\d+)", said)
+    bus = re.search(r"NATS +nats://127\.0\.0\.1:(\d+)", printed)
     assert bus is not None
-    assert re.search(r"trivia [1-9]", said)
+    assert re.search(r"trivia [1-9]", printed)
 
     demo.send_signal(sign)
     rest, complaints = demo.communicate(timeout=PATIENCE_S)

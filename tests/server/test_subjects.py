@@ -435,7 +435,7 @@ async def test_kv_error_value_too_large(nats: Plugins) -> None:
 
 
 async def test_kv_error_database_failure(nats: Plugins) -> None:
-    """A database that is gone is told in words that give nothing away."""
+    """The message about a database that is gone gives nothing away."""
     await nats.session.close()
 
     data = await nats.ask("get", key="k")
@@ -509,13 +509,13 @@ async def test_json_that_no_engine_can_hold_is_refused(nats: Plugins, value: str
 
 
 async def test_kv_logging_set_operation(nats: Plugins) -> None:
-    """Whoever writes the log is told the plugin, the operation, the key and how long it took."""
+    """The log gets the plugin, the operation, the key and how long it took."""
     await nats.ask("set", "trivia", key="game_123", value={"a": 1})
     await nats.ask("get", "trivia", key="game_123")
 
     written, read = nats.observer.calls[-2:]
     assert (written.face, written.namespace, written.operation, written.error) == ("nats", "trivia", "set", None)
-    assert getattr(written.asked, "key", None) == "game_123"
+    assert getattr(written.request, "key", None) == "game_123"
     assert written.seconds > 0
     assert read.answer is not None
     assert read.answer["exists"]
@@ -525,9 +525,9 @@ async def test_kv_logging_error_cases(nats: Plugins) -> None:
     for body in (b"nonsense", b"{}", b'{"key":"","value":1}'):
         await nats.say("db.kv.broken-plugin.set", body)
 
-    told = [(call.namespace, call.operation, type(call.error).__name__) for call in nats.observer.calls[-3:]]
-    assert [name for _, _, name in told] == ["InvalidJSON", "MissingField", "InvalidKey"]
-    assert {(plugin, operation) for plugin, operation, _ in told} == {("broken-plugin", "set")}
+    calls = [(call.namespace, call.operation, type(call.error).__name__) for call in nats.observer.calls[-3:]]
+    assert [name for _, _, name in calls] == ["InvalidJSON", "MissingField", "InvalidKey"]
+    assert {(plugin, operation) for plugin, operation, _ in calls} == {("broken-plugin", "set")}
 
 
 async def test_a_subject_that_is_wrong_is_told_to_observers_as_it_was(sqlite_nats: Plugins) -> None:
@@ -601,13 +601,13 @@ async def test_a_prefix_that_is_none_is_refused(prefix: str) -> None:
 
 async def test_requests_about_one_key_are_answered_as_they_were_sent(nats: Plugins) -> None:
     """Five hundred of them without waiting: each get sees the set before it, and none after."""
-    asked = []
+    pending = []
     for number in range(250):
         await nats.publish("db.kv.my-plugin.set", json.dumps({"key": "k", "value": number}).encode())
-        asked.append(asyncio.ensure_future(nats.ask("get", key="k")))
+        pending.append(asyncio.ensure_future(nats.ask("get", key="k")))
         await asyncio.sleep(0)
 
-    assert [reply["value"] for reply in await asyncio.gather(*asked)] == list(range(250))
+    assert [reply["value"] for reply in await asyncio.gather(*pending)] == list(range(250))
 
 
 async def test_a_list_sees_the_writes_before_it(nats: Plugins) -> None:
@@ -653,8 +653,8 @@ async def test_a_server_that_has_no_room_for_more_says_so(tmp_path: Any, monkeyp
         body = b'{"key":"k","value":1}'
         replies = await asyncio.gather(*(client.request("db.kv.a.set", body, timeout=120) for _ in range(50)))
 
-    told = [json.loads(reply.data) for reply in replies]
-    refused = [reply for reply in told if not reply["success"]]
+    decoded = [json.loads(reply.data) for reply in replies]
+    refused = [reply for reply in decoded if not reply["success"]]
     assert len(refused) < 50
     assert {(reply["error_code"], reply["retry_after"]) for reply in refused} == {("RATE_LIMITED", 1.0)}
 
@@ -703,7 +703,7 @@ SCRIPT: list[tuple[str, str]] = [
     ("locks", "{}"),
     ("refresh", '{"name":"l","token":1,"ttl":100}'),
     ("unlock", '{"name":"l","token":1}'),
-    ("outcome", '{"request_id":"nobody"}'),
+    ("outcome", '{"request_id":"unknown"}'),
     ("status", "{}"),
     ("delete", '{"key":"a"}'),
     ("delete", '{"key":"a"}'),
@@ -728,7 +728,7 @@ async def test_sqlite_and_postgresql_reply_the_same(tmp_path: Any, pytestconfig:
     for engine in ("sqlite", "postgres"):
         async with plugins_on(engine, tmp_path, pytestconfig) as plugins:
             token = None
-            told = []
+            results = []
             for name, body in SCRIPT:
                 if token is not None:
                     body = body.replace('"token":1', f'"token":{token}')  # noqa: PLW2901
@@ -737,8 +737,8 @@ async def test_sqlite_and_postgresql_reply_the_same(tmp_path: Any, pytestconfig:
                 message = reply.get("message", "")
                 if name in ("lock", "cas", "batch"):  # Revisions and seconds are in the text.
                     reply["message"] = message.partition("found")[0].partition(" for another")[0]
-                told.append((name, comparable(reply)))
-            replies.append(told)
+                results.append((name, comparable(reply)))
+            replies.append(results)
 
     assert replies[0] == replies[1]
     assert [reply["success"] for _, reply in replies[0]].count(False) == 13

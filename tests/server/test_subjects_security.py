@@ -1,4 +1,4 @@
-"""Attacks on the plugin storage: whoever has the subjects of one plugin gets nothing of another."""
+"""Attacks on the plugin storage: a client with the subjects of one plugin gets nothing of another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECRET = "of-the-victim-alone"
 
 
 async def store_secret(nats: Plugins) -> int:
-    """What nobody else may see, change or hear of. Returns a token of the victim's lock."""
+    """State that no other plugin may see, change or watch. Returns a token of the victim's lock."""
     await nats.ask("set", "victim", key="secret", value=SECRET)
     await nats.ask("fields", "victim", key="record", set={"field": SECRET})
     token: int = (await nats.ask("lock", "victim", name="lock", ttl=60, holder="victim"))["token"]
@@ -177,10 +177,10 @@ SUBJECTS = [
 async def test_no_subject_that_is_not_the_plugins_reaches_it(sqlite_nats: Plugins) -> None:
     token = await store_secret(sqlite_nats)
     inbox = sqlite_nats.client.new_inbox()
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def hear(message: Any) -> None:
-        heard.append(message.data)
+        received.append(message.data)
 
     await sqlite_nats.client.subscribe(f"{inbox}.*", cb=hear)
     await settle(sqlite_nats.client)
@@ -189,7 +189,7 @@ async def test_no_subject_that_is_not_the_plugins_reaches_it(sqlite_nats: Plugin
         for number, subject in enumerate(SUBJECTS):
             line.send(b"PUB %b %b.%d %d\r\n%b\r\n" % (subject, inbox.encode(), number, len(body), body))
     await assert_untouched(sqlite_nats, token)
-    replies = [json.loads(reply) for reply in heard if reply]
+    replies = [json.loads(reply) for reply in received if reply]
 
     assert len(SUBJECTS) >= 40
     assert len(replies) >= 30
@@ -208,10 +208,10 @@ async def test_an_answer_goes_to_an_inbox_of_the_caller_alone(sqlite_nats: Plugi
     if subject == "$SRV.PING":
         # It names no plugin, so any inbox will do.
         reply = reply.replace("_INBOX_victim", "_LIMPETS")
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def hear(message: Any) -> None:
-        heard.append(message.data)
+        received.append(message.data)
 
     await sqlite_nats.client.subscribe(reply, cb=hear)
     await settle(sqlite_nats.client)
@@ -222,7 +222,7 @@ async def test_an_answer_goes_to_an_inbox_of_the_caller_alone(sqlite_nats: Plugi
     found = await sqlite_nats.ask("get", "attacker", key="mine")
     await settle(sqlite_nats.client)
 
-    assert heard == []
+    assert received == []
     assert found["exists"] is False
     errors = [call.error is not None for call in sqlite_nats.observer.calls[before:]]
     assert errors == ([False] if subject == "$SRV.PING" else [True, False])

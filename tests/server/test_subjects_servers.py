@@ -92,7 +92,7 @@ async def test_a_killed_server_loses_no_acknowledged_write_and_doubles_none(tmp_
             wrong: list[Exception] = []
 
             async def call(number: int) -> None:
-                # An answer that was lost with the server is asked for again before the patience of the test ends.
+                # A reply that was lost with the server is requested again before the patience of the test ends.
                 kv = limpet.PluginClient(client, "a", timeout=2, list_timeout=PATIENCE_S, attempts=20).kv
                 for turn in range(CALLS):
                     try:

@@ -131,13 +131,13 @@ async def test_a_history_that_nats_cannot_carry_is_a_shorter_page(sqlite_nats: P
         await sqlite_nats.ask("set", key="k", value=f"{number:02}" + "x" * 65_000)
 
     found: list[int] = []
-    asked: dict[str, Any] = {"key": "k", "limit": 30}
+    members: dict[str, Any] = {"key": "k", "limit": 30}
     while True:
-        page = await sqlite_nats.ask("history", **asked)
+        page = await sqlite_nats.ask("history", **members)
         found = [change["version"] for change in page["changes"]] + found
         if not page["truncated"]:
             break
-        asked["before"] = page["cursor"]
+        members["before"] = page["cursor"]
 
     assert found == [*range(1, 31)]
 
@@ -153,10 +153,10 @@ async def test_the_service_can_be_found_with_the_schemas_of_its_endpoints(sqlite
     assert {endpoint.name for endpoint in info.endpoints} == {*OPERATIONS, "unwatch"}
     found = {endpoint.name: endpoint for endpoint in info.endpoints}
     assert (found["set"].subject, found["set"].queue_group) == ("db.kv.*.set", "limpet")
-    asked = json.loads(found["set"].metadata["request_schema"])["$defs"]["Set"]
-    assert asked["required"] == ["key", "value"]
-    assert asked["properties"]["key"]["maxLength"] == 255
-    assert asked["properties"]["ttl"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2_147_483_647}
+    schema = json.loads(found["set"].metadata["request_schema"])["$defs"]["Set"]
+    assert schema["required"] == ["key", "value"]
+    assert schema["properties"]["key"]["maxLength"] == 255
+    assert schema["properties"]["ttl"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 2_147_483_647}
     answered = json.loads(found["list"].metadata["reply_schema"])["oneOf"][0]
     assert set(answered["properties"]) == {"success", "keys", "count", "truncated"}
 
@@ -179,11 +179,11 @@ async def test_a_server_that_stops_answers_what_it_has_heard(tmp_path: Any) -> N
     async with opened(f"sqlite:///{tmp_path}/state.db") as session, connected() as client:
         async with serving(session) as served:
             bodies = [json.dumps({"key": f"k{number}", "value": number}).encode() for number in range(200)]
-            asked = [asyncio.ensure_future(client.request("db.kv.a.set", body, timeout=120)) for body in bodies]
+            pending = [asyncio.ensure_future(client.request("db.kv.a.set", body, timeout=120)) for body in bodies]
             await eventually(lambda: served._endpoints["set"].requests > 0)
             await served.drain()
             await served.drain()
-        replies = await asyncio.gather(*asked, return_exceptions=True)
+        replies = await asyncio.gather(*pending, return_exceptions=True)
 
         answered = [reply for reply in replies if not isinstance(reply, BaseException)]
         assert {reply.data for reply in answered} == {b'{"success":true}'}
@@ -206,7 +206,7 @@ async def test_whoever_waits_for_a_lock_is_told_that_the_server_stops(tmp_path: 
 
 @pytest.mark.parametrize(("name", "code"), [("get", "unavailable"), ("set", "ambiguous")])
 async def test_what_does_not_end_in_time_is_cut_off_and_told(tmp_path: Any, name: str, code: str) -> None:
-    """A read is to be asked for elsewhere. Of a write, only its id can tell."""
+    """A read may be sent to another server. The outcome of a write is known only by its id."""
 
     async def stuck(*_: Any) -> dict[str, Any]:
         await asyncio.sleep(3600)
@@ -216,16 +216,16 @@ async def test_what_does_not_end_in_time_is_cut_off_and_told(tmp_path: Any, name
         row = OPERATIONS[name]._replace(run=stuck)
         served._endpoints[name] = NatsEndpoint(row, row.request)
         body = b'{"key":"k","value":1,"request_id":"mine"}'
-        asked = [asyncio.ensure_future(client.request(f"db.kv.a.{name}", body, timeout=120)) for _ in range(3)]
+        pending = [asyncio.ensure_future(client.request(f"db.kv.a.{name}", body, timeout=120)) for _ in range(3)]
         await eventually(lambda: served._running == 3)
         await served.drain(within_s=0.1)
-        done, silent = await asyncio.wait(asked, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+        done, silent = await asyncio.wait(pending, timeout=1, return_when=asyncio.FIRST_COMPLETED)
         for one in silent:
             one.cancel()
-        told = [json.loads((await one).data) for one in done]
+        decoded = [json.loads((await one).data) for one in done]
 
-    assert {reply["code"] for reply in told} == {code}
-    assert name == "get" or told[0]["request_id"] == "mine"
+    assert {reply["code"] for reply in decoded} == {code}
+    assert name == "get" or decoded[0]["request_id"] == "mine"
 
 
 async def test_only_so_many_wait_for_locks(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +265,19 @@ class Listener:
 
     def __init__(self, nats: Plugins) -> None:
         self.subject: str = nats.client.new_inbox()
-        self.heard: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._nats = nats
 
     async def listen(self) -> None:
-        async def heard(message: Any) -> None:
-            await self.heard.put(json.loads(message.data))
+        async def receive(message: Any) -> None:
+            await self.received.put(json.loads(message.data))
 
-        self.subscription = await self._nats.client.subscribe(self.subject, cb=heard)
+        self.subscription = await self._nats.client.subscribe(self.subject, cb=receive)
 
     async def hear(self) -> dict[str, Any]:
         async with asyncio.timeout(120):
             while True:
-                document = await self.heard.get()
+                document = await self.received.get()
                 if document.get("op") != "heartbeat":
                     return document
 
@@ -352,7 +352,7 @@ async def test_a_plugin_cannot_end_the_watch_of_another(sqlite_nats: Plugins) ->
     assert sqlite_nats.served.watches == 1
 
 
-@pytest.mark.parametrize("watch", ["", ".", "nobody.1", "*.1", ">.1", "a b.1", "x" * 500])
+@pytest.mark.parametrize("watch", ["", ".", "unknown.1", "*.1", ">.1", "a b.1", "x" * 500])
 async def test_a_watch_that_is_none_is_not_ended(sqlite_nats: Plugins, watch: str) -> None:
     assert await sqlite_nats.ask("unwatch", watch=watch) == {"success": True, "ended": False}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from limpet.engines.sqlite.group import GroupWriter
 from limpet.server.logs import Logs
 from tests.server.subjects_support import Plugins, eventually
 
@@ -31,7 +32,7 @@ async def test_kv_sets_that_come_together_are_committed_together(
     sqlite_nats: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await sqlite_nats.ask("set", key="first", value=1)
-    groups = counted(monkeypatch, sqlite_nats.session.engine, "_commit_group")
+    groups = counted(monkeypatch, GroupWriter, "_commit_group")
 
     replies = await asyncio.gather(*(sqlite_nats.ask("set", key=f"k{number}", value=number) for number in range(200)))
 
@@ -50,7 +51,7 @@ async def test_kv_get_is_one_read_and_no_commit(sqlite_nats: Plugins, monkeypatc
 
 
 async def test_kv_list_reads_what_it_lists(nats: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a thousand keys, ten by their prefix: one scan that is told where to begin and to end."""
+    """Of a thousand keys, ten by their prefix: one scan with a start and an end."""
     for first in range(0, 1000, 100):
         writes = [
             {"op": "put", "key": f"{number % 100:02}/{number}", "value": 1} for number in range(first, first + 100)

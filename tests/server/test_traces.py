@@ -50,7 +50,7 @@ async def test_a_request_is_a_span_with_what_came_of_it_and_without_key_or_value
         await ask("set", key="the-key", value="the-value")
         with pytest.raises(Conflict):
             await ask("cas", key="the-key", value="the-value", expect={"version": 9})
-        dispatcher.refused(TrustedCaller(), "trivia", "made-up", ValueError("the-value"))
+        dispatcher.report_refusal(TrustedCaller(), "trivia", "made-up", ValueError("the-value"))
 
     common = {"db.system.name": "limpet", "db.namespace": "trivia", "limpet.face": "http", "limpet.caller": "anonymous"}
     assert recorder.spans == [

@@ -244,7 +244,10 @@ async def test_a_constraint_of_the_database_gives_no_value_away(server: Server, 
     assert {told[name].status_code for name in ("put", "batch", "record", "call", "semantic")} == {400}
     assert told["put"].json()["code"] == "invalid_value"
     assert told["put"].json()["retryable"] is False
-    assert told["put"].json()["detail"] == "the database behind the store refuses this; its operator can tell why"
+    assert (
+        told["put"].json()["detail"]
+        == "the database behind the store refuses this; its operator can see why in its log"
+    )
     assert (told["nats"]["error_code"], told["nats"]["code"]) == ("VALIDATION_ERROR", "invalid_value")
     assert isinstance(told["engine"], InvalidValue)
     text = server.log.getvalue()

@@ -3,14 +3,14 @@
     python -m tests.sqlite.kill --kills 200
 
 Each round forks one or two writers on the same file. They write in bursts, by 64 tasks of the asynchronous
-face or 8 threads of the blocking one, and report over a pipe what they ask for and what was acknowledged. In
-shared memory they mark where they stand, so that the parent can choose its moment and can tell afterwards, from
-a process that is no more, which moment it was.
+API or 8 threads of the sync API, and report over a pipe what they request and what was acknowledged. In
+shared memory they mark the phase they are in, so that the parent can choose its moment and still knows it after the
+process has ended.
 
 Then the file is opened again and must hold what was acknowledged, all of it and each of it once; nothing by
-halves; no revision used twice over all the rounds. What was under way under a request id is asked again.
+halves; no revision used twice over all the rounds. What was under way under a request id is retried.
 
-The rows are read with plain SQL, so that the engine is not asked about itself.
+The rows are read with plain SQL, so that the engine does not check itself.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ LINGER_S = 1.0
 
 OPENING = "while opening"
 IDLE = "idle"
-QUEUED = "asked, not begun"
+QUEUED = "queued, not begun"
 WITHIN = "between BEGIN and COMMIT"
 COMMITTING = "in COMMIT"
-UNTOLD = "committed, not acknowledged"
-PHASES = (OPENING, IDLE, QUEUED, WITHIN, COMMITTING, UNTOLD)
-CRITICAL = (WITHIN, COMMITTING, UNTOLD)
+UNACKNOWLEDGED = "committed, not acknowledged"
+PHASES = (OPENING, IDLE, QUEUED, WITHIN, COMMITTING, UNACKNOWLEDGED)
+CRITICAL = (WITHIN, COMMITTING, UNACKNOWLEDGED)
 # Most kills go where they hurt. None: at any moment, even before the file is opened.
-TARGETS = (WITHIN, COMMITTING, UNTOLD, COMMITTING, UNTOLD, QUEUED, IDLE, None)
+TARGETS = (WITHIN, COMMITTING, UNACKNOWLEDGED, COMMITTING, UNACKNOWLEDGED, QUEUED, IDLE, None)
 
 
 # What the writers do ----------------------------------------------------------
@@ -67,11 +67,11 @@ Kind = Literal["put", "add", "group", "delete", "doomed"]
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One write, made from its id alone, so that writer and judge know the same."""
+    """One write, made from its id alone, so that writer and judge make the same."""
 
     id: str
     kind: Kind
-    place: int
+    number: int
     has_request_id: bool
     padding: int
 
@@ -83,39 +83,39 @@ class Operation(msgspec.Struct, frozen=True):
 
     def draft(self, store: Any) -> Any:
         draft = store.batch(request_id=self.id if self.has_request_id else None)
-        value, meta, place = {"padding": "x" * self.padding}, {"op": self.id}, self.place
+        value, meta, number = {"padding": "x" * self.padding}, {"op": self.id}, self.number
         match self.kind:
             case "put":
-                return draft.put(f"single/{place}", value, meta=meta)
+                return draft.put(f"single/{number}", value, meta=meta)
             case "add":
-                return draft.add(f"counter/{place}", 1, meta=meta)
+                return draft.add(f"counter/{number}", 1, meta=meta)
             case "group":
-                draft.put(f"group/{place}/first", value, meta=meta).put(f"group/{place}/second", value, meta=meta)
-                return draft.add(f"group/{place}/count", 1, meta=meta)
+                draft.put(f"group/{number}/first", value, meta=meta).put(f"group/{number}/second", value, meta=meta)
+                return draft.add(f"group/{number}/count", 1, meta=meta)
             case "delete":
-                return draft.delete(f"single/{place}")
+                return draft.delete(f"single/{number}")
             case "doomed":
                 return draft.put("recoverable", value, meta=meta).expect("never", limpet.PRESENT)
 
 
-def answer(commit: Commit) -> dict[str, Any]:
-    """What an acknowledgement tells."""
+def acknowledgement(commit: Commit) -> dict[str, Any]:
+    """The parts of a commit that are compared with the file."""
     made = [None if entry is None else [entry.key, entry.revision, entry.version] for entry in commit.entries]
     ended = [None if entry is None else entry.key for entry in commit.ended]
     return {"revision": commit.revision, "made": made, "ended": ended}
 
 
-class Board:
+class PhaseMarks:
     """Shared memory that survives its writer: one byte for the engine, and one for each caller."""
 
     SIZE = 1 + TASKS
 
     def __init__(self) -> None:
-        self.marks = mmap.mmap(-1, self.SIZE)
+        self.bytes = mmap.mmap(-1, self.SIZE)
 
     @property
     def phase(self) -> str:
-        marks = self.marks[: self.SIZE]
+        marks = self.bytes[: self.SIZE]
         match marks[0], 2 in marks[1:], 1 in marks[1:]:
             case 0, _, _:
                 return OPENING
@@ -124,7 +124,7 @@ class Board:
             case 3, _, _:
                 return COMMITTING
             case _, True, _:
-                return UNTOLD
+                return UNACKNOWLEDGED
             case _, _, True:
                 return QUEUED
             case _:
@@ -134,10 +134,10 @@ class Board:
 class Writer:
     """Runs in the forked process, until it is killed."""
 
-    def __init__(self, url: str, seed: int, name: str, pipe: int, board: Board) -> None:
+    def __init__(self, url: str, seed: int, name: str, pipe: int, marks: PhaseMarks) -> None:
         self.url, self.seed, self.name = url, seed, name
         self._pipe = pipe
-        self._marks = board.marks
+        self._marks = marks.bytes
         self._dice = random.Random(f"{seed}/{name}")
         self._slot: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
         self._slots: dict[str, int] = {}
@@ -146,7 +146,7 @@ class Writer:
         self._mark_phases()
 
     def _mark_phases(self) -> None:
-        """Have the engine of this process tell where it stands."""
+        """Have the engine of this process mark the phase that it is in."""
         marks, writer = self._marks, self
         commit, commit_group = SqliteEngine.commit, GroupWriter._commit_group
 
@@ -178,21 +178,21 @@ class Writer:
         SqliteEngine.commit = marking_commit  # type: ignore[assignment, method-assign]
         GroupWriter._commit_group = marking_group  # type: ignore[assignment, method-assign]
 
-    def tell(self, word: str, id: str, told: Any = None) -> None:
-        os.write(self._pipe, json.dumps([word, id, told]).encode() + b"\n")
+    def report(self, word: str, id: str, reply: Any = None) -> None:
+        os.write(self._pipe, json.dumps([word, id, reply]).encode() + b"\n")
 
     def next_operation(self, slot: int) -> Operation:
         operation = Operation.of(self.seed, f"{self.name}.{next(self._count)}")
-        self.tell("ask", operation.id)
+        self.report("request", operation.id)
         self._slot.set(slot)
         self._marks[slot] = 1
         return operation
 
     def done(self, slot: int, operation: Operation, commit: Commit | None) -> None:
         if commit is None:
-            self.tell("refused", operation.id)
+            self.report("refused", operation.id)
         else:
-            self.tell("acknowledged", operation.id, answer(commit))
+            self.report("acknowledged", operation.id, acknowledgement(commit))
         self._marks[slot] = 0
 
     async def by_tasks(self) -> None:
@@ -231,22 +231,22 @@ class Writer:
         work(1)
 
 
-Face = Literal["tasks", "threads"]
+Api = Literal["tasks", "threads"]
 
 
 class Running:
     """A forked writer as its parent sees it."""
 
-    def __init__(self, url: str, seed: int, name: str, face: Face) -> None:
-        self.board = Board()
+    def __init__(self, url: str, seed: int, name: str, api: Api) -> None:
+        self.marks = PhaseMarks()
         self._pipe, writing = os.pipe()
-        self._heard = bytearray()
+        self._received = bytearray()
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
             try:
-                writer = Writer(url, seed, name, writing, self.board)
-                if face == "tasks":
+                writer = Writer(url, seed, name, writing, self.marks)
+                if api == "tasks":
                     asyncio.run(writer.by_tasks())
                 else:
                     writer.by_threads()
@@ -260,26 +260,26 @@ class Running:
     def listen(self) -> None:
         """Take what the pipe holds, so that the writer never waits for us."""
         with contextlib.suppress(BlockingIOError):
-            while heard := os.read(self._pipe, 65_536):
-                self._heard += heard
+            while received := os.read(self._pipe, 65_536):
+                self._received += received
 
     def has_acknowledged(self) -> bool:
-        return b"acknowledged" in self._heard
+        return b"acknowledged" in self._received
 
     def kill(self) -> tuple[str, list[Any]]:
-        """End it now. Returns the phase in which it died, and all it said."""
+        """End it now. Returns the phase in which it died, and all it reported."""
         os.kill(self.pid, signal.SIGKILL)
         _, status = os.waitpid(self.pid, 0)
         if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
             raise SystemExit("a writer ended by itself")
         os.set_blocking(self._pipe, True)
-        while heard := os.read(self._pipe, 65_536):
-            self._heard += heard
+        while received := os.read(self._pipe, 65_536):
+            self._received += received
         os.close(self._pipe)
-        phase = self.board.phase
-        self.board.marks.close()
-        # A line that was cut off was never said.
-        return phase, [json.loads(line) for line in self._heard.split(b"\n")[:-1]]
+        phase = self.marks.phase
+        self.marks.bytes.close()
+        # A line that was cut off was never reported.
+        return phase, [json.loads(line) for line in self._received.split(b"\n")[:-1]]
 
 
 def wait_for_moment(running: list[Running], target: str | None, dice: random.Random) -> None:
@@ -292,7 +292,7 @@ def wait_for_moment(running: list[Running], target: str | None, dice: random.Ran
     while time.monotonic() < moment:
         listen(running)
     give_up = time.monotonic() + LINGER_S
-    while target is not None and victim.board.phase != target and time.monotonic() < give_up:
+    while target is not None and victim.marks.phase != target and time.monotonic() < give_up:
         listen(running)
 
 
@@ -332,11 +332,13 @@ _COUNTED = (
     " sum(length(CAST(key AS BLOB)) + length(CAST(value AS BLOB))), (SELECT count(*) FROM limpet_changes),"
     " (SELECT sum(size_bytes) FROM limpet_changes) FROM limpet_entries WHERE family = 'data'"
 )
-_TOLD = "SELECT revision, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = 'default'"
+_COUNTERS = (
+    "SELECT revision, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = 'default'"
+)
 
 
 class Judge:
-    """Remembers everything that was ever asked, acknowledged and found, and holds the file to it."""
+    """Remembers everything that was ever requested, acknowledged and found, and compares the file with it."""
 
     def __init__(self, path: Path, seed: int) -> None:
         self.path, self.seed = path, seed
@@ -352,18 +354,18 @@ class Judge:
         self._counts: Counter[str] = Counter()
         self._owners: dict[int, str] = {}
 
-    def hear(self, words: Iterable[tuple[str, str, Any]]) -> None:
-        for word, id, told in words:
-            if word == "ask":
+    def take(self, words: Iterable[tuple[str, str, Any]]) -> None:
+        for word, id, reply in words:
+            if word == "request":
                 self.operations[id] = Operation.of(self.seed, id)
             elif word == "refused":
                 self.refused.add(id)
             else:
-                self._acknowledge(id, told)
+                self._acknowledge(id, reply)
 
-    def _acknowledge(self, id: str, told: dict[str, Any]) -> None:
-        self.acknowledged[id] = told
-        for made in told["made"]:
+    def _acknowledge(self, id: str, reply: dict[str, Any]) -> None:
+        self.acknowledged[id] = reply
+        for made in reply["made"]:
             if made is not None:
                 owner = self._owners.setdefault(made[1], id)
                 assert owner == id, f"revision {made[1]} was given to {owner} and to {id}"
@@ -371,7 +373,7 @@ class Judge:
     # The file, read as rows -----------------------------------------------------
 
     def read_rows(self, *, from_start: bool = False) -> None:
-        """Follow the log from where we left it, and compare it with all that is known."""
+        """Read the log from where we left it, and compare it with all that is known."""
         with contextlib.closing(sqlite3.connect(self.path)) as rows:
             assert rows.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             if not rows.execute("SELECT 1 FROM sqlite_master WHERE name = 'limpet_store'").fetchone():
@@ -384,8 +386,8 @@ class Judge:
             self._follow(fresh)
             self._compare_entries(rows)
             self._compare_receipts(rows)
-            told = rows.execute(_TOLD).fetchone()
-            assert told == rows.execute(_COUNTED).fetchone() or (told is None and not self.log)
+            counters = rows.execute(_COUNTERS).fetchone()
+            assert counters == rows.execute(_COUNTED).fetchone() or (counters is None and not self.log)
         self._compare_acknowledgements()
 
     def _follow(self, fresh: list[Row]) -> None:
@@ -418,19 +420,19 @@ class Judge:
         assert len(ids) == 1, f"the commit of revision {last_revision} mixes {ids}"
         id = first.cause if first.op == "delete" else first.operation
         if first.op == "delete":
-            # Only a delete under a request id tells whose it was.
+            # Only a delete under a request id shows whose it was.
             expected = [first.key] if first.key.startswith("single/") else []
         else:
             assert id is not None
             operation = self.operations[id]
             expected = {
-                "put": [f"single/{operation.place}"],
-                "add": [f"counter/{operation.place}"],
-                "group": [f"group/{operation.place}/{part}" for part in ("first", "second", "count")],
+                "put": [f"single/{operation.number}"],
+                "add": [f"counter/{operation.number}"],
+                "group": [f"group/{operation.number}/{part}" for part in ("first", "second", "count")],
                 "delete": [],
                 "doomed": [],
             }[operation.kind]
-        assert [row.key for row in changes] == expected, f"{id} is applied by halves, or was never asked for"
+        assert [row.key for row in changes] == expected, f"{id} is applied by halves, or was never requested"
         if id in self.operations:
             assert id not in self.applied, f"{id} is applied twice"
             self.applied[id] = last_revision
@@ -440,7 +442,7 @@ class Judge:
         logged = {
             key: (row.value, row.version, row.entry_revision, row.created_revision) for key, row in self._state.items()
         }
-        assert found == logged, "the entries are not what the log says"
+        assert found == logged, "the entries differ from the log"
 
     def _compare_receipts(self, rows: sqlite3.Connection) -> None:
         self.receipts = {key for (key,) in rows.execute("SELECT key FROM limpet_entries WHERE family = 'receipt'")}
@@ -451,18 +453,18 @@ class Judge:
             assert self.operations[id].kind == "delete", f"{id} has a receipt and is not applied"
 
     def _compare_acknowledgements(self) -> None:
-        for id, told in self.acknowledged.items():
+        for id, reply in self.acknowledged.items():
             operation = self.operations[id]
-            for made in told["made"]:
+            for made in reply["made"]:
                 if made is not None:
                     key, revision, version = made
                     row = self.log.get(revision)
                     assert row is not None, f"{id} was acknowledged and is lost"
                     assert (row.key, row.version, row.operation) == (key, version, id)
-            if told["ended"][0] is not None:
-                row = self.log.get(told["revision"])
+            if reply["ended"][0] is not None:
+                row = self.log.get(reply["revision"])
                 assert row is not None, f"{id} was acknowledged and is lost"
-                assert (row.op, row.key) == ("delete", told["ended"][0])
+                assert (row.op, row.key) == ("delete", reply["ended"][0])
             if operation.has_request_id:
                 assert id in self.receipts, f"{id} was acknowledged and its receipt is lost"
         for id in self.refused:
@@ -472,7 +474,7 @@ class Judge:
     # The file, opened by a store --------------------------------------------------
 
     async def repeat(self, ids: Iterable[str]) -> None:
-        """Ask again, under the same ids: what was applied is answered, what was not is applied now."""
+        """Retry under the same ids: what was applied is answered, what was not is applied now."""
         async with limpet.open(f"sqlite:///{self.path}", sweep=False) as store:
             for id in ids:
                 operation = self.operations[id]
@@ -484,17 +486,17 @@ class Judge:
                     assert operation.kind == "doomed"
                     self.repeated["refused again"] += 1
                     continue
-                told = answer(commit)
+                reply = acknowledgement(commit)
                 if id in self.acknowledged:
-                    assert told == self.acknowledged[id], f"{id} is answered otherwise than at first"
+                    assert reply == self.acknowledged[id], f"{id} is answered otherwise than at first"
                 if id in self.applied:
                     assert commit.revision == self.applied[id]
                 assert commit.replayed == (earlier is not None)
                 self.repeated["answered" if commit.replayed else "applied now"] += 1
-                self._acknowledge(id, told)
+                self._acknowledge(id, reply)
 
     def under_way(self, round_name: str) -> list[str]:
-        """Operations of this round with a request id, of which nothing more was heard."""
+        """Operations of this round with a request id, without a reply."""
         return [
             id
             for id, operation in self.operations.items()
@@ -508,12 +510,12 @@ class Judge:
 # Rounds -------------------------------------------------------------------------
 
 
-def rounds(kills: int, dice: random.Random) -> Iterator[tuple[list[Face], str | None]]:
+def rounds(kills: int, dice: random.Random) -> Iterator[tuple[list[Api], str | None]]:
     """Who writes, and when to strike. A round with two writers counts as two kills."""
-    faces: list[list[Face]] = [["tasks"], ["threads"], ["tasks", "threads"]]
+    apis: list[list[Api]] = [["tasks"], ["threads"], ["tasks", "threads"]]
     number = done = 0
     while done < kills:
-        writers = faces[number % len(faces)][: kills - done]
+        writers = apis[number % len(apis)][: kills - done]
         yield writers, TARGETS[dice.randrange(len(TARGETS))] if number else None
         number, done = number + 1, done + len(writers)
 
@@ -523,14 +525,14 @@ def run(path: Path, kills: int, seed: int) -> Counter[str]:
     dice = random.Random(seed)
     judge = Judge(path, seed)
     phases: Counter[str] = Counter()
-    for number, (faces, target) in enumerate(rounds(kills, dice)):
-        running = [Running(f"sqlite:///{path}", seed, f"{number}.{index}", face) for index, face in enumerate(faces)]
+    for number, (apis, target) in enumerate(rounds(kills, dice)):
+        running = [Running(f"sqlite:///{path}", seed, f"{number}.{index}", api) for index, api in enumerate(apis)]
         wait_for_moment(running, target, dice)
         known = len(judge.acknowledged)
         for writer in running:
             phase, words = writer.kill()
             phases[phase] += 1
-            judge.hear(words)
+            judge.take(words)
         if not path.exists():
             assert not judge.acknowledged
             continue
@@ -544,10 +546,10 @@ def run(path: Path, kills: int, seed: int) -> Counter[str]:
 
 
 def report(judge: Judge, phases: Counter[str], seed: int) -> None:
-    asked = len(judge.operations)
-    told = len(judge.acknowledged) + len(judge.refused)
-    print(f"seed {seed}: {asked:,} writes asked, {told:,} answered, {len(judge.log):,} changes in the log")
-    print("asked again:", ", ".join(f"{count} {what}" for what, count in sorted(judge.repeated.items())))
+    requested = len(judge.operations)
+    answered = len(judge.acknowledged) + len(judge.refused)
+    print(f"seed {seed}: {requested:,} writes requested, {answered:,} answered, {len(judge.log):,} changes in the log")
+    print("retried:", ", ".join(f"{count} {what}" for what, count in sorted(judge.repeated.items())))
     print(f"{'killed':<30} {'times':>5}")
     for phase in PHASES:
         print(f"{phase:<30} {phases[phase]:>5}")
@@ -570,7 +572,7 @@ def main() -> None:
         # A run that struck elsewhere proves nothing.
         raise SystemExit(f"void: only {critical} of {options.kills} kills fell between BEGIN and acknowledgement")
     if options.folder is None:
-        # What failed stays there to be looked at.
+        # A file that failed stays there to be examined.
         shutil.rmtree(folder)
 
 

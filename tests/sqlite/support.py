@@ -1,6 +1,6 @@
 """Helpers: a spy on the engine's connections, gates to hold a thread at, other processes to talk to.
 
-A spy changes what the engine hears of its database, never the database: beneath it is the real one.
+A spy changes the replies of the database, never the database: beneath it is the real one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Times:
 
 
 class Gate:
-    """Holds whoever comes until it is opened."""
+    """Holds each thread that comes until it is opened."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -106,11 +106,11 @@ class Gate:
 
     def __call__(self, *_: object) -> None:
         self._reached.set()
-        assert self._opened.wait(PATIENCE_S), "nobody opened the gate"
+        assert self._opened.wait(PATIENCE_S), "no thread opened the gate"
 
-    def await_somebody(self) -> None:
-        """Wait until somebody stands here."""
-        assert self._reached.wait(PATIENCE_S), "nobody came to the gate"
+    def await_thread(self) -> None:
+        """Wait until a thread stands here."""
+        assert self._reached.wait(PATIENCE_S), "no thread came to the gate"
 
     def open(self) -> None:
         self._opened.set()
@@ -130,7 +130,7 @@ class Queue(deque[Any]):
 
 
 class VanishingLoop(asyncio.SelectorEventLoop):
-    """A loop whose owner closes it just before somebody else calls into it, who saw it open a moment ago."""
+    """A loop whose owner closes it just before another thread calls into it, which saw it open a moment ago."""
 
     vanishes = False
 
@@ -147,7 +147,7 @@ class VanishingLoop(asyncio.SelectorEventLoop):
     def leave(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Begin some work, stop where it waits, and vanish when next called."""
         task = self.create_task(work)
-        # Nobody will ever wait for it, and that is as it should be here.
+        # No caller will ever wait for it, which is intended here.
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         self.call_soon(self.stop)
         self.run_forever()
@@ -156,7 +156,7 @@ class VanishingLoop(asyncio.SelectorEventLoop):
 
 
 def in_place(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine where no loop runs, as the blocking face does."""
+    """Run a coroutine where no loop runs, as the sync API does."""
     try:
         work.send(None)
     except StopIteration as done:

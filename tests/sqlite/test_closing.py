@@ -1,4 +1,4 @@
-"""Closing, and event loops that come and go: nobody is left waiting, nothing is left behind."""
+"""Closing, and event loops that come and go: no caller is left waiting, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_a_closed_engine_leaves_no_thread_and_no_file(path: Path, url: str
 async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has_thread: bool) -> None:
     """Commits that began are finished; later calls raise Closed.
 
-    Another thread closes the engine between a task's look at it and its place in the queue.
+    Another thread closes the engine after a task has checked that it is open and before it is queued.
     """
     before = limpet_threads()
     if has_thread:
@@ -89,7 +89,7 @@ async def test_a_commit_that_meets_a_close_is_answered(engine: SqliteEngine, has
     assert limpet_threads() <= before
 
 
-async def test_whoever_waits_for_changes_is_told_of_the_close(engine: SqliteEngine) -> None:
+async def test_a_waiter_for_changes_is_notified_of_the_close(engine: SqliteEngine) -> None:
     """Callers that wait for changes are woken and get Closed."""
     waiting = asyncio.create_task(engine.changes("default", 0, wait_s=60.0))
     await asyncio.sleep(0)
@@ -100,11 +100,11 @@ async def test_whoever_waits_for_changes_is_told_of_the_close(engine: SqliteEngi
         await asyncio.wait_for(waiting, 60)
 
 
-def test_a_loop_that_vanished_with_a_waiter_harms_nobody_else(url: str, clock: limpet.ManualClock) -> None:
+def test_a_loop_that_vanished_with_a_waiter_harms_no_other_caller(url: str, clock: limpet.ManualClock) -> None:
     """Threads that write at once lose nothing.
 
-    A task waits for its commit when its loop is closed, at the very moment when it is to be answered. Whoever
-    committed for it has done nothing wrong, and is answered.
+    A task waits for its commit when its loop is closed, at the very moment when it is to be answered. The
+    thread that committed for it has done nothing wrong, and gets its reply.
     """
     engine = asyncio.run(open_sqlite(url, clock))
     engine._writer._flush = lambda loop: None  # type: ignore[method-assign]
@@ -149,7 +149,7 @@ def test_a_loop_that_was_closed_with_its_writes_under_way(url: str, clock: limpe
     async def write_and_leave() -> None:
         task = asyncio.create_task(engine.commit("default", batch(put("key", 1))))
         await asyncio.sleep(0)
-        await asyncio.to_thread(gate.await_somebody)
+        await asyncio.to_thread(gate.await_thread)
         task.cancel()
 
     asyncio.run(write_and_leave())
@@ -194,16 +194,16 @@ def test_two_loops_that_write_for_the_first_time_share_one_writer(
     closing.start()
     closing.join(5)
 
-    assert not closing.is_alive(), "closing waits for a writer that nobody told"
+    assert not closing.is_alive(), "closing waits for a writer that was not notified"
     assert limpet_threads() == before
 
 
-@pytest.mark.parametrize("face", ["async", "sync"])
-async def test_a_store_can_be_opened_and_closed_many_times(url: str, face: str) -> None:
+@pytest.mark.parametrize("api", ["async", "sync"])
+async def test_a_store_can_be_opened_and_closed_many_times(url: str, api: str) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed."""
     before = limpet_threads()
     for number in range(1, 21):
-        if face == "async":
+        if api == "async":
             store = await limpet.open(url)
             assert await store.add("hits") == number
             await store.close()

@@ -70,12 +70,12 @@ async def test_an_io_error_at_commit_leaves_the_outcome_open(engine: SqliteEngin
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("face", ["async", "sync"])
+@pytest.mark.parametrize("api", ["async", "sync"])
 async def test_an_io_error_at_commit_is_settled_by_the_store(
-    url: str, quick: QuickClock, spy: Spy, moment: str, face: str
+    url: str, quick: QuickClock, spy: Spy, moment: str, api: str
 ) -> None:
     """A write whose reply was lost is retried by the store itself and applied once."""
-    if face == "async":
+    if api == "async":
         store: Any = await limpet.open(url, clock=quick, sweep=False)
         add, close = store.add, store.close
     else:
@@ -170,7 +170,7 @@ async def test_an_error_before_commit_is_not_applied_and_tried_again(
 
 
 async def test_a_full_disk_at_commit_is_not_applied(engine: SqliteEngine, spy: Spy) -> None:
-    """A full disk is known not to have taken the commit, so nobody needs to be left in doubt."""
+    """A full disk is known not to have taken the commit, so no caller needs to be left in doubt."""
     spy.before["COMMIT"] = Times(1, lambda: sqlite_error("SQLITE_FULL", "database or disk is full"))
 
     with pytest.raises(Unavailable, match=r"state\.db"):
@@ -192,12 +192,12 @@ async def test_a_transaction_that_failed_does_not_stay_open(engine: SqliteEngine
     await engine.commit("default", batch(put("key", 2)))
 
 
-# Somebody else writes -------------------------------------------------------------
+# Another process writes -------------------------------------------------------------
 
 
 @pytest.fixture
 def blocker(url: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sqlite3.Connection]:
-    """Another connection, which may hold a write transaction for longer than anybody waits."""
+    """Another connection, which may hold a write transaction for longer than any caller waits."""
     monkeypatch.setattr(connections, "BUSY_TIMEOUT_MS", 20)
     with limpet.sync.open(url, sweep=False):
         pass
@@ -223,9 +223,9 @@ async def test_a_writer_that_never_ends_makes_the_file_unavailable(
         assert (await store.put("key", 2)).version == 1
 
 
-@pytest.mark.parametrize("face", ["async", "sync"])
+@pytest.mark.parametrize("api", ["async", "sync"])
 async def test_a_writer_that_ends_in_time_is_waited_for(
-    url: str, blocker: sqlite3.Connection, spy: Spy, face: str
+    url: str, blocker: sqlite3.Connection, spy: Spy, api: str
 ) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
 
@@ -236,7 +236,7 @@ async def test_a_writer_that_ends_in_time_is_waited_for(
             await super().sleep(seconds)
 
     clock = Ending()
-    if face == "async":
+    if api == "async":
         async with limpet.open(url, clock=clock, sweep=False) as store:
             blocker.execute("BEGIN IMMEDIATE")
             entry = await store.put("key", 1)
@@ -307,7 +307,7 @@ async def test_a_schema_of_the_future_is_refused(url: str, path: Path) -> None:
 
 
 async def test_a_store_table_without_its_row_is_corrupt(url: str, path: Path) -> None:
-    """Somebody emptied the table that says what this file is."""
+    """An operator emptied the table that holds the id of the store."""
     async with limpet.open(url):
         pass
     with contextlib.closing(sqlite3.connect(path)) as rows, rows:
@@ -346,7 +346,7 @@ def test_a_file_that_may_not_be_written_is_named(open_folder: Path) -> None:
         store.put("key", 1)
     path.chmod(0o444)
 
-    with Process("opens_as_nobody", f"sqlite:///{path}") as process:
+    with Process("opens_as_another_user", f"sqlite:///{path}") as process:
         name, message = process.hear()
 
     assert name == "PermissionDenied"
@@ -362,7 +362,7 @@ def test_a_folder_that_may_not_be_written_is_named(open_folder: Path) -> None:
     path.chmod(0o666)
     open_folder.chmod(0o555)
 
-    with Process("opens_as_nobody", f"sqlite:///{path}") as process:
+    with Process("opens_as_another_user", f"sqlite:///{path}") as process:
         name, message = process.hear()
 
     assert name == "PermissionDenied"
@@ -444,7 +444,7 @@ async def test_a_value_that_was_damaged_by_hand_is_corrupt(url: str, path: Path,
     ],
 )
 async def test_each_code_has_its_error(engine: SqliteEngine, name: str, expected: type[LimpetError]) -> None:
-    error = sqlite3.OperationalError("as SQLite says it")
+    error = sqlite3.OperationalError("a message of SQLite")
     error.sqlite_errorname = name
 
     assert type(engine._connections.translate(error)) is expected
@@ -465,7 +465,7 @@ async def test_the_words_of_a_trigger_are_not_shown(url: str, path: Path, quick:
 
 
 @pytest.mark.parametrize("verb", ["open", "reopen", "read", "write"])
-def test_a_process_without_descriptors_is_told_to_try_later(url: str, verb: str) -> None:
+def test_a_process_without_descriptors_may_try_later(url: str, verb: str) -> None:
     """That passes. Nothing is damaged, and the same call succeeds afterwards."""
     with limpet.sync.open(url, sweep=False) as store:
         store.put("key", 1)
@@ -479,7 +479,7 @@ def test_a_process_without_descriptors_is_told_to_try_later(url: str, verb: str)
 
 
 def _others(path: Path, mode: str) -> None:
-    """Somebody else's database."""
+    """The database of another program."""
     with contextlib.closing(sqlite3.connect(path)) as rows, rows:
         rows.execute(f"PRAGMA journal_mode = {mode}")
         rows.execute("CREATE TABLE players (name TEXT)")
@@ -524,7 +524,7 @@ async def test_a_file_of_others_that_is_in_wal_mode_is_shared(url: str, path: Pa
 async def test_a_full_disk_is_unavailable_and_passes(url: str, quick: QuickClock, spy: Spy) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times.
 
-    SQLite itself is told that the file may not grow, and answers as it does on a full disk.
+    SQLite itself is configured so that the file may not grow, and fails as it does on a full disk.
     """
     engine = await open_sqlite(url, quick)
     await engine.commit("default", batch(put("small", 1)))
@@ -580,7 +580,7 @@ def test_an_interrupt_of_one_thread_is_not_an_answer_to_others(
 ) -> None:
     """Threads that write at once lose nothing.
 
-    This thread commits for another one as well when Ctrl-C hits it. The other is told the truth: its write is
+    This thread commits for another one as well when Ctrl-C hits it. The other gets the true outcome: its write is
     applied, once.
     """
     gate = Gate()
@@ -588,10 +588,10 @@ def test_an_interrupt_of_one_thread_is_not_an_answer_to_others(
         engine: Any = store._twin._session.engine
         # The other waits between queueing and going on, until all of this is over.
         engine._writer.queue = Queue(after=lambda: gate() if threading.current_thread() is other else None)
-        told: list[int] = []
-        other = threading.Thread(target=lambda: told.append(store.add("hits", 10)))
+        added: list[int] = []
+        other = threading.Thread(target=lambda: added.append(store.add("hits", 10)))
         other.start()
-        gate.await_somebody()
+        gate.await_thread()
         getattr(spy, moment)[statement] = Times(1, KeyboardInterrupt)
 
         with pytest.raises(KeyboardInterrupt):
@@ -599,7 +599,7 @@ def test_an_interrupt_of_one_thread_is_not_an_answer_to_others(
 
         gate.open()
         other.join(PATIENCE_S)
-        assert told == [10]
+        assert added == [10]
         committed = (moment, statement) == ("after", "COMMIT")
         assert store.get("hits") == (11 if committed else 10)
         assert store.add("hits", 100) == (111 if committed else 110)

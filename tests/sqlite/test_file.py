@@ -1,4 +1,4 @@
-"""The file: readable by plain SQL, private to its owner, asked by index, and true to its own time."""
+"""The file: readable by plain SQL, private to its owner, searched by index, and true to its own time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Ask = Callable[..., list[Any]]
 
 @pytest.fixture
 def ask(path: Path) -> Ask:
-    """Plain SQL on the file, beside whoever has it open."""
+    """Plain SQL on the file, beside the processes that have it open."""
 
     def run(sql: str, *parameters: object) -> list[Any]:
         with contextlib.closing(sqlite3.connect(path)) as rows, rows:
@@ -80,7 +80,7 @@ def test_values_are_readable_by_plain_sql(url: str, ask: Ask) -> None:
 
 
 def test_the_log_is_readable_by_plain_sql(url: str, ask: Ask) -> None:
-    """The log says what happened, to which key, when, and who asked for it."""
+    """The log shows what happened, to which key, when, and by which request."""
     with limpet.sync.open(url, sweep=False, clock=limpet.ManualClock(1_700_000_000)) as store:
         store.put("a", 1, request_id="first")
         store.record("r").set(x=1)
@@ -480,10 +480,8 @@ async def test_trimming_is_seen_in_the_file(engine: SqliteEngine, clock: limpet.
     assert ask("SELECT value, version FROM limpet_entries") == [("9", 10)]
 
 
-async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
-    engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask
-) -> None:
-    """Nobody counts it, lists it or ends it meanwhile."""
+async def test_a_superseded_mark_goes_after_an_hour(engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask) -> None:
+    """Meanwhile it is not counted, listed or expired."""
     superseded = "SELECT key FROM limpet_entries WHERE family = 'superseded'"
     outcome = await engine.commit("default", batch(put("a", 1), request_id="mine", retry_since=0))
 
@@ -508,7 +506,7 @@ async def test_word_that_a_request_was_asked_for_again_goes_after_an_hour(
     ],
 )
 async def test_a_file_in_which_a_name_is_taken_is_refused_for_good(tmp_path: Path, sql: str) -> None:
-    """Trying again would not help, so nobody is told that it would."""
+    """Trying again would not help, so the error does not suggest it."""
     with contextlib.closing(sqlite3.connect(tmp_path / "app.db")) as others:
         others.execute("PRAGMA journal_mode = WAL")
         others.executescript(sql)

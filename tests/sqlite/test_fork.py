@@ -1,4 +1,4 @@
-"""Forks: the child gets what was acknowledged, goes on by itself, and harms nobody.
+"""Forks: the child gets what was acknowledged, goes on by itself, and harms no other process.
 
 Each scene runs in a process of its own, because pytest's has threads and descriptors of other people.
 """
@@ -19,7 +19,7 @@ def test_a_fork_while_threads_write_loses_nothing(url: str) -> None:
 
     Four threads add, each to a counter of its own, while the process forks ten times; each child writes keys of
     its own and leaves by `os._exit`. A thread is nearly always inside a transaction, so the child must not
-    inherit the belief that somebody holds the writer's lock.
+    inherit the belief that a thread holds the writer's lock.
     """
     with Process("forks_among_threads", url, 10) as process:
         written, problems = process.hear()
@@ -57,10 +57,10 @@ def test_a_parent_that_closes_at_once_leaves_its_child_safe(url: str) -> None:
         assert [store.get(key) for key in ("parent", "child/before", "child/after")] == [2, 1, 2]
 
 
-def test_a_fork_while_threads_open_connections_harms_nobody(url: str) -> None:
+def test_a_fork_while_threads_open_connections_is_harmless(url: str) -> None:
     """A child after a fork goes on with its own connections.
 
-    SQLite has locks of its own, which a thread may hold while it opens a connection. In the child nobody would
+    SQLite has locks of its own, which a thread may hold while it opens a connection. In the child no thread would
     ever let go of them.
     """
     with Process("forks_among_openers", url, 40) as process:

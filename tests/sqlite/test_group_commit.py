@@ -1,4 +1,4 @@
-"""Commits share transactions. Nobody may notice, except by the time it takes."""
+"""Commits share transactions. No caller may notice, except by the time it takes."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Model:
         self.revision = 0
         self.entries: dict[tuple[Family, str], Entry] = {}
 
-    def ask(self, asked: Batch, now_ms: int) -> Plan | Refusal:
-        return plan(asked, lambda family, key: self.entries.get((family, key)), now_ms=now_ms, revision=self.revision)
+    def plan(self, batch: Batch, now_ms: int) -> Plan | Refusal:
+        return plan(batch, lambda family, key: self.entries.get((family, key)), now_ms=now_ms, revision=self.revision)
 
     def apply(self, done: Plan) -> None:
         for change in done.changes:
@@ -96,25 +96,25 @@ async def test_a_group_is_what_plan_makes_of_it_in_some_order(
     engine: SqliteEngine, clock: limpet.ManualClock, spy: Spy, seed: int
 ) -> None:
     """Concurrent batches leave a state that some order of them would leave."""
-    asked = some_batches(64, seed)
+    requests = some_batches(64, seed)
 
-    outcomes = await asyncio.gather(*(engine.commit("default", one) for one in asked))
+    outcomes = await asyncio.gather(*(engine.commit("default", one) for one in requests))
 
     assert spy.count("BEGIN IMMEDIATE") < 16, "they were not grouped"
     model, now_ms = Model(), clock.now_ms()
-    applied = [(one, outcome) for one, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, Commit)]
-    refused = [(one, outcome) for one, outcome in zip(asked, outcomes, strict=True) if isinstance(outcome, Refusal)]
+    applied = [(one, outcome) for one, outcome in zip(requests, outcomes, strict=True) if isinstance(outcome, Commit)]
+    refused = [(one, outcome) for one, outcome in zip(requests, outcomes, strict=True) if isinstance(outcome, Refusal)]
     assert len(applied) >= 16
     assert len(refused) >= 4
     # A refusal has no revision, so it must fit somewhere in the order.
     unexplained = {one.request_id for one, _ in refused}
     for one, outcome in sorted(applied, key=lambda pair: pair[1].revision):
-        unexplained -= {no.request_id for no, refusal in refused if model.ask(no, now_ms) == refusal}
-        planned = model.ask(one, now_ms)
+        unexplained -= {no.request_id for no, refusal in refused if model.plan(no, now_ms) == refusal}
+        planned = model.plan(one, now_ms)
         assert isinstance(planned, Plan)
         assert planned.commit == outcome
         model.apply(planned)
-    unexplained -= {no.request_id for no, refusal in refused if model.ask(no, now_ms) == refusal}
+    unexplained -= {no.request_id for no, refusal in refused if model.plan(no, now_ms) == refusal}
     assert unexplained == set()
     assert await engine.read("default", KEYS) == [model.entries.get(("data", key)) for key in KEYS]
     status = await engine.status("default")
@@ -124,7 +124,7 @@ async def test_a_group_is_what_plan_makes_of_it_in_some_order(
 
 
 async def test_writes_of_one_turn_share_a_transaction(engine: SqliteEngine, spy: Spy) -> None:
-    """All that was asked in one turn of the loop is committed at once, up to the size of a group."""
+    """All that was requested in one turn of the loop is committed at once, up to the size of a group."""
 
     await asyncio.gather(*(engine.commit("default", batch(put(f"key/{n}", n))) for n in range(GROUP_MAX)))
     assert (spy.count("BEGIN IMMEDIATE"), spy.count("COMMIT")) == (1, 1)
@@ -203,9 +203,9 @@ async def test_members_of_several_namespaces_count_apart(engine: SqliteEngine, s
 
 async def test_a_repeated_request_within_a_group_is_answered_once(engine: SqliteEngine, spy: Spy) -> None:
     """A write with a request id can be repeated: it returns the first result and applies nothing."""
-    asked = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
+    repeated = batch(Add("hits", 1), digest=b"digest", receipt_ms=600_000)
 
-    outcomes = await asyncio.gather(*(engine.commit("default", asked) for _ in range(5)))
+    outcomes = await asyncio.gather(*(engine.commit("default", repeated) for _ in range(5)))
 
     assert spy.count("BEGIN IMMEDIATE") == 1
     assert [isinstance(one, Commit) and one.replayed for one in outcomes] == [False, True, True, True, True]
@@ -223,7 +223,7 @@ async def test_cancelled_before_its_group_starts_is_not_applied(engine: SqliteEn
     # While the first group is held, three more wait for the second.
     running = asyncio.create_task(engine.commit("default", batch(put("running", 1))))
     await asyncio.sleep(0)
-    await asyncio.to_thread(gate.await_somebody)
+    await asyncio.to_thread(gate.await_thread)
     waiting = [asyncio.create_task(engine.commit("default", batch(put(key, 1), put("all", 1)))) for key in KEYS]
     await asyncio.sleep(0)
 
@@ -245,7 +245,7 @@ async def test_cancelled_after_its_group_started_is_finished(engine: SqliteEngin
     spy.before[statement] = gate
     tasks = [asyncio.create_task(engine.commit("default", batch(put(key, 1), Add("count", 1)))) for key in KEYS]
     await asyncio.sleep(0)
-    await asyncio.to_thread(gate.await_somebody)
+    await asyncio.to_thread(gate.await_thread)
 
     tasks[1].cancel()
     await asyncio.gather(tasks[1], return_exceptions=True)
@@ -287,12 +287,12 @@ async def test_all_callers_of_a_group_may_be_cancelled(engine: SqliteEngine) -> 
 async def test_a_member_that_cannot_be_decided_fails_alone(
     engine: SqliteEngine, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug in the rules would be its caller's trouble, and nobody else's."""
+    """A bug in the rules would fail its caller, and no other."""
 
-    def sometimes(asked: Batch, *args: Any, **more: Any) -> Plan | Refusal:
-        if asked.request_id == "bad":
+    def sometimes(batch: Batch, *args: Any, **more: Any) -> Plan | Refusal:
+        if batch.request_id == "bad":
             raise ZeroDivisionError
-        return plan(asked, *args, **more)
+        return plan(batch, *args, **more)
 
     monkeypatch.setattr(group, "plan", sometimes)
 
@@ -351,11 +351,11 @@ def test_a_thread_is_not_answered_before_the_commit_is_durable(url: str, clock: 
     early = threading.Thread(target=commit, args=("early",))
     engine._writer.queue = Queue(after=lambda: queued() if threading.current_thread() is early else None)
     early.start()
-    queued.await_somebody()
+    queued.await_thread()
     spy.before["COMMIT"] = committing
     leader = threading.Thread(target=commit, args=("leader",))
     leader.start()
-    committing.await_somebody()
+    committing.await_thread()
 
     queued.open()
     early.join(0.2)
@@ -374,7 +374,7 @@ async def test_a_task_is_not_answered_before_the_commit_is_durable(engine: Sqlit
     spy.before["COMMIT"] = gate
     task = asyncio.create_task(engine.commit("default", batch(put("key", 1))))
     await asyncio.sleep(0)
-    await asyncio.to_thread(gate.await_somebody)
+    await asyncio.to_thread(gate.await_thread)
 
     for _ in range(20):
         await asyncio.sleep(0)

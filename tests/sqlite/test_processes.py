@@ -1,4 +1,4 @@
-"""Several processes on one file: nothing lost, nothing twice, one winner, and everybody sees it."""
+"""Several processes on one file: nothing lost, nothing twice, one winner, and all see it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_processes_that_add_at_once_lose_nothing(url: str, processes: int) -> No
 def test_a_watch_in_another_process_sees_everything_in_order(url: str, writers: int) -> None:
     """Writes through one store wake the watchers of another.
 
-    Two watchers in two processes, and up to three processes that write: each watch tells every change once, in
+    Two watchers in two processes, and up to three processes that write: each watch delivers every change once, in
     the order of revisions, exactly as they were acknowledged to the writers.
     """
     count = 60
@@ -55,11 +55,11 @@ def test_a_watch_in_another_process_sees_everything_in_order(url: str, writers: 
 
         together(processes)
         acknowledged = [change for process in processes for change in process.hear()]
-        told = [watcher.hear() for watcher in watchers]
+        watched = [watcher.hear() for watcher in watchers]
 
     revisions = [revision for revision, _, _ in acknowledged]
     assert len(set(revisions)) == len(revisions) == total
-    assert told == [sorted(acknowledged), sorted(acknowledged)]
+    assert watched == [sorted(acknowledged), sorted(acknowledged)]
 
 
 async def test_a_watch_is_woken_by_another_process(url: str) -> None:
@@ -148,7 +148,7 @@ def test_a_lock_of_another_process_is_respected(url: str) -> None:
     with limpet.sync.open(url) as store, Process("holds", url, 60) as holder:
         token = holder.hear()
 
-        with Process("asks", url) as other:
+        with Process("tries_to_lock", url) as other:
             held_by, held_token = other.hear()
 
         assert held_by.endswith(f":{holder.pid}")
@@ -246,7 +246,7 @@ def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
             assert visitor.hear() == [1]
 
 
-def test_closing_a_store_under_its_readers_harms_nobody(url: str) -> None:
+def test_closing_a_store_under_its_readers_harms_none_of_them(url: str) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed.
 
     Threads are in the middle of reading, or of opening a connection, when the store is closed beneath them.

@@ -1,7 +1,7 @@
-"""What other processes do in these tests: ``python -m tests.sqlite.workers NAME ARGUMENTS``.
+"""The work of other processes in these tests: ``python -m tests.sqlite.workers NAME ARGUMENTS``.
 
-A worker talks in lines of JSON. It says "ready" when it has opened what it needs, and begins at the moment
-that it is told, which is the same for all who are told together.
+A worker writes and reads lines of JSON. It writes "ready" when it has opened what it needs, and begins at the moment
+that it is sent, which is the same for all that begin together.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def adds(url: str, count: str) -> None:
 
 @worker
 def writes(url: str, name: str, count: str) -> None:
-    """Puts, batches and deletes. Tells the revision and key of each change that was acknowledged."""
+    """Puts, batches and deletes. Reports the revision and key of each acknowledged change."""
     with limpet.sync.open(url) as store:
         say("ready")
         await_moment()
@@ -81,7 +81,7 @@ def writes(url: str, name: str, count: str) -> None:
 
 @worker
 def watches(url: str, count: str) -> None:
-    """Tells what a watch delivers."""
+    """Reports what a watch delivers."""
 
     async def watch() -> list[list[Any]]:
         async with limpet.open(url) as store, store.watch() as events:
@@ -123,7 +123,7 @@ def opens(folder: str, rounds: str) -> None:
 
 @worker
 def locks(url: str, count: str) -> None:
-    """Adds to a number by reading and writing, which only a lock makes safe. Tells its tokens."""
+    """Adds to a number by reading and writing, which only a lock makes safe. Reports its tokens."""
     with limpet.sync.open(url) as store:
         say("ready")
         await_moment()
@@ -145,7 +145,7 @@ def holds(url: str, ttl: str) -> None:
 
 
 @worker
-def asks(url: str) -> None:
+def tries_to_lock(url: str) -> None:
     """Tries to take the lock that another process holds."""
     with limpet.sync.open(url) as store:
         try:
@@ -227,7 +227,7 @@ class Impatient(limpet.SystemClock):
 
 
 @worker
-def opens_as_nobody(url: str) -> None:
+def opens_as_another_user(url: str) -> None:
     """Opens a file with the rights of another user, where we are root and no right is refused."""
     connections.BUSY_TIMEOUT_MS = 50  # type: ignore[misc]
     if os.geteuid() == 0:
@@ -242,7 +242,7 @@ def opens_as_nobody(url: str) -> None:
 
 @worker
 def runs_out_of_descriptors(url: str, verb: str) -> None:
-    """Does something while no further file can be opened, says what that raised, and does it again."""
+    """Does something while no further file can be opened, reports what that raised, and does it again."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def open_and_read() -> Any:
@@ -264,7 +264,7 @@ def runs_out_of_descriptors(url: str, verb: str) -> None:
 
         work: Callable[[], Any] = {
             "open": open_and_read,
-            "reopen": lambda: asyncio.run(_opened(url)),
+            "reopen": lambda: asyncio.run(_open_and_read(url)),
             "read": lambda: in_thread(lambda: store.get("key")),
             "write": write,
         }[verb]
@@ -274,23 +274,23 @@ def runs_out_of_descriptors(url: str, verb: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
         try:
             if loop is not None:
-                loop.run_until_complete(_opened(url))
+                loop.run_until_complete(_open_and_read(url))
             else:
                 work()
-            said = ["nothing", False]
+            raised = ["nothing", False]
         except LimpetError as error:
-            said = [type(error).__name__, error.retryable]
+            raised = [type(error).__name__, error.retryable]
         except Exception as error:
-            said = [type(error).__name__, False]
+            raised = [type(error).__name__, False]
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             if loop is not None:
                 loop.close()
-        say(said)
+        say(raised)
         say(work())
 
 
-async def _opened(url: str) -> Any:
+async def _open_and_read(url: str) -> Any:
     async with limpet.open(url, sweep=False) as store:
         return await store.get("key")
 
@@ -304,20 +304,20 @@ def in_child(work: Callable[[], Any]) -> Callable[[], Any]:
     pid = os.fork()
     if pid == 0:
         try:
-            told = [work(), None]
+            reply = [work(), None]
         except BaseException as error:
-            told = [None, repr(error)]
-        os.write(writing, json.dumps(told).encode())
+            reply = [None, repr(error)]
+        os.write(writing, json.dumps(reply).encode())
         os._exit(0)
     os.close(writing)
 
     def outcome() -> Any:
         with os.fdopen(reading, "rb") as pipe:
-            told = pipe.read()
+            reply = pipe.read()
         _, status = os.waitpid(pid, 0)
-        if not told:
-            raise AssertionError(f"the child ended without a word, status {os.waitstatus_to_exitcode(status)}")
-        result, error = json.loads(told)
+        if not reply:
+            raise AssertionError(f"the child ended without a reply, status {os.waitstatus_to_exitcode(status)}")
+        result, error = json.loads(reply)
         if error is not None:
             raise AssertionError(f"the child failed: {error}")
         return result
@@ -327,7 +327,7 @@ def in_child(work: Callable[[], Any]) -> Callable[[], Any]:
 
 @worker
 def forks_among_threads(url: str, forks: str) -> None:
-    """Forks while threads write. Parent and children each tell what was acknowledged to them."""
+    """Forks while threads write. Parent and children each report what was acknowledged to them."""
     connections.BUSY_TIMEOUT_MS = 1_000  # type: ignore[misc]
     with limpet.sync.open(url) as store:
         stop = threading.Event()
@@ -486,12 +486,11 @@ def forks_at_a_bad_moment(url: str, what: str) -> None:
     within.wait()
 
     def work() -> Any:
-        engine.__dict__.pop("_begin", None)
         signal.alarm(5)
         store.put("child", 1)
         return store.get("child")
 
-    # A fork may wait for the transaction to end, so somebody else must end it.
+    # A fork may wait for the transaction to end, so another thread must end it.
     outcome = in_child(work)
     go_on.set()
     thread.join()
@@ -501,7 +500,7 @@ def forks_at_a_bad_moment(url: str, what: str) -> None:
 
 @worker
 def forks_after_the_clock_was_set_back(url: str) -> None:
-    """Tells what time it is in the child of a process that knows it to be late."""
+    """Reports the time in the child of a process that has seen a later time than its clock's."""
     with limpet.sync.open(url, sweep=False, clock=limpet.ManualClock(2_000)) as store:
         store.put("key", 1)
     with limpet.sync.open(url, sweep=False, clock=limpet.ManualClock(1_000)) as store:
@@ -528,14 +527,14 @@ def forks_a_memory(_: str) -> None:
         here = [store.get("left"), store.get("right")]
         return [*here, store.add("left", 1_000_000), [entry.key for entry in store.scan()]]
 
-    told = []
+    replies = []
     for _number in range(20):
         time.sleep(0.002)
-        told.append(in_child(work)())
+        replies.append(in_child(work)())
     stop.set()
     for thread in threads:
         thread.join()
-    say([told, store.get("left"), store.get("right")])
+    say([replies, store.get("left"), store.get("right")])
     store.close()
 
 

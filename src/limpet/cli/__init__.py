@@ -1,7 +1,7 @@
-"""The command line: parses, calls one verb of the blocking face, prints.
+"""The command line: parses arguments, calls one verb of the sync API, prints the result.
 
-A command prints its answer on standard output and everything else on standard error. What went
-wrong is told by the exit code as well, so that scripts need not read messages.
+A command prints its result on standard output and everything else on standard error. The exit code shows the kind of
+an error, so that scripts need not read messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from limpet.cli.backup import backup_command, epoch_command, restore_command
 from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.deadletters import deadletters
-from limpet.cli.failure import Missing, shown
+from limpet.cli.failure import Missing, quote_name
 from limpet.cli.grant import grant_command
 from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
@@ -55,7 +55,7 @@ To start:
   limpet ls
 
 \b
-At night:
+To find out:
   limpet stat           who holds which lock?
   limpet history KEY    what changed this key?
   limpet doctor         is the store healthy?
@@ -75,7 +75,7 @@ Exit codes:
     "--url",
     envvar="LIMPET_URL",
     metavar="URL",
-    help=f"The store: sqlite:///relative.db or sqlite:////absolute/path.db. [env: LIMPET_URL; default: {URL_DEFAULT}]",
+    help=f"The URL of the store: sqlite:///state.db, postgresql://… [env: LIMPET_URL; default: {URL_DEFAULT}]",
 )
 @click.option(
     "-n",
@@ -83,7 +83,7 @@ Exit codes:
     envvar="LIMPET_NAMESPACE",
     default="default",
     metavar="NAME",
-    help="The keyspace in it. [env: LIMPET_NAMESPACE; default: default]",
+    help="The namespace in the store. [env: LIMPET_NAMESPACE; default: default]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
 @click.version_option(limpet.__version__, prog_name="limpet")
@@ -136,8 +136,8 @@ def get(setup: Setup, key: str, raw: bool) -> None:
 @click.argument("key", shell_complete=complete_key)
 @click.argument("value")
 @click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long: 250ms, 30s, 5m, 1h30m, 7d.")
-@click.option("--keep-ttl", is_flag=True, help="Expire when the present value would have. [default: never expire]")
-@click.option("--if-absent", is_flag=True, help="Only if there is no such key.")
+@click.option("--keep-ttl", is_flag=True, help="Expire when the present value would. [default: never expire]")
+@click.option("--if-absent", is_flag=True, help="Only if the key does not exist.")
 @condition_options
 @click.option("--text", "form", flag_value="text", help="Store a string, whatever VALUE looks like.")
 @click.option("--bytes", "form", flag_value="bytes", help="Store raw bytes.")
@@ -200,10 +200,10 @@ def delete(
 @click.option("-l", "--long", is_flag=True, help="Print version, revision, size in bytes, time to live, and key.")
 @click.option("--values", is_flag=True, help="Print the value beside the key; with --json, in the document.")
 @click.option(
-    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field fits: = != < <= > >=. May be repeated."
+    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
 )
-@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most so many.")
-@click.option("--after", metavar="KEY", help="Only what follows this key.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most this many.")
+@click.option("--after", metavar="KEY", help="Only the keys after this one.")
 @pass_setup
 def ls(
     setup: Setup,
@@ -216,21 +216,21 @@ def ls(
 ) -> None:
     """List keys in order: all, or those that start with PREFIX.
 
-    --where looks at the fields of records and the members of JSON objects. Characters that would break a line are
-    escaped, as in JSON.
+    --where compares fields of records and members of JSON objects. Characters that would break a line are escaped, as
+    in JSON.
     """
     if long and values:
         raise click.UsageError("give one of --long and --values")
-    fits, is_empty = filter_of(where), True
+    wanted, is_empty = filter_of(where), True
     with setup.open() as store:
-        if not (long or values or fits or setup.as_json):
-            # Keys alone: nobody needs the values read.
+        if not (long or values or wanted or setup.as_json):
+            # Only keys are printed, so no values are read.
             for key in _keys(store, prefix, limit, after):
                 is_empty = False
                 output.show_line(output.visible(key))
         else:
             now_ms = store.status().now_ms
-            for entry in store.scan(prefix, where=fits, limit=limit, after=after):
+            for entry in store.scan(prefix, where=wanted, limit=limit, after=after):
                 if is_empty and long and not setup.as_json:
                     output.show_heading(output.ENTRY_COLUMNS)
                 is_empty = False
@@ -260,7 +260,7 @@ def ls(
 def incr(setup: Setup, key: str, by: int, ttl: float | None, fenced: bool, request_id: str | None) -> None:
     """Add BY, or 1, to the counter KEY, and print it.
 
-    A counter that is not there counts from zero.
+    A counter that does not exist starts at zero.
     """
     fence = _fence(fenced)
     with setup.open(make=True) as store:
@@ -300,7 +300,7 @@ def field_get(setup: Setup, key: str, name: str | None, raw: bool) -> None:
     fields = entry.value
     if name is not None and name not in fields:
         raise Missing(
-            f"record {shown(key)} has no field {shown(name)}, in {setup.place}",
+            f"record {quote_name(key)} has no field {quote_name(name)}, in {setup.place}",
             "'limpet field get KEY' shows the fields it has.",
             key=key,
         )
@@ -322,7 +322,7 @@ def field_get(setup: Setup, key: str, name: str | None, raw: bool) -> None:
 @click.argument("key", shell_complete=complete_key)
 @click.argument("assignments", nargs=-1, metavar="[NAME=VALUE]...")
 @click.option("--unset", multiple=True, metavar="NAME", help="Clear this field. May be repeated.")
-@click.option("--if-exists", is_flag=True, help="Only if there is such a record.")
+@click.option("--if-exists", is_flag=True, help="Only if the record exists.")
 @write_options
 @pass_setup
 def field_set(
@@ -336,7 +336,7 @@ def field_set(
 ) -> None:
     """Set fields of the record KEY, leaving the others as they are.
 
-    The record is made if there is none. A VALUE is written as for put.
+    The record is made if it does not exist. A VALUE is written as for put.
     """
     if not assignments and not unset:
         raise click.UsageError("give at least one NAME=VALUE or --unset NAME")
@@ -374,7 +374,7 @@ def field_swap(
 ) -> None:
     """Set field NAME of the record KEY to NEW if it is EXPECTED.
 
-    Of all who try at once, one wins. The others exit with 4, and have changed nothing.
+    Of several processes that try at once, one wins. The others exit with 4, and have changed nothing.
     """
     before, after, together, fence = literal_of(expected), value_of(new), fields_of(also), _fence(fenced)
     with setup.open() as store:
@@ -407,17 +407,17 @@ def field_swap(
     )
 )
 @click.argument("pattern", default="*", shell_complete=complete_key)
-@click.option("--initial", is_flag=True, help="Print what there is first, then a line 'synced', then changes.")
+@click.option("--initial", is_flag=True, help="Print the present entries first, then a line 'synced', then changes.")
 @click.option(
-    "--after", type=position, metavar="POSITION", help="Go on after the position of an event, or after a revision."
+    "--after", type=position, metavar="POSITION", help="Continue after the position of an event, or after a revision."
 )
-@click.option("--count", type=click.IntRange(1), metavar="N", help="End after so many lines.")
+@click.option("--count", type=click.IntRange(1), metavar="N", help="End after this many lines.")
 @pass_setup
 def watch(setup: Setup, pattern: str, initial: bool, after: str | int | None, count: int | None) -> None:
     """Print changes as they happen.
 
-    PATTERN is * for all keys, 'config/*' for those that start so (in quotes, or the shell may take the *), and
-    otherwise one key. Each line has revision, time, operation, version, key and value. It goes on until Ctrl-C.
+    PATTERN is * for all keys, 'config/*' for those with a prefix (in quotes, or the shell may expand the *), and
+    otherwise one key. Each line has revision, time, operation, version, key and value. Ctrl-C ends it.
     """
     if initial and after is not None:
         raise click.UsageError("give one of --initial and --after")
@@ -449,8 +449,8 @@ def history(setup: Setup, key: str) -> None:
     if number == 0:
         since = f", which begins after revision {floor}" if floor else ""
         raise Missing(
-            f"no change of {shown(key)} is in the log of {setup.place}{since}",
-            "'limpet get KEY' tells whether there is such a key.",
+            f"no change of {quote_name(key)} is in the log of {setup.place}{since}",
+            "'limpet get KEY' shows whether the key exists.",
             key=key,
         )
 
@@ -469,24 +469,29 @@ def history(setup: Setup, key: str) -> None:
 @click.argument("name")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
 @click.option(
-    "--ttl", type=duration, default="30s", show_default=True, metavar="DURATION", help="How long it stays unrenewed."
+    "--ttl",
+    type=duration,
+    default="30s",
+    show_default=True,
+    metavar="DURATION",
+    help="How long it lasts without renewal.",
 )
 @click.option("--wait", type=duration, default="0s", show_default=True, metavar="DURATION", help="How long to wait.")
-@click.option("--holder", metavar="WHO", help="Who is shown as the holder. [default: the host and the process]")
+@click.option("--holder", metavar="WHO", help="The name of the holder to show. [default: the host and the process]")
 @pass_setup
 def lock(setup: Setup, name: str, command: tuple[str, ...], ttl: float, wait: float, holder: str | None) -> None:
     """Run COMMAND while holding the lock NAME, and exit as it did.
 
-    Exits with 5 if somebody else holds the lock, and also if it was lost: then COMMAND is ended. While it runs, the
-    lock is renewed, and signals are passed on to COMMAND.
+    Exits with 5 if another process holds the lock, and also if the lock was lost: then COMMAND is ended. While it runs,
+    the lock is renewed, and signals are forwarded to COMMAND.
 
-    COMMAND finds LIMPET_LOCK and LIMPET_FENCING_TOKEN in its environment, and LIMPET_URL and LIMPET_NAMESPACE for
-    the store. Writes of limpet in it that say --fenced are refused once the lock is lost.
+    The environment of COMMAND holds LIMPET_LOCK and LIMPET_FENCING_TOKEN, and LIMPET_URL and LIMPET_NAMESPACE for the
+    store. A 'limpet put --fenced' in COMMAND is refused once the lock is lost.
     """
-    from limpet.cli.running import NOT_FOUND, NOT_RUN, Courier, run_while_held
+    from limpet.cli.running import NOT_FOUND, NOT_RUN, SignalForwarder, run_while_held
 
     with (
-        Courier() as courier,
+        SignalForwarder() as signals,
         setup.open(make=True, sweep=True) as store,
         store.lock(name, ttl=ttl, wait=wait, holder=holder) as held,
     ):
@@ -498,14 +503,14 @@ def lock(setup: Setup, name: str, command: tuple[str, ...], ttl: float, wait: fl
             "LIMPET_FENCING_TOKEN": str(held.token),
         }
         try:
-            code = run_while_held(courier, command, environment, held)
+            code = run_while_held(signals, command, environment, held)
         except OSError as error:
-            output.say(f"limpet: cannot run {shown(command[0])}: {error.strerror}")
+            output.show_stderr(f"limpet: cannot run {quote_name(command[0])}: {error.strerror}")
             code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_RUN
     sys.exit(code)
 
 
-# Care -------------------------------------------------------------------------
+# Maintenance -------------------------------------------------------------------------
 
 
 @main.command(epilog=examples("limpet stat", "limpet stat --json | jq '.locks[]'"))
@@ -541,11 +546,11 @@ def stat(setup: Setup) -> None:
 @main.command(epilog=examples("limpet doctor", "limpet doctor --json | jq -r 'select(.level != \"ok\")'"))
 @pass_setup
 def doctor(setup: Setup) -> None:
-    """Check that the store is healthy, and say what is not.
+    """Check that the store is healthy, and show what is not.
 
-    Each line has a level, the name of the check and what it found: ok, warn for what wants an eye, bad for what wants
-    a hand. The exit code is 6 if something is bad. A store that is not there is not made, and a file that is not
-    Limpet's is not touched.
+    Each line has a level, the name of the check and what it found. The level is ok, warn (needs attention) or bad
+    (needs action). The exit code is 6 if something is bad. A store that does not exist is not made, and a file of
+    another program is not changed.
     """
     from limpet.cli.health import examine
 
@@ -567,16 +572,16 @@ def doctor(setup: Setup) -> None:
     epilog=examples("limpet index", "limpet index updated_at", "limpet -n gbe index updated_at --drop"),
 )
 @click.argument("field", required=False)
-@click.option("--drop", is_flag=True, help="Keep the index no more.")
+@click.option("--drop", is_flag=True, help="Drop the index of the field.")
 @pass_setup
 def index(setup: Setup, field: str | None, drop: bool) -> None:
     """Keep an index of a field, or list the fields that have one.
 
-    A scan that filters by such a field reads what it finds instead of everything. Answers stay the same; each write
-    costs a little more. Making one reads the whole namespace once.
+    A scan that filters by such a field reads only the entries that match. Results stay the same; each write costs a
+    little more. Making an index reads the whole namespace once.
     """
     if drop and field is None:
-        raise click.UsageError("say which index to drop: limpet index FIELD --drop")
+        raise click.UsageError("name the index to drop: limpet index FIELD --drop")
     with setup.open() as store:
         if field is None:
             fields = store.indexes()
@@ -586,11 +591,11 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
                 else:
                     output.show_line(output.visible(name))
             if not fields and not setup.as_json:
-                output.say("no field has an index")
+                output.show_stderr("no field has an index")
         elif drop:
             store.unindex(field)
         elif not store.index(field):
-            output.say(f"{store.traits.engine} keeps no indexes: its scans look at every entry of their prefix")
+            output.show_stderr(f"{store.traits.engine} keeps no indexes: its scans read every entry of their prefix")
 
 
 main.add_command(keys)
@@ -632,7 +637,7 @@ def _expectation(if_absent: bool, if_version: int | None, if_revision: int | Non
 
 
 def _fence(fenced: bool) -> limpet.Fence | None:
-    """The lock that the `limpet lock` around this process holds."""
+    """The lock of the `limpet lock` that runs this process."""
     if not fenced:
         return None
     name, token = os.environ.get("LIMPET_LOCK"), os.environ.get("LIMPET_FENCING_TOKEN", "")
@@ -645,7 +650,7 @@ def _fence(fenced: bool) -> limpet.Fence | None:
 
 
 def _show_written(setup: Setup, entry: Entry) -> None:
-    """What a write left: for programs that ask, and for somebody who looks."""
+    """Show the result of a write: to a program that wants JSON, and at a terminal."""
     if setup.as_json:
         output.show(wire.entry_as_json(entry, with_value=False))
     elif output.on_terminal():

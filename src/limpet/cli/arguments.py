@@ -1,4 +1,4 @@
-"""What the commands take: the store to open, values, durations, filters."""
+"""The arguments of the commands: the store to open, values, durations, filters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 URL_DEFAULT: Final = "sqlite:///limpet.db"
 INPUT_BYTES_MAX: Final = 16 * VALUE_BYTES_MAX
-"""JSON may be written with more spaces than are stored, but not with any number of them."""
+"""More than a value may have, because JSON may be written with spaces that are not stored; but bounded."""
 
 COMPLETIONS_MAX: Final = 100
 
@@ -46,7 +46,7 @@ class Setup:
         self.as_json = as_json
 
     def choose(self, name: str, chosen: Any) -> None:
-        """Take what was given behind the command, too. The later word counts."""
+        """Set an option that was given after the command. It overrides one before the command."""
         if name == "url":
             self.url, self.is_default = chosen or URL_DEFAULT, not chosen
         else:
@@ -55,29 +55,28 @@ class Setup:
     def open(self, *, make: bool = False, sweep: bool = False) -> limpet.sync.Store:
         """Open the store.
 
-        Only a command that writes may make it: a question asked in the wrong folder would otherwise
-        leave an empty file there, and answer that there is nothing. A command that ends at once does
-        not sweep behind others; one that stays does.
+        Only a command that writes may make it: a read in the wrong folder would otherwise leave an empty file there,
+        and find nothing. A command that ends at once does not sweep; one that keeps running does.
         """
         self.check(make=make)
         return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep)
 
     def run(self, work: Callable[[limpet.Store], Coroutine[Any, Any, T]], *, make: bool = False) -> T:
-        """Do something with the store that takes an event loop."""
+        """Run work with the store on an event loop."""
         self.check(make=make)
 
-        async def opened() -> T:
+        async def open_and_work() -> T:
             async with limpet.open(self.url, namespace=self.namespace, sweep=False) as store:
                 return await work(store)
 
-        return asyncio.run(opened())
+        return asyncio.run(open_and_work())
 
     def check(self, *, make: bool) -> None:
-        """See that there is a store to open, or that one may be made."""
+        """Check that the store exists, or that it may be made."""
         address = Address.parse(self.url)
         if address.scheme == "memory":
             raise InvalidValue(
-                f"{address} ends with the process that opens it, and every limpet command is a process of its own: "
+                f"{address} ends with the process that opens it, and every limpet command is its own process: "
                 "name a file, such as sqlite:///state.db"
             )
         file = self.file
@@ -89,7 +88,7 @@ class Setup:
 
     @property
     def file(self) -> Path | None:
-        """The file that the store is, where it is one."""
+        """The file of the store; None where it is not in a file."""
         address = Address.parse(self.url)
         return Path(address.path[3:]) if address.scheme == "sqlite" and address.path.startswith("///") else None
 
@@ -99,21 +98,21 @@ class Setup:
         try:
             return str(Address.parse(self.url))
         except InvalidValue:
-            return "a URL that is none"
+            return "a malformed URL"
 
     @property
     def why(self) -> str:
-        """Why this URL, where nobody named one."""
+        """Why this URL is used, where none was given."""
         return " (the default, because neither --url nor LIMPET_URL is given)" if self.is_default else ""
 
     @property
     def place(self) -> str:
-        """Where a command looks."""
+        """The namespace and the store, for messages."""
         return f"namespace {self.namespace!r} of {self.shown_url}"
 
     @property
     def absolute_url(self) -> str:
-        """The URL for a process that may stand in another folder."""
+        """The URL for a process that may run in another folder."""
         file = self.file
         if file is None or file.is_absolute():
             return self.url
@@ -127,7 +126,7 @@ pass_setup = click.make_pass_decorator(Setup)
 
 
 def duration(text: str) -> float:
-    """Seconds of ``1h30m``; a bare number is seconds."""
+    """The seconds of a duration such as ``1h30m``; a bare number is seconds."""
     written = text.strip().lower()
     if re.fullmatch(_NUMBER, written):
         return float(written)
@@ -146,14 +145,14 @@ def position(text: str) -> str | int:
 
 
 def value_of(text: str, form: str | None = None) -> Any:
-    """A value as it was written: JSON if it parses, else a string; @FILE and - read it from there."""
+    """A value from an argument: JSON if it parses, else a string; @FILE and - read it from there."""
     if text == "-":
-        return _decoded(_bounded(sys.stdin.buffer, "standard input"), form, "what was read")
+        return _decode(_read_bounded(sys.stdin.buffer, "standard input"), form, "standard input")
     if not text.startswith("@"):
-        return _decoded(os.fsencode(text), form, "the value")
+        return _decode(os.fsencode(text), form, "the value")
     try:
         with Path(text[1:]).open("rb") as file:
-            return _decoded(_bounded(file, text[1:]), form, text[1:])
+            return _decode(_read_bounded(file, text[1:]), form, text[1:])
     except OSError as error:
         raise InvalidValue(
             f"cannot read {text[1:]!r}: {error.strerror}. A text that starts with @ is written as JSON: '\"@...\"'"
@@ -161,8 +160,8 @@ def value_of(text: str, form: str | None = None) -> Any:
 
 
 def literal_of(text: str) -> Any:
-    """A value written in place: JSON if it parses, else a string."""
-    return _decoded(os.fsencode(text), None, "the value")
+    """A value from the argument itself: JSON if it parses, else a string."""
+    return _decode(os.fsencode(text), None, "the value")
 
 
 def fields_of(assignments: tuple[str, ...]) -> dict[str, Any]:
@@ -171,12 +170,12 @@ def fields_of(assignments: tuple[str, ...]) -> dict[str, Any]:
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
         if not equals or not name:
-            raise click.UsageError("a field is written NAME=VALUE, and one of the arguments is not")
+            raise click.UsageError("a field must be written NAME=VALUE, and one of the arguments is not")
         if name in written:
             raise click.UsageError(f"field {name!r} is given twice")
         written[name] = value
     if sum(value == "-" for value in written.values()) > 1:
-        raise click.UsageError("standard input can be read once, and several fields ask for it")
+        raise click.UsageError("standard input can be read only once, and several fields use it")
     return {name: value_of(value) for name, value in written.items()}
 
 
@@ -200,14 +199,14 @@ def filter_of(tests: tuple[str, ...]) -> Filter | None:
     return found
 
 
-def _bounded(stream: IO[bytes], name: str) -> bytes:
+def _read_bounded(stream: IO[bytes], name: str) -> bytes:
     read = stream.read(INPUT_BYTES_MAX + 1)
     if len(read) > INPUT_BYTES_MAX:
-        raise InvalidValue(f"{name} has more than {INPUT_BYTES_MAX:,} bytes, and a value at most {VALUE_BYTES_MAX:,}")
+        raise InvalidValue(f"{name} has more than {INPUT_BYTES_MAX:,} bytes; a value has at most {VALUE_BYTES_MAX:,}")
     return read
 
 
-def _decoded(raw: bytes, form: str | None, name: str) -> Any:
+def _decode(raw: bytes, form: str | None, name: str) -> Any:
     if form == "bytes":
         return raw
     try:
@@ -219,22 +218,22 @@ def _decoded(raw: bytes, form: str | None, name: str) -> Any:
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
-        # Quotes that the shell took away make a string of what was meant as an object, and nobody
-        # would notice before it is read.
+        # Where the shell removed quotes, an intended object would be stored as a string, and only a later read would
+        # show it.
         if text.lstrip()[:1] in ("{", "["):
             raise InvalidValue(
-                f"{name} starts like JSON and is not: {error}. Mend it (and its quotes), or store it with --text"
+                f"{name} starts like JSON and is not: {error}. Correct it (and its quotes), or store it with --text"
             ) from None
         return text
     except RecursionError:
         raise InvalidValue(f"{name} is nested too deep") from None
 
 
-# What a shell completes -------------------------------------------------------
+# Shell completion -------------------------------------------------------
 
 
 def complete_key(context: click.Context, _: click.Parameter, incomplete: str) -> list[str]:
-    """Keys that start so. Never makes a file, and never says what went wrong: the shell is waiting."""
+    """Keys with this prefix. Makes no file and shows no error: the shell is waiting for the keys."""
     given = context.find_root().params
     setup = Setup(given.get("url"), given.get("namespace") or "default", as_json=False)
     try:

@@ -1,6 +1,6 @@
-"""The audit trail of a namespace: verify it, show it, seal what is new in it, remove what is old.
+"""``limpet audit``: verify, show, seal and prune the audit trail of a namespace.
 
-The keys of its hashes come from the environment, and never stand on a command line.
+The keys of its hashes come from the environment, and never from the command line.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ ROW_COLUMNS: Final = {"seq": 6, "time": 25, "op": 8, "version": 8, "writer": 24,
 
 
 def audit_of_environment() -> Audit:
-    """The audit that the environment sets up."""
+    """The audit that the environment sets up. Raises where it sets up none."""
     from limpet.semantic.audit import Audit
 
     found = Audit.from_environment()
     if found is None:
         raise InvalidValue(
-            "the keys of the trail are not known: set LIMPET_AUDIT_KEYS, or name a file by LIMPET_AUDIT_KEYS_FILE"
+            "the keys of the trail are not set: set LIMPET_AUDIT_KEYS, or name a file in LIMPET_AUDIT_KEYS_FILE"
         )
     return found
 
 
 async def semantic_store(store: limpet.Store, *, writes: bool = True) -> SemanticStore:
-    """The semantic entries of a namespace, with its trail if something is to be written."""
+    """The semantic store of a namespace; for writes, with its trail."""
     from limpet.semantic.audit import Audit
     from limpet.semantic.rows import has_trail
     from limpet.semantic.store import SemanticStore
 
     if not writes:
         return SemanticStore(store)
-    # A namespace that has a trail gets a row of this as well, or the trail would not be whole.
+    # A namespace that has a trail needs a row of this write as well, or the trail would have a gap.
     audit = audit_of_environment() if await has_trail(store) else Audit.from_environment()
     return SemanticStore(store, audit=audit)
 
@@ -58,13 +58,13 @@ def audit() -> None:
 
 @audit.command(epilog=examples("limpet audit verify", "limpet audit verify --anchor '150@1:3fb0…'"))
 @click.option(
-    "--anchor", metavar="ANCHOR", help="What an earlier verification gave: the trail must still go through it."
+    "--anchor", metavar="ANCHOR", help="The anchor of an earlier verification: the trail must still go through it."
 )
 @pass_setup
 def verify(setup: Setup, anchor: str | None) -> None:
-    """Verify that nobody changed the trail, or the entries behind its back.
+    """Verify that the trail was not changed, nor an entry without a row in it.
 
-    The exit code is 6 if somebody did. Keep the anchor elsewhere, for the next time.
+    The exit code is 6 if something was. Keep the anchor elsewhere, for the next time.
     """
     keys = audit_of_environment()
 
@@ -93,9 +93,9 @@ def verify(setup: Setup, anchor: str | None) -> None:
 @click.argument("prefix", default="")
 @pass_setup
 def show(setup: Setup, prefix: str) -> None:
-    """Show who changed what: the keys that begin with PREFIX, oldest change first.
+    """Show who changed what: the keys with PREFIX, oldest change first.
 
-    Values are not in the trail. With --json, the keyed hashes of them are shown. Nothing is verified.
+    Values are not in the trail; --json shows keyed hashes of them. Nothing is verified.
     """
 
     async def work(store: limpet.Store) -> None:
@@ -112,9 +112,9 @@ def show(setup: Setup, prefix: str) -> None:
 @audit.command(epilog=examples("limpet audit seal"))
 @pass_setup
 def seal(setup: Setup) -> None:
-    """Tell of what expired, and seal what is new.
+    """Record what expired, and seal the new rows.
 
-    Programs that keep an audited store open do it by themselves, every two seconds.
+    Programs that keep an audited store open do it themselves, every two seconds.
     """
     keys = audit_of_environment()
 
@@ -128,13 +128,13 @@ def seal(setup: Setup) -> None:
 
 
 def _before(_: click.Context, __: click.Parameter, text: str) -> datetime | timedelta:
-    """How long ago, or a date. A date without a time zone is UTC."""
+    """Parse an age or a date. A date without a time zone is UTC."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         pass
     else:
-        # Digits alone are a date of the basic form to the library, and seconds everywhere else here.
+        # To the library, digits alone are a date without dashes; everywhere else here they are seconds.
         if not text.strip().isdecimal():
             return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
     try:
@@ -154,26 +154,26 @@ def _before(_: click.Context, __: click.Parameter, text: str) -> datetime | time
     help="Older than this age, or than this date in UTC.",
 )
 @click.option(
-    "--anchor", metavar="ANCHOR", help="What an earlier verification gave: the trail must still go through it."
+    "--anchor", metavar="ANCHOR", help="The anchor of an earlier verification: the trail must still go through it."
 )
-@click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @pass_setup
 def prune(setup: Setup, before: datetime | timedelta, anchor: str | None, dry_run: bool) -> None:
     """Remove sealed rows that are older.
 
-    The trail is verified first, and nothing is removed if it is not sound. A signed mark tells from then on where it
+    The trail is verified first, and nothing is removed if it is not sound. A signed mark shows from then on where it
     begins. It may be interrupted and started again.
     """
     keys = audit_of_environment()
 
-    def tell(rows: int) -> None:
+    def show_progress(rows: int) -> None:
         if sys.stderr is not None and sys.stderr.isatty():
-            output.say(f"limpet: {rows:,} rows removed")
+            output.show_stderr(f"limpet: {rows:,} rows removed")
 
     async def work(store: limpet.Store) -> Pruned:
         from limpet.semantic.prune import prune
 
-        return await prune(store, keys, before=before, anchor=anchor, dry_run=dry_run, progress=tell)
+        return await prune(store, keys, before=before, anchor=anchor, dry_run=dry_run, progress=show_progress)
 
     pruned = setup.run(work)
     to = None if pruned.to_ms is None else _time(pruned.to_ms)
@@ -183,7 +183,9 @@ def prune(setup: Setup, before: datetime | timedelta, anchor: str | None, dry_ru
     done = "would be removed" if dry_run else "removed"
     output.show_line(f"{pruned.rows} {done}" + ("" if to is None else f", up to {to}"))
     if pruned.unaudited:
-        output.say(f"limpet: {pruned.unaudited} of them told of changes by other means, which nothing tells of now")
+        output.show_stderr(
+            f"limpet: {pruned.unaudited} of them recorded changes by other means; no row records those now"
+        )
 
 
 def _time(at_ms: int) -> str:

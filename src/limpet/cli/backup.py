@@ -1,4 +1,4 @@
-"""Backups: a copy of a store that is in use, a store made from a copy, and the epoch that follows."""
+"""``limpet backup``, ``restore`` and ``epoch``: copy a store in use, make a store from a copy, begin a new epoch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from limpet.engines.sqlite import copy as sqlite_copy
 
 SKIP: Final = 1_000_000
-"""More revisions than a store gives between a backup and its loss, for most. It costs nothing to leave them out."""
+"""More revisions than most stores assign between a backup and its loss. Skipping them costs nothing."""
 
 SHOWN_PAGES_MIN: Final = 5_000
 
@@ -45,7 +45,7 @@ _skip_option = click.option(
     type=click.IntRange(1, 2**40),
     default=SKIP,
     metavar="N",
-    help=f"Leave out this many revisions and some more, so that none is given again. [default: {SKIP:,}]",
+    help=f"Skip this many revisions and some more, so that none is assigned twice. [default: {SKIP:,}]",
 )
 
 
@@ -54,17 +54,17 @@ _skip_option = click.option(
     cls=Command,
     epilog=examples(
         "limpet backup state-monday.db",
-        "limpet backup latest.db --force    # replaces the one from before",
+        "limpet backup latest.db --force    # replaces the last one",
     ),
 )
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--force", is_flag=True, help="Replace FILE if it is there.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 @pass_setup
 def backup_command(setup: Setup, file: Path, force: bool) -> None:
     """Copy a SQLite store into FILE, also while it is in use.
 
-    FILE is a whole store of one moment, checked for damage, and readable by its owner alone. Other engines have tools
-    of their own.
+    FILE is a whole store of one moment, checked for damage, and readable only by its owner. Other engines have their
+    own tools.
     """
     store = _file_of(setup, "is backed up")
     if not store.exists():
@@ -75,7 +75,7 @@ def backup_command(setup: Setup, file: Path, force: bool) -> None:
     if setup.as_json:
         output.show({"file": str(file), "bytes": made.size_bytes, "namespaces": made.namespaces, "epoch": made.epoch})
     else:
-        output.show_line(f"{file} has {made.size_bytes:,} bytes and {_counted(made.namespaces)}")
+        output.show_line(f"{file} has {made.size_bytes:,} bytes and {_count(made.namespaces)}")
 
 
 @click.command(
@@ -92,8 +92,8 @@ def backup_command(setup: Setup, file: Path, force: bool) -> None:
 def restore_command(setup: Setup, file: Path, skip: int) -> None:
     """Make a SQLite store from the backup FILE, in a new epoch.
 
-    Stop every process that has the store open first; while one has, this is refused. The file that is there is kept
-    beside it. Watchers of before are told to start again, and what was read or locked before matches nothing.
+    First stop every process that has the store open; while one has, this is refused. The present file is kept beside
+    the new one. Earlier watchers have to start again, and revisions and lock tokens from before match nothing.
     """
     store = _file_of(setup, "is restored")
     if not file.is_file():
@@ -105,9 +105,9 @@ def restore_command(setup: Setup, file: Path, skip: int) -> None:
         aside = None if made.aside is None else str(made.aside)
         output.show({"url": setup.shown_url, "epoch": made.epoch, "namespaces": made.namespaces, "before": aside})
         return
-    output.show_line(f"{setup.shown_url} is restored, in epoch {made.epoch}, with {_counted(made.namespaces)}")
+    output.show_line(f"{setup.shown_url} is restored, in epoch {made.epoch}, with {_count(made.namespaces)}")
     if made.aside is not None:
-        output.say(f"what was there before is {made.aside}")
+        output.show_stderr(f"the store from before is kept as {made.aside}")
 
 
 @click.command(
@@ -124,8 +124,8 @@ def restore_command(setup: Setup, file: Path, skip: int) -> None:
 def epoch_command(setup: Setup, raises: bool, skip: int) -> None:
     """Show the epoch of a store, or begin a new one.
 
-    Begin one after the data was put back with the tools of PostgreSQL or Redis, or lost its last writes: then
-    positions, revisions and lock tokens of before match nothing. 'limpet restore' does it by itself.
+    Begin one after the data was restored with the tools of PostgreSQL or Redis, or lost its last writes: then
+    positions, revisions and lock tokens from before match nothing. 'limpet restore' does it itself.
     """
     setup.check(make=False)
     epoch = asyncio.run(_raise(setup, skip) if raises else _show(setup))
@@ -139,7 +139,7 @@ def epoch_command(setup: Setup, raises: bool, skip: int) -> None:
 
 
 def _file_of(setup: Setup, what: str) -> Path:
-    """The file of a SQLite store; others are told what to do instead."""
+    """The file of a SQLite store. For another engine, raises with the tools to use instead."""
     setup.check(make=True)
     file, address = setup.file, Address.parse(setup.url)
     if file is not None:
@@ -173,12 +173,12 @@ async def _raise(setup: Setup, skip: int) -> int:
 
 
 def _leap(skip: int) -> int:
-    """How many revisions to leave out: another number each time, for a backup may be restored twice."""
+    """How many revisions to skip: another number each time, because a backup may be restored twice."""
     return skip + secrets.randbelow(skip)
 
 
 def _plain(url: str) -> str:
-    """The URL without encryption: epochs are the same, whatever is in the values."""
+    """The URL without encryption: an epoch does not depend on the values."""
     plain = Address.parse(url).without("encryption").url
     if Address.parse(url).scheme in ("http", "https"):
         return plain
@@ -186,7 +186,7 @@ def _plain(url: str) -> str:
 
 
 def _progress(word: str) -> sqlite_copy.Progress:
-    """How far a copy is, for somebody who looks at it and would wait."""
+    """Shows the progress of a long copy at a terminal."""
 
     def show(done: int, total: int) -> None:
         if total >= SHOWN_PAGES_MIN and sys.stderr is not None and sys.stderr.isatty():
@@ -195,5 +195,5 @@ def _progress(word: str) -> sqlite_copy.Progress:
     return show
 
 
-def _counted(namespaces: int) -> str:
+def _count(namespaces: int) -> str:
     return f"{namespaces} namespace" + ("" if namespaces == 1 else "s")

@@ -1,4 +1,4 @@
-"""``limpet call``: any operation that a server offers, on the store itself."""
+"""``limpet call``: runs any operation of a server, on the store itself."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def call_command(setup: Setup, operation: str, request: str) -> None:
     """Run OPERATION with REQUEST, as a server would.
 
     The operations and their requests are those of HTTP's /call and of the NATS subjects. REQUEST is a JSON object;
-    @FILE takes it from a file, - from standard input. The answer is a JSON object.
+    @FILE reads it from a file, - from standard input. The reply is a JSON object.
     """
     from limpet.server.operations import OPERATIONS
     from limpet.server.requests import parse, request_of
 
     if operation not in OPERATIONS or operation == "watch":
         known = ", ".join(name for name in OPERATIONS if name != "watch")
-        raise InvalidValue(f"there is no operation of that name to call, known: {known}")
+        raise InvalidValue(f"there is no operation of that name to call; known: {known}")
     row = OPERATIONS[operation]
-    asked = request_of(row.request, parse(value_of(request, "bytes")))
-    output.show(setup.run(lambda store: _answer(row, store, asked), make=row.right_for(asked) != "read"))
+    parsed = request_of(row.request, parse(value_of(request, "bytes")))
+    output.show(setup.run(lambda store: _run(row, store, parsed), make=row.right_for(parsed) != "read"))
 
 
-async def _answer(row: Operation, store: limpet.Store, asked: Any) -> dict[str, Any]:
+async def _run(row: Operation, store: limpet.Store, request: Any) -> dict[str, Any]:
     if not row.is_semantic:
-        return await row.run(store, asked)
-    return await row.run(await semantic_store(store, writes=row.right == "write"), asked)
+        return await row.run(store, request)
+    return await row.run(await semantic_store(store, writes=row.right == "write"), request)

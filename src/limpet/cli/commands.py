@@ -1,4 +1,4 @@
-"""The form of the commands: the options they share, their order in the help, and where their errors end."""
+"""The form of the commands: their shared options, their order in the help, and how errors become exit codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTIONS: Final = {
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
     "Serving": ("serve", "token"),
-    "Care": ("stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
+    "Maintenance": ("stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
     "Semantic entries": ("audit", "deadletters"),
 }
 
@@ -29,7 +29,7 @@ _NEGATIVE: Final = re.compile(r"-[\d.]")
 
 
 def examples(*lines: str) -> str:
-    """Examples for the end of a help text, which click fills to its width but for the mark at the start."""
+    """Examples for the end of a help text. The mark at the start keeps click from rewrapping them."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
@@ -37,7 +37,7 @@ def examples(*lines: str) -> str:
 
 
 def shared_options() -> list[click.Option]:
-    """The options that may stand before a command and behind it, as people happen to write them."""
+    """The options that are accepted before a command and after it."""
 
     def choose(context: click.Context, parameter: click.Parameter, chosen: Any) -> None:
         setup = context.find_object(Setup)
@@ -45,9 +45,13 @@ def shared_options() -> list[click.Option]:
             setup.choose(str(parameter.name), chosen)
 
     return [
-        click.Option(["--url"], metavar="URL", expose_value=False, callback=choose, help="The store."),
+        click.Option(["--url"], metavar="URL", expose_value=False, callback=choose, help="The URL of the store."),
         click.Option(
-            ["-n", "--namespace"], metavar="NAME", expose_value=False, callback=choose, help="The keyspace in it."
+            ["-n", "--namespace"],
+            metavar="NAME",
+            expose_value=False,
+            callback=choose,
+            help="The namespace in the store.",
         ),
         click.Option(
             ["--json", "as_json"],
@@ -61,7 +65,7 @@ def shared_options() -> list[click.Option]:
 
 
 def condition_options(function: F) -> F:
-    """The options by which a write depends on what is there."""
+    """The options that make a write depend on the present entry."""
     version = click.option("--if-version", type=int, metavar="N", help="Only if the key is at this version.")
     revision = click.option("--if-revision", type=int, metavar="N", help="Only if the key is at this revision.")
     return version(revision(function))
@@ -70,7 +74,7 @@ def condition_options(function: F) -> F:
 def write_options(function: F) -> F:
     """The options of every write."""
     fenced = click.option(
-        "--fenced", is_flag=True, help="Only while the lock of the 'limpet lock' around this command is held."
+        "--fenced", is_flag=True, help="Only while the lock is held by the 'limpet lock' that runs this command."
     )
     request_id = click.option("--request-id", metavar="ID", help="Make the call safe to repeat for ten minutes.")
     return fenced(request_id(function))
@@ -80,7 +84,7 @@ def write_options(function: F) -> F:
 
 
 class Command(click.Command):
-    """A command with the shared options. It takes ``-5`` for a number."""
+    """A command with the shared options. It accepts ``-5`` as a number."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,8 +92,8 @@ class Command(click.Command):
         self.params += self.shared
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; an option that nobody knows may be a negative number."""
-        # Click would show what is too much, and that may be part of a secret.
+        """Parse; an unknown option may be a negative number."""
+        # Click would show the extra arguments, which may be part of a secret.
         ctx.allow_extra_args = True
         try:
             rest = super().parse_args(ctx, list(args))
@@ -103,7 +107,7 @@ class Command(click.Command):
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the command's own options first, and apart from those that all share."""
+        """Write the command's own options first, and the shared ones under their own heading."""
         given = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         own = [option for option in given if option not in self.shared]
         for heading, options in (("Options", own), ("Options of every command", self.shared)):
@@ -115,14 +119,14 @@ class LockCommand(Command):
     """A command whose last argument is another command, behind ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse. Without the ``--`` nobody could say whose options are whose."""
+        """Parse. The ``--`` shows which options belong to which command."""
         words = list(args)
-        asks_help = "-h" in words or "--help" in words
-        if words and "--" not in words and not asks_help and not ctx.resilient_parsing:
+        wants_help = "-h" in words or "--help" in words
+        if words and "--" not in words and not wants_help and not ctx.resilient_parsing:
             raise click.UsageError("the command to run comes after --, as in: limpet lock NAME -- COMMAND", ctx)
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing and ctx.params["command"] != tuple(words[words.index("--") + 1 :]):
-            raise click.UsageError("before -- stands the name of one lock, and after it the command to run", ctx)
+            raise click.UsageError("give the name of one lock before --, and the command to run after it", ctx)
         return rest
 
 
@@ -146,7 +150,7 @@ class Main(Group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(limit=72)) for name in names])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command. What it raises becomes a message and an exit code, here and nowhere else."""
+        """Run a command. Only here, its errors become messages and exit codes."""
         try:
             result = super().invoke(ctx)
             output.flush()
@@ -159,7 +163,7 @@ class Main(Group):
         except output.Unwritable as error:
             output.abandon(sys.stdout)
             if not error.is_closed:
-                output.say(f"limpet: {error}")
+                output.show_stderr(f"limpet: {error}")
             sys.exit(128 + signal.SIGPIPE if error.is_closed else 1)
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)

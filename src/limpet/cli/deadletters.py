@@ -1,4 +1,4 @@
-"""Dead letters: list what was given up, look at it, write it after all, or drop it."""
+"""``limpet deadletters``: list, show, replay or drop writes that were given up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.audit import semantic_store
 from limpet.cli.commands import Group, examples
-from limpet.cli.failure import Missing, shown
+from limpet.cli.failure import Missing, quote_name
 from limpet.errors import NotFound
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ LETTER_COLUMNS: Final = {"letter": 26, "time": 25, "code": 16, "attempts": 8, "k
     name="deadletters", cls=Group, epilog=examples("limpet deadletters list", "limpet deadletters replay LETTER")
 )
 def deadletters() -> None:
-    """Look at writes that were given up, and write them after all."""
+    """Show writes that were given up, and replay them."""
 
 
 @deadletters.command(name="list", epilog=examples("limpet deadletters list", "limpet deadletters list --json"))
@@ -64,12 +64,12 @@ def list_letters(setup: Setup) -> None:
 @click.option("--value", "with_value", is_flag=True, help="Show the value too, which may be a secret.")
 @pass_setup
 def show(setup: Setup, letter: str, with_value: bool) -> None:
-    """Show a letter: what was to be written, by whom, and what went wrong."""
+    """Show a letter: the write, its writer, and its last error."""
 
     async def work(store: limpet.Store) -> DeadLetter:
         return await _letters(store).show(letter)
 
-    document = _found(setup, letter, work).to_dict(with_value=with_value)
+    document = _run(setup, letter, work).to_dict(with_value=with_value)
     if setup.as_json:
         output.show(document)
         return
@@ -80,21 +80,19 @@ def show(setup: Setup, letter: str, with_value: bool) -> None:
 
 @deadletters.command(epilog=examples("limpet deadletters replay LETTER", "limpet deadletters replay LETTER --onto 7"))
 @click.argument("letter")
-@click.option(
-    "--onto", type=click.IntRange(0), metavar="VERSION", help="Write it onto this version; 0 for no such key."
-)
+@click.option("--onto", type=click.IntRange(0), metavar="VERSION", help="Expect this version; 0 for no such key.")
 @pass_setup
 def replay(setup: Setup, letter: str, onto: int | None) -> None:
-    """Write a letter after all, and drop it.
+    """Make the write of a letter, and drop the letter.
 
-    It is written onto the version that it expected when it was given up, or onto the one of --onto. If the key has
-    another, nothing is changed, the letter stays, and the exit code is 4.
+    The write expects the version that the letter has, or the one of --onto. If the key has another, nothing is changed,
+    the letter stays, and the exit code is 4.
     """
 
     async def work(store: limpet.Store) -> Envelope:
         return await _letters(store).replay(letter, await semantic_store(store), expected_version=onto)
 
-    envelope = _found(setup, letter, work)
+    envelope = _run(setup, letter, work)
     if setup.as_json:
         output.show(envelope.to_dict(with_value=False))
     else:
@@ -105,13 +103,13 @@ def replay(setup: Setup, letter: str, onto: int | None) -> None:
 @click.argument("letter")
 @pass_setup
 def drop(setup: Setup, letter: str) -> None:
-    """Forget a letter. What was to be written is lost."""
+    """Drop a letter. Its write is lost."""
 
     async def work(store: limpet.Store) -> None:
         if not await _letters(store).drop(letter):
             raise NotFound(letter)
 
-    _found(setup, letter, work)
+    _run(setup, letter, work)
     if setup.as_json:
         output.show({"letter": letter, "dropped": True})
 
@@ -122,10 +120,10 @@ def _letters(store: limpet.Store) -> DeadLetters:
     return DeadLetters.beside(store)
 
 
-def _found(setup: Setup, letter: str, work: Callable[[limpet.Store], Coroutine[Any, Any, T]]) -> T:
-    """What came of it, or that there is no such letter."""
+def _run(setup: Setup, letter: str, work: Callable[[limpet.Store], Coroutine[Any, Any, T]]) -> T:
+    """Run work, and raise `Missing` if there is no such letter."""
     try:
         return setup.run(work)
     except NotFound:
-        text = f"there is no dead letter {shown(letter)} of {setup.place}"
+        text = f"there is no dead letter {quote_name(letter)} of {setup.place}"
         raise Missing(text, "'limpet deadletters list' lists them; -n chooses another namespace.", key=letter) from None

@@ -1,4 +1,4 @@
-"""``limpet keys``: the keys that values are encrypted with."""
+"""``limpet keys``: the keys of an encrypted store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEP: Final = 1000
 def keys() -> None:
     """Make, change and list the keys of an encrypted store.
 
-    The keys of a store are in LIMPET_ENCRYPTION_KEYS, or where its URL says: ?encryption=env:NAME or
+    The keys of a store are in LIMPET_ENCRYPTION_KEYS, or where its URL names them: ?encryption=env:NAME or
     ?encryption=file:PATH. They are written ID:KEY, one a line or between commas. The first one encrypts.
     """
 
@@ -48,35 +48,37 @@ def new(setup: Setup) -> None:
 @click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...")
 @pass_setup
 def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
-    """Encrypt with the current key what another key has encrypted, or none.
+    """Encrypt with the current key all that another key encrypted, or none.
 
-    That is the entries, the audit trail, and what can be recovered of what expired. It may run while others read and
-    write, and again after it was interrupted. Each entry that it encrypts anew gets a new version and a change in the
-    log.
+    That is the entries, the audit trail, and the copies of expired entries that can be recovered. It may run while
+    other processes read and write, and again after it was interrupted. Each entry that it encrypts gets a new version
+    and a change in the log.
     """
     with setup.open() as opened:
         for name in namespaces or (setup.namespace,):
             store = opened.namespace(name)
-            looked_at = resealed = 0
+            examined = resealed = 0
             after: str | None = None
             while True:
                 step = store.reseal(after=after, limit=STEP)
-                looked_at, resealed, after = looked_at + step.looked_at, resealed + step.resealed, step.cursor
+                examined, resealed, after = examined + step.looked_at, resealed + step.resealed, step.cursor
                 if after is None:
                     break
                 if sys.stderr is not None and sys.stderr.isatty():
-                    output.say(f"limpet: {name}: {looked_at:,} entries looked at, {resealed:,} encrypted anew")
+                    output.show_stderr(f"limpet: {name}: {examined:,} entries read, {resealed:,} encrypted again")
             found = store.seals()
             older = [seal.key_id for seal in found if not seal.is_current and seal.entries + seal.changes]
             if setup.as_json:
-                told = {"namespace": name, "entries": looked_at, "resealed": resealed}
-                output.show({**told, "key": found[0].key_id, "still_used": older})
+                counts = {"namespace": name, "entries": examined, "resealed": resealed}
+                output.show({**counts, "key": found[0].key_id, "still_used": older})
                 continue
             output.show_line(
-                f"{name}: {resealed:,} of {looked_at:,} entries were encrypted anew, with key {found[0].key_id}"
+                f"{name}: {resealed:,} of {examined:,} entries were encrypted again, with key {found[0].key_id}"
             )
             if older:
-                output.say(f"limpet: keep {', '.join(older)}: the log of {name} still needs it. See 'limpet keys list'")
+                output.show_stderr(
+                    f"limpet: keep {', '.join(older)}: the log of {name} still needs it. See 'limpet keys list'"
+                )
 
 
 @keys.command(name="list", epilog=examples("limpet keys list", "limpet keys list --json | jq -r .key"))
@@ -85,7 +87,7 @@ def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
 def list_(setup: Setup, namespaces: tuple[str, ...]) -> None:
     """Show how many entries, and changes in the log, each key has encrypted.
 
-    A key that has none may be dropped ten minutes later, when requests are forgotten that it encrypted the answers of.
+    A key without any may be removed ten minutes later, when the receipts that it encrypted have expired.
     """
     with setup.open() as opened:
         for name in namespaces or (setup.namespace,):

@@ -1,7 +1,7 @@
-"""The schema of a store: at which revision it is, and bringing it to another.
+"""``limpet migrate``: show the schema revision of a store, and bring the schema to another one.
 
-Everything is done by `limpet.schema.migrate`, which stands on Alembic; it is loaded when one of these
-commands runs, and says what to install where it is missing.
+`limpet.schema.migrate` does the work, with Alembic. It is loaded only when one of these commands runs, and raises what
+to install where Alembic is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENGINES: Final = {"sqlite": "sqlite", "postgresql": "postgres", "postgres": "po
     epilog=examples(
         "limpet migrate status",
         "limpet migrate up",
-        "limpet migrate sql > up.sql    # for somebody else to run",
+        "limpet migrate sql > up.sql    # for an administrator to run",
     ),
 )
 def migrate() -> None:
@@ -69,17 +69,17 @@ def status(setup: Setup) -> None:
 def up(setup: Setup, revision: str) -> None:
     """Migrate to REVISION, or to the one that this release needs.
 
-    It happens whole or not at all. Where the database has no tables, they are made.
+    It happens completely or not at all. Where the database has no tables, they are made.
     """
     target = _target(setup)
     from limpet.schema.migrate import up as migrate_up
 
-    _show_moved(setup, migrate_up(target, revision), revision)
+    _show_migrated(setup, migrate_up(target, revision), revision)
 
 
 @migrate.command(epilog=examples("limpet migrate down 0001 --yes"))
 @click.argument("revision")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @pass_setup
 def down(setup: Setup, revision: str, yes: bool) -> None:
     """Migrate back to REVISION, for an earlier release.
@@ -93,7 +93,7 @@ def down(setup: Setup, revision: str, yes: bool) -> None:
     if not yes:
         loss = "This deletes EVERYTHING that is stored there. " if revision == BASE else ""
         click.confirm(f"{loss}Migrate {setup.shown_url} down to {revision}?", abort=True, err=True)
-    _show_moved(setup, migrate_down(target, revision), None if revision == BASE else revision)
+    _show_migrated(setup, migrate_down(target, revision), None if revision == BASE else revision)
 
 
 @migrate.command(epilog=examples("limpet migrate sql > up.sql", "limpet migrate sql 0002"))
@@ -102,7 +102,7 @@ def down(setup: Setup, revision: str, yes: bool) -> None:
 def sql(setup: Setup, revision: str) -> None:
     """Print what 'up' would run, as one transaction.
 
-    It reads at which revision the schema is, and changes nothing.
+    It reads the revision of the schema, and changes nothing.
     """
     target = _target(setup)
     from limpet.schema.migrate import sql as migrate_sql
@@ -113,7 +113,7 @@ def sql(setup: Setup, revision: str) -> None:
     elif text:
         output.write(text.encode())
     else:
-        output.say(f"limpet: {setup.shown_url} is at schema revision {revision}: there is nothing to do")
+        output.show_stderr(f"limpet: {setup.shown_url} is at schema revision {revision}: there is nothing to do")
 
 
 # Inside -----------------------------------------------------------------------
@@ -121,7 +121,7 @@ def sql(setup: Setup, revision: str) -> None:
 
 def _target(setup: Setup) -> SchemaTarget:
     """Where the tables are. Only the engine knows what its URL says, and it is loaded by the URL's scheme."""
-    # The tables are the same, whatever is in them.
+    # Encryption makes no difference to the tables.
     address = Address.parse(setup.url).without("encryption")
     if address.scheme not in _ENGINES:
         raise InvalidValue(f"{address} has no tables: migrating is for sqlite: and postgresql: URLs")
@@ -130,7 +130,7 @@ def _target(setup: Setup) -> SchemaTarget:
             f"there is no store at {address}{setup.why}: no such file",
             "A write makes it, with the schema of this release; --url or LIMPET_URL names another.",
         )
-    # First, because it says what to install where that is missing.
+    # First, because it raises what to install where Alembic is missing.
     importlib.import_module("limpet.schema.migrate")
     engine: Any = importlib.import_module(f"limpet.engines.{_ENGINES[address.scheme]}.engine")
     found: SchemaTarget = engine.schema_target(address)
@@ -147,7 +147,7 @@ def _advice(revision: str | None) -> str:
     return "use the release of Limpet that wrote it, or a later one"
 
 
-def _show_moved(setup: Setup, before: str | None, after: str | None) -> None:
+def _show_migrated(setup: Setup, before: str | None, after: str | None) -> None:
     if setup.as_json:
         output.show({"url": setup.shown_url, "before": before, "revision": after})
     elif before == after:

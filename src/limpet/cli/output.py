@@ -1,8 +1,7 @@
-"""What the commands print: answers on standard output, everything else on standard error.
+"""What the commands print: results on standard output, everything else on standard error.
 
-Text is for people and pipes alike: one line an answer, columns separated by tabs, no colour. On a
-terminal the columns stand in line under a heading, and nothing is sent to it that it would obey.
-JSON is for programs: one document a line.
+Text is for people and pipes: one result a line, columns separated by tabs, no colour. On a terminal the columns are
+aligned under a heading, and control characters are escaped. JSON is for programs: one document a line.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class Unwritable(Exception):
-    """Standard output takes no more."""
+    """Standard output cannot be written."""
 
     def __init__(self, reason: OSError) -> None:
         super().__init__(f"cannot write to standard output: {reason.strerror}")
@@ -36,12 +35,12 @@ class Unwritable(Exception):
 
 
 def on_terminal() -> bool:
-    """Whether somebody is looking."""
+    """Whether standard output is a terminal."""
     return sys.stdout is not None and sys.stdout.isatty()
 
 
 def write(content: bytes) -> None:
-    """Write to standard output, where it may wait until `flush`."""
+    """Write to standard output, which is buffered until `flush`."""
     if sys.stdout is None:
         return
     try:
@@ -51,7 +50,7 @@ def write(content: bytes) -> None:
 
 
 def flush() -> None:
-    """Send off what was written."""
+    """Send the buffered output."""
     if sys.stdout is None:
         return
     try:
@@ -61,14 +60,14 @@ def flush() -> None:
 
 
 def abandon(stream: IO[str]) -> None:
-    """Forget what was not written, or the interpreter would try again on its way out, and exit with 120."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    """Drop the buffered output, or the interpreter would try again at its exit, and exit with 120."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def flush_or_abandon() -> None:
-    """Send off what was answered before an error; that nobody reads it is not worth another one."""
+    """Send the results from before an error. If they cannot be written, only the first error is shown."""
     try:
         flush()
     except Unwritable:
@@ -81,7 +80,7 @@ def show(document: dict[str, Any]) -> None:
 
 
 def show_line(text: str) -> None:
-    """Print a line, in UTF-8 whatever the locale says."""
+    """Print a line, in UTF-8 whatever the locale is."""
     write(text.encode() + b"\n")
 
 
@@ -96,7 +95,7 @@ def show_value(value: Any, *, raw: bool = False) -> None:
 
 
 def show_heading(columns: dict[str, int]) -> None:
-    """Name the columns, for somebody who looks."""
+    """Print the names of the columns, on a terminal."""
     if on_terminal():
         show_columns(columns, [name.upper() for name in columns])
 
@@ -110,8 +109,8 @@ def show_columns(columns: dict[str, int], cells: Sequence[str]) -> None:
         show_line("\t".join(cells))
 
 
-def say(text: str) -> None:
-    """Print on standard error. If that takes nothing, the exit code still tells."""
+def show_stderr(text: str) -> None:
+    """Print on standard error. If that cannot be written, the exit code still shows the error."""
     try:
         click.echo(text.encode(errors="backslashreplace"), err=True)
     except OSError:
@@ -119,18 +118,18 @@ def say(text: str) -> None:
 
 
 def show_note(text: str) -> None:
-    """Say something to a person that a program does not need."""
+    """Print a note for a person at a terminal; a program does not need it."""
     if sys.stderr is not None and sys.stderr.isatty():
-        say(f"limpet: {text}")
+        show_stderr(f"limpet: {text}")
 
 
 def show_error(error: LimpetError, *, place: str, as_json: bool) -> None:
-    """Say what went wrong."""
+    """Print an error."""
     if as_json:
-        say(msgspec.json.encode(failure.as_json(error, place)).decode())
+        show_stderr(msgspec.json.encode(failure.as_json(error, place)).decode())
         return
-    message, advice = failure.told(error, place)
-    say(f"limpet: {message}" if advice is None else f"limpet: {message}\n  {advice}")
+    message, advice = failure.describe(error, place)
+    show_stderr(f"limpet: {message}" if advice is None else f"limpet: {message}\n  {advice}")
 
 
 # As text ----------------------------------------------------------------------
@@ -157,13 +156,13 @@ def event_cells(event: Event) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """A key on one line: what a terminal would obey, or a pipe take for the next line, is escaped as in JSON."""
+    """A key on one line: control characters and line breaks are escaped, as in JSON."""
     if text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() else _escaped(letter) for letter in text)
+    return "".join(letter if letter.isprintable() else _escape(letter) for letter in text)
 
 
-def _escaped(letter: str) -> str:
+def _escape(letter: str) -> str:
     units = letter.encode("utf-16-be").hex()
     return _SHORT.get(letter) or "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 

@@ -1,12 +1,10 @@
 """Running a command for as long as a lock is held.
 
-The command is ended when the lock is lost: somebody else may be at work. Signals that ask limpet to
-stop go on to the command, and limpet ends when the command has, so that the lock is held as long as
-anything runs under it.
+The command is ended when the lock is lost, because another holder may be at work. Signals that would stop limpet are
+forwarded to the command, and limpet ends after the command, so that the lock is held as long as anything runs under it.
 
-At a terminal the command stays in our process group. The terminal then sends Ctrl-C to both of us,
-and sending it on would make it two. Elsewhere the command leads a group of its own, so that a signal
-reaches what a shell script has started as well.
+At a terminal the command stays in our process group. The terminal then sends Ctrl-C to both, and forwarding it would
+send it twice. Elsewhere the command leads its own group, so that a signal also reaches the processes that it started.
 """
 
 from __future__ import annotations
@@ -23,20 +21,20 @@ from typing import Final, Self
 from limpet.errors import LimpetError
 from limpet.sync import Lock
 
-LOOK_S: Final = 0.1
+CHECK_S: Final = 0.1
 GRACE_S: Final = 10.0
 NOT_FOUND: Final = 127
 NOT_RUN: Final = 126
 
-_PASSED_ON: Final = (
+_FORWARDED: Final = (
     *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     *(signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
 )
 _OF_TERMINAL: Final = (signal.SIGINT, signal.SIGQUIT)
 
 
-class Courier:
-    """Takes the signals that are meant for the command. Before there is one, a signal ends the wait for the lock."""
+class SignalForwarder:
+    """Forwards signals to the command. Before the command starts, a signal ends the wait for the lock."""
 
     def __init__(self) -> None:
         self._starting = False
@@ -46,10 +44,10 @@ class Courier:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
-        for number in _PASSED_ON:
-            # What is ignored stays ignored, as under nohup; the command inherits that.
+        for number in _FORWARDED:
+            # An ignored signal stays ignored, as under nohup; the command inherits that.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._take)
+                self._before[number] = signal.signal(number, self._forward)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,7 +56,7 @@ class Courier:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start the command."""
-        # A signal that comes while it starts must not tear us away from a child that nobody waits for.
+        # A signal during the start must not end this process, or no process would wait for the child.
         self._starting = True
         self._leads = not _at_terminal()
         self._child = subprocess.Popen(command, env=environment, process_group=0 if self._leads else None)
@@ -67,13 +65,13 @@ class Courier:
         return self._child
 
     def send(self, number: int) -> None:
-        """Send the command a signal, and where it leads a group, all that it started."""
+        """Send a signal to the command; where it leads a group, to the whole group."""
         if self._child is None or self._child.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, number) if self._leads else self._child.send_signal(number)
 
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def _forward(self, number: int, _: FrameType | None) -> None:
         if not self._starting:
             raise SystemExit(128 + number)
         if self._child is None:
@@ -82,45 +80,46 @@ class Courier:
             self.send(number)
 
 
-def run_while_held(courier: Courier, command: Sequence[str], environment: Mapping[str, str], held: Lock) -> int:
-    """Run a command to its end, or end it when the lock is lost. Returns its exit code as a shell counts it."""
-    child = courier.start(command, environment)
+def run_while_held(signals: SignalForwarder, command: Sequence[str], environment: Mapping[str, str], held: Lock) -> int:
+    """Run a command to its end, or end it when the lock is lost. Returns its exit code as a shell reports it."""
+    child = signals.start(command, environment)
     done = threading.Event()
-    watchman = threading.Thread(target=_end_when_lost, args=(courier, held, done), daemon=True)
-    watchman.start()
+    checker = threading.Thread(target=_end_when_lost, args=(signals, held, done), daemon=True)
+    checker.start()
     try:
-        code = _ended(child)
+        code = _wait_for(child)
     finally:
         done.set()
-        watchman.join()
+        checker.join()
     return code if code >= 0 else 128 - code
 
 
-def _ended(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command's end, now and then awake.
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
+    """Wait for the end of a command, in short intervals.
 
-    The system may hand a signal to another thread. Then nothing interrupts this one, which alone can pass it on.
+    The system may deliver a signal to another thread. That does not interrupt this one, and only this one runs the
+    handler.
     """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(LOOK_S)
+            return child.wait(CHECK_S)
 
 
-def _end_when_lost(courier: Courier, held: Lock, done: threading.Event) -> None:
-    while not done.wait(LOOK_S):
+def _end_when_lost(signals: SignalForwarder, held: Lock, done: threading.Event) -> None:
+    while not done.wait(CHECK_S):
         try:
             held.check()
         except LimpetError:
-            courier.send(signal.SIGTERM)
-            # Stopped, it would not hear of it.
-            courier.send(signal.SIGCONT)
+            signals.send(signal.SIGTERM)
+            # A stopped process would not receive it.
+            signals.send(signal.SIGCONT)
             if not done.wait(GRACE_S):
-                courier.send(signal.SIGKILL)
+                signals.send(signal.SIGKILL)
             return
 
 
 def _at_terminal() -> bool:
-    """Whether this process is one of those that the terminal sends Ctrl-C to."""
+    """Whether the terminal sends Ctrl-C to this process."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY)
     except OSError:

@@ -1,4 +1,4 @@
-"""``limpet serve``: takes the settings from where they stand, and runs a server until a signal ends it."""
+"""``limpet serve``: collects the settings, and runs a server until a signal ends it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from limpet.server.settings import Settings
 
 
-def _take_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """What a file says is what an option says when nobody says anything else."""
+def _read_file(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+    """Use the settings of the file as defaults of the options."""
     if path is not None:
         from limpet.server.settings import read_file
 
@@ -45,26 +45,26 @@ def _take_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     metavar="FILE",
     is_eager=True,
     expose_value=False,
-    callback=_take_file,
+    callback=_read_file,
     help="A TOML file with these options, and with limits.",
 )
 @click.option("--http", metavar="HOST:PORT", help="Serve HTTP there. [default: 127.0.0.1:8080, unless --nats is given]")
 @click.option("--nats", metavar="URL", help="Serve plugins over this NATS server.")
-@click.option("--nats-credentials", metavar="FILE", help="Who we are on NATS.")
-@click.option("--prefix", default="db.kv", show_default=True, metavar="SUBJECT", help="What subjects begin with.")
+@click.option("--nats-credentials", metavar="FILE", help="The credentials for NATS.")
+@click.option("--prefix", default="db.kv", show_default=True, metavar="SUBJECT", help="The first part of all subjects.")
 @click.option(
     "--auth",
     type=click.Choice(["none", "tokens"]),
     default="none",
     show_default=True,
-    help="Whether HTTP asks for a token ('limpet token create').",
+    help="Whether HTTP requires a token ('limpet token create').",
 )
-@click.option("--insecure", is_flag=True, help="Serve other machines without asking who they are.")
+@click.option("--insecure", is_flag=True, help="Serve other machines without authentication.")
 @click.option(
     "--host",
     multiple=True,
     metavar="NAME",
-    help="A name in Host that is answered, besides those of this machine. May be repeated.",
+    help="A name to accept in Host, besides those of this machine. May be repeated.",
 )
 @click.option(
     "--connections",
@@ -74,29 +74,29 @@ def _take_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     metavar="COUNT",
     help="How many HTTP connections may be open at once.",
 )
-@click.option("--read-only", is_flag=True, help="Change nothing.")
+@click.option("--read-only", is_flag=True, help="Refuse all writes.")
 @click.option("--certificate", metavar="FILE", help="Serve HTTPS with this certificate.")
-@click.option("--certificate-key", metavar="FILE", help="And this key.")
+@click.option("--certificate-key", metavar="FILE", help="The key of the certificate.")
 @click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
     show_default=True,
-    help="What is logged: every operation from debug on.",
+    help="The least level to log; debug logs every operation.",
 )
 @click.option(
     "--log-form",
     type=click.Choice(["plain", "json"]),
     default="plain",
     show_default=True,
-    help="How: a line for people, or a JSON document for programs.",
+    help="The form of a log line: text for people, or JSON for programs.",
 )
 @click.option(
     "--metric-names",
     type=click.Choice(["limpet", "rosey", "both"]),
     default="limpet",
     show_default=True,
-    help="What metrics are called: limpet_*, rosey_kv_*, or both.",
+    help="The names of metrics: limpet_*, rosey_kv_*, or both.",
 )
 @click.option(
     "--cleanup-interval",
@@ -104,19 +104,19 @@ def _take_file(context: click.Context, _: click.Parameter, path: Path | None) ->
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="How often the log sums up what has expired.",
+    help="How often the log summarises what has expired.",
 )
 @click.option(
     "--audit",
     multiple=True,
     metavar="NAMESPACE",
-    help="Keep a trail of what is written there, with the keys of LIMPET_AUDIT_KEYS. May be repeated.",
+    help="Keep an audit trail of this namespace, with the keys of LIMPET_AUDIT_KEYS. May be repeated.",
 )
 @pass_setup
 def serve_command(setup: Setup, /, **given: Any) -> None:
     """Serve the store to other processes, over HTTP and over NATS.
 
-    Every option can be set by a variable too: LIMPET_SERVE_HTTP, LIMPET_SERVE_AUTH … Ctrl-C or SIGTERM ends it.
+    Every option can also be set by a variable: LIMPET_SERVE_HTTP, LIMPET_SERVE_AUTH … Ctrl-C or SIGTERM ends it.
     """
     try:
         from limpet.server import logs
@@ -126,11 +126,11 @@ def serve_command(setup: Setup, /, **given: Any) -> None:
     settings = _settings(setup, given)
     logs.configure(level=settings.log_level, form=settings.log_form)
     with asyncio.Runner(loop_factory=_faster_loop()) as runner:
-        runner.run(serve(settings, _tell))
+        runner.run(serve(settings, _show_addresses))
 
 
 def _faster_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """An event loop that costs half as much, where there is one; None for Python's own."""
+    """uvloop, which costs half as much, where it is installed; None for the loop of Python."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -158,10 +158,10 @@ def _settings(setup: Setup, given: dict[str, Any]) -> Settings:
 def _table(file: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = file.get(name, {})
     if not isinstance(found, Mapping):
-        raise InvalidValue(f"{name} is a table of the file")
+        raise InvalidValue(f"{name} must be a table of the file")
     return found
 
 
-def _tell(service: Service) -> None:
-    for name, place in service.addresses.items():
-        output.say(f"limpet: serving {name} at {place}")
+def _show_addresses(service: Service) -> None:
+    for name, address in service.addresses.items():
+        output.show_stderr(f"limpet: serving {name} at {address}")

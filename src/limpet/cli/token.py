@@ -1,8 +1,8 @@
-"""Tokens: who may use a server over HTTP, and for what.
+"""``limpet token``: who may use a server over HTTP, and with which rights.
 
-Everything is done by `limpet.server.access`, which is loaded when one of these commands runs. It works on the store
-itself, so it takes whoever may open the store, and no server need run. A secret is printed once, by the command that
-makes it, and is nowhere else.
+`limpet.server.access` does the work, and is loaded only when one of these commands runs. It works on the store itself,
+so the caller must be able to open the store, and no server need run. A secret is printed once, by the command that
+makes it, and is stored nowhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import limpet
 from limpet.cli import output
 from limpet.cli.arguments import Setup, duration, pass_setup
 from limpet.cli.commands import Group, examples
-from limpet.cli.failure import Missing, shown
+from limpet.cli.failure import Missing, quote_name
 from limpet.cli.grant import GrantCommand
 from limpet.errors import NotFound
 
@@ -43,7 +43,7 @@ _COLUMNS: Final = {"id": 13, "name": 20, "created": 21, "expires": 21, "opens": 
     ),
 )
 def token() -> None:
-    """Say who may use a server, and for what."""
+    """Manage who may use a server, and with which rights."""
 
 
 @token.command(
@@ -65,7 +65,11 @@ def token() -> None:
     help="Open this namespace, or '*' for all but the server's own. May be repeated.",
 )
 @click.option(
-    "--prefix", "prefixes", multiple=True, metavar="PREFIX", help="Only what starts so. May be repeated. [default: all]"
+    "--prefix",
+    "prefixes",
+    multiple=True,
+    metavar="PREFIX",
+    help="Only keys with this prefix. May be repeated. [default: all]",
 )
 @click.option(
     "--right",
@@ -87,14 +91,13 @@ def create(
 ) -> None:
     """Make a token for NAME, and print it. It cannot be shown again.
 
-    A PREFIX is a string, not a folder: team/a opens team/ab too, and team/a/ does not. No right brings another with
-    it.
+    A PREFIX is a string, not a folder: team/a opens team/ab too, and team/a/ does not. No right includes another.
     """
     from limpet.server.access import RIGHTS, Scope, create_token
 
     root = click.get_current_context().find_root()
     if root.get_parameter_source("namespace") is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--namespace stands behind create, because it may be repeated there")
+        raise click.UsageError("give --namespace after create, because it may be repeated there")
     wanted = {right for given in rights for right in given.split(",")}
     if wanted - set(RIGHTS):
         raise click.UsageError(f"--right is one or more of {', '.join(RIGHTS)}")
@@ -107,16 +110,16 @@ def create(
 @token.command(name="list", epilog=examples("limpet token list", "limpet token list --json | jq -r .id"))
 @pass_setup
 def list_(setup: Setup) -> None:
-    """List the tokens there are, without their secrets.
+    """List the tokens, without their secrets.
 
     Each line has id, name, when it was made, when it ends, and what it opens.
     """
     from limpet.server.access import list_tokens
 
-    async def listed(store: limpet.Store) -> tuple[dict[str, Token], int]:
+    async def load(store: limpet.Store) -> tuple[dict[str, Token], int]:
         return await list_tokens(store), (await store.status()).now_ms
 
-    found, now_ms = _run(setup, listed)
+    found, now_ms = _run(setup, load)
     if found and not setup.as_json:
         output.show_heading(_COLUMNS)
     for id, one in found.items():
@@ -137,7 +140,7 @@ def list_(setup: Setup) -> None:
 def revoke(setup: Setup, id: str) -> None:
     """End the token ID. Every server refuses it within moments, and ends its streams.
 
-    A whole token does for an ID, too.
+    ID may also be a whole token.
     """
     from limpet.server.access import revoke_token
 
@@ -155,12 +158,12 @@ def revoke(setup: Setup, id: str) -> None:
     default="1h",
     show_default=True,
     metavar="DURATION",
-    help="How long the present secret still counts; 0 if it has leaked.",
+    help="How long the present secret stays valid; 0 if it has leaked.",
 )
 @click.option("--expires", type=duration, metavar="DURATION", help="A new end, from now. [default: as before]")
 @pass_setup
 def rotate(setup: Setup, id: str, grace: float, expires: float | None) -> None:
-    """Give the token ID another secret, and print it. It cannot be shown again."""
+    """Give the token ID a new secret, and print it. It cannot be shown again."""
     from limpet.server.access import rotate_token
 
     id = _id_of(id)
@@ -172,25 +175,25 @@ def rotate(setup: Setup, id: str, grace: float, expires: float | None) -> None:
 
 
 def _run(setup: Setup, work: Callable[[limpet.Store], Awaitable[T]], *, make: bool = False, id: str | None = None) -> T:
-    """Do something in the server's own namespace."""
+    """Run work in the server's own namespace."""
     from limpet.server.dispatch import OWN_NAMESPACE
 
     setup.check(make=make)
 
-    async def running() -> T:
+    async def open_and_work() -> T:
         async with limpet.open(setup.url, namespace=OWN_NAMESPACE, sweep=False) as store:
             return await work(store)
 
     try:
-        return asyncio.run(running())
+        return asyncio.run(open_and_work())
     except NotFound:
         raise Missing(
-            f"there is no token {shown(id or '')} in {setup.shown_url}", "'limpet token list' shows those there are."
+            f"there is no token {quote_name(id or '')} in {setup.shown_url}", "'limpet token list' lists the tokens."
         ) from None
 
 
 def _id_of(text: str) -> str:
-    """The id, also where somebody gives a whole token: its secret must not come back in a message."""
+    """The id, also of a whole token: its secret must not appear in a message."""
     return text.split("_")[1] if text.startswith("lmp_") else text
 
 

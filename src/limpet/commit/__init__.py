@@ -1,1 +1,1 @@
-"""What every engine does around a commit: failures of a group, and requests that were superseded."""
+"""Rules that every engine follows around a commit: failures in a group of batches, and superseded requests."""

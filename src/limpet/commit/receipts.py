@@ -10,17 +10,18 @@ from limpet.model import Batch
 __all__ = ["SUPERSEDED_MS", "may_be_superseded", "superseded_error"]
 
 SUPERSEDED_MS: Final = 3_600_000
-"""How long it is known which requests were superseded by their own retry."""
+"""How long an engine remembers which requests were superseded by their own retry."""
 
 
 def superseded_error() -> Unavailable:
-    """What a first attempt is told that arrives after its retry, when nobody waits for it any more."""
+    """Make the error of a superseded request. Usually no caller waits for it any more."""
     return Unavailable("this request was superseded by its own retry")
 
 
 def may_be_superseded(batch: Batch) -> bool:
-    """Whether a batch is a first attempt that somebody else may have asked for again meanwhile.
+    """Whether a batch is a first attempt whose retry may already have run, perhaps through another process.
 
-    That is one which its sender has named. What leaves a receipt is known by that.
+    Only a batch with a request id can be retried by another process. A batch with a receipt is recognised by its
+    receipt instead.
     """
     return batch.request_id is not None and batch.receipt_ms is None and batch.retry_since is None

@@ -2,9 +2,9 @@
 
     python -m limpet.demo.acts
 
-Each act makes one promise visible, beside what goes wrong without it. The actors speak on the
-left; a live watch of the same store speaks on the right. An act is a function here, its
-docstring is the line that explains it, and what it prints is what the store answered.
+Each act shows one promise, and what goes wrong without it. The actors print on the left; a live watch of the same store
+prints on the right. An act is a function here, its docstring is the line that explains it, and it prints the replies of
+the store.
 """
 
 from __future__ import annotations
@@ -53,48 +53,48 @@ class Stage:
         self._print("", "plain")
         self._print(text, "title")
 
-    def say(self, text: str, style: str = "plain") -> None:
-        """Print what an actor says, folded to the left column on a terminal."""
+    def show(self, text: str, style: str = "plain") -> None:
+        """Print a line of an actor, wrapped to the left column on a terminal."""
         for line in textwrap.wrap(text, self._column - 4) if self._width else [text]:
             self._print("   " + line, style)
 
     async def beat(self, beats: float = 1.0) -> None:
-        """Give the reader time."""
+        """Pause, to give the reader time."""
         await asyncio.sleep(beats * BEAT_S if self._pauses else 0)
 
     async def follow(self, watch: limpet.Watch) -> None:
         """Print what the watch delivers, on the right."""
         async for event in watch:
             value = dict(event.value) if isinstance(event.value, limpet.Fields) else event.value
-            told = f"┊ {event.revision:>3} {event.op} {event.key}" + ("" if value is None else f" = {value!r}")
-            self._print((" " * self._column + told)[: self._width], "watch")
+            change = f"┊ {event.revision:>3} {event.op} {event.key}" + ("" if value is None else f" = {value!r}")
+            self._print((" " * self._column + change)[: self._width], "watch")
             async with self._seen:
                 self._events.append(event)
                 self._seen.notify_all()
 
-    async def seen(self, key: str, op: str, revision: int = 0) -> limpet.Event:
-        """Wait until the watch has told of a change of a key, from a revision on."""
+    async def wait_for_event(self, key: str, op: str, revision: int = 0) -> limpet.Event:
+        """Wait until the watch has delivered a change of a key, from a revision on."""
 
-        def told() -> list[limpet.Event]:
+        def delivered() -> list[limpet.Event]:
             return [
                 event for event in self._events if (event.key, event.op) == (key, op) and event.revision >= revision
             ]
 
         async with self._seen:
-            await asyncio.wait_for(self._seen.wait_for(told), PATIENCE_S)
-            return told()[0]
+            await asyncio.wait_for(self._seen.wait_for(delivered), PATIENCE_S)
+            return delivered()[0]
 
-    async def seen_entry(self, entry: limpet.Entry | None) -> None:
-        """Wait until the watch has told of the put that left this entry."""
+    async def wait_for_entry(self, entry: limpet.Entry | None) -> None:
+        """Wait until the watch has delivered the put of this entry."""
         assert entry is not None
-        await self.seen(entry.key, "put", entry.revision)
+        await self.wait_for_event(entry.key, "put", entry.revision)
 
     def _print(self, line: str, style: str) -> None:
         code = STYLES[style] if self._colours else ""
         try:
             print(f"\x1b[{code}m{line}\x1b[0m" if code else line, flush=True)
         except BrokenPipeError:
-            # Whoever read this has left, as `head` does. The rest goes nowhere, and the show ends.
+            # The reader of the pipe has left, as `head` does. Drop the rest, and end.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             signal.raise_signal(signal.SIGINT)
 
@@ -103,17 +103,17 @@ class Stage:
 
 
 async def three_workers(stage: Stage, store: limpet.Store, url: str) -> None:
-    """Three workers put and read at once. The watch on the right sees every change once, in order."""
+    """Three workers put and read at once. The watch on the right gets every change once, in order."""
 
     async def work(name: str, neighbour: str, delay: float) -> None:
         await stage.beat(delay)
         for step in (1, 2):
             entry = await store.put(f"worker/{name}", {"step": step})
-            stage.say(f"{name}: put step {step}, now version {entry.version} at revision {entry.revision}")
-            await stage.seen_entry(entry)
+            stage.show(f"{name}: put step {step}, now version {entry.version} at revision {entry.revision}")
+            await stage.wait_for_entry(entry)
             await stage.beat()
         found = await store.get(f"worker/{neighbour}")
-        stage.say(f"{name}: reads that {neighbour} is at step {found['step']}", "good")
+        stage.show(f"{name}: reads that {neighbour} is at step {found['step']}", "good")
 
     await asyncio.gather(work("ada", "ben", 0), work("ben", "cem", 0.3), work("cem", "ada", 0.6))
 
@@ -142,30 +142,30 @@ async def the_lost_update(stage: Stage, store: limpet.Store, url: str) -> None:
             await store.update("safe", plus_one)
 
     await asyncio.gather(*(count_carelessly() for _ in range(workers)))
-    await stage.seen_entry(await store.entry("careless"))
+    await stage.wait_for_entry(await store.entry("careless"))
     count = await store.get("careless")
-    stage.say(f"get and put: six steps, and the count is {count}; {workers * steps - count} updates are lost", "bad")
+    stage.show(f"get and put: six steps, and the count is {count}; {workers * steps - count} updates are lost", "bad")
     await stage.beat(2)
     await asyncio.gather(*(count_safely() for _ in range(workers)))
-    await stage.seen_entry(await store.entry("safe"))
-    stage.say(f"update: six steps, and the count is {await store.get('safe')}", "good")
-    stage.say(f"(the function ran {runs} times: again whenever the other worker was faster)")
+    await stage.wait_for_entry(await store.entry("safe"))
+    stage.show(f"update: six steps, and the count is {await store.get('safe')}", "good")
+    stage.show(f"(the function ran {runs} times: again whenever the other worker was faster)")
 
 
 async def a_conflict(stage: Stage, store: limpet.Store, url: str) -> None:
-    """A guard: write only if nothing happened since I read. The refusal says what was found."""
+    """A guard: write only if nothing changed since I read. The error names what was found."""
     await store.put("theme", "light")
     read_by_ada = await store.entry("theme")
-    stage.say("ada reads the theme and thinks about it")
+    stage.show("ada reads the theme and thinks about it")
     await stage.beat()
-    await stage.seen_entry(await store.put("theme", "dark"))
-    stage.say("ben writes meanwhile")
+    await stage.wait_for_entry(await store.put("theme", "dark"))
+    stage.show("ben writes meanwhile")
     await stage.beat()
     try:
         await store.put("theme", "solar", expect=read_by_ada)
     except Conflict as conflict:
-        stage.say(f"ada is refused: {conflict}", "bad")
-    stage.say(f"ben's write stands: the theme is {await store.get('theme')!r}", "good")
+        stage.show(f"ada is refused: {conflict}", "bad")
+    stage.show(f"ben's write stands: the theme is {await store.get('theme')!r}", "good")
 
 
 async def one_winner(stage: Stage, store: limpet.Store, url: str) -> None:
@@ -175,80 +175,82 @@ async def one_winner(stage: Stage, store: limpet.Store, url: str) -> None:
 
     async def claim(name: str) -> None:
         won = await job.swap("state", "pending", "claimed", set={"worker": name})
-        stage.say(f"{name}: {'has the job' if won else 'came too late'}", "good" if won else "plain")
+        stage.show(f"{name}: {'has the job' if won else 'is too late'}", "good" if won else "plain")
 
     await asyncio.gather(claim("ada"), claim("ben"), claim("cem"))
-    await stage.seen("job/7", "patch")
-    stage.say(f"one winner, written down with the claim: {await job.get('worker')}")
+    await stage.wait_for_event("job/7", "patch")
+    stage.show(f"one winner, written down with the claim: {await job.get('worker')}")
 
 
 async def an_expiry(stage: Stage, store: limpet.Store, url: str) -> None:
-    """A value with a time to live is absent from its moment on, and the watch hears of its end once."""
+    """A value is absent as soon as its time to live is over, and the watch gets its end once."""
     await store.put("session/ada", {"user": "ada"}, ttl=SESSION_TTL_S)
-    stage.say(f"ada's session lives for {SESSION_TTL_S} s: {await store.get('session/ada')}")
+    stage.show(f"ada's session lives for {SESSION_TTL_S} s: {await store.get('session/ada')}")
     await asyncio.sleep(SESSION_TTL_S)
-    stage.say(f"{SESSION_TTL_S} s later, reading it gives {await store.get('session/ada')}", "good")
-    ended = await stage.seen("session/ada", "expire")
-    stage.say(f"the sweeper made it official at revision {ended.revision}")
+    stage.show(f"{SESSION_TTL_S} s later, reading it gives {await store.get('session/ada')}", "good")
+    ended = await stage.wait_for_event("session/ada", "expire")
+    stage.show(f"the sweeper recorded its end at revision {ended.revision}")
 
 
 async def the_stale_holder(stage: Stage, store: limpet.Store, url: str) -> None:
-    """Another process takes a lock and freezes. Its lease runs out, and its late write must not count."""
+    """Another process takes a lock and freezes. Its lease expires, and its late write must be refused."""
     async with frozen_holder(url, store.name) as (holder, token):
-        stage.say(f"ada (process {holder.pid}) holds the lock with token {token}, and freezes", "bad")
+        stage.show(f"ada (process {holder.pid}) holds the lock with token {token}, and freezes", "bad")
         try:
             await store.lock("report", ttl=LEASE_S).acquire()
         except LockHeld as held:
-            stage.say(f"ben asks: {held}")
+            stage.show(f"ben tries: {held}")
         async with store.lock("report", ttl=LEASE_S, wait=PATIENCE_S, holder="ben") as lock:
-            stage.say(f"ben waited for the lease to end and holds the lock with token {lock.token}", "good")
-            await stage.seen_entry(await store.put("report", "by ben", fence=lock))
+            stage.show(f"ben waited for the lease to end and holds the lock with token {lock.token}", "good")
+            await stage.wait_for_entry(await store.put("report", "by ben", fence=lock))
             await stage.beat()
-            stage.say("ada wakes up, still sure of her lock, and writes with her fence")
+            stage.show("ada wakes up, still sure of her lock, and writes with her fence")
             holder.send_signal(signal.SIGCONT)
             assert holder.stdout is not None
-            answer = await asyncio.wait_for(holder.stdout.readline(), PATIENCE_S)
-            stage.say(f"ada is refused: {answer.decode().strip()}", "bad")
+            reply = await asyncio.wait_for(holder.stdout.readline(), PATIENCE_S)
+            stage.show(f"ada is refused: {reply.decode().strip()}", "bad")
             await asyncio.wait_for(holder.wait(), PATIENCE_S)
-        stage.say(f"the report is still {await store.get('report')!r}", "good")
+        stage.show(f"the report is still {await store.get('report')!r}", "good")
 
 
 async def all_or_nothing(stage: Stage, store: limpet.Store, url: str) -> None:
-    """Money moves between two accounts in one batch. A guard fails, and neither account has moved."""
+    """Money moves between two accounts in one batch. A guard fails, and neither account changes."""
     ada = await store.put("account/ada", 100)
     await store.put("account/ben", 0)
-    await stage.seen_entry(await store.put("account/ada", 10))
-    stage.say("ada had 100 when the transfer was planned, and has spent 90 since")
+    await stage.wait_for_entry(await store.put("account/ada", 10))
+    stage.show("ada had 100 when the transfer was planned, and has spent 90 since")
     await stage.beat()
     transfer = store.batch().expect("account/ada", ada).add("account/ada", -50).add("account/ben", 50)
     try:
         await transfer.commit()
     except Conflict as conflict:
-        stage.say(f"the batch is refused as a whole: {conflict}", "bad")
+        stage.show(f"the batch is refused as a whole: {conflict}", "bad")
     balances = [await store.get(f"account/{name}") for name in ("ada", "ben")]
     status = await store.status()
-    stage.say(f"ada has {balances[0]}, ben has {balances[1]}, the revision is still {status.revision}", "good")
+    stage.show(f"ada has {balances[0]}, ben has {balances[1]}, the revision is still {status.revision}", "good")
 
 
 async def the_retry(stage: Stage, store: limpet.Store, url: str) -> None:
-    """The answer to a write got lost. Asked again under the same request id, it is answered, not doubled."""
+    """The reply to a write was lost. Sent again with the same request id, it is applied only once."""
     for attempt in ("first", "second"):
         number = await store.add("mails-sent", request_id="order-17/mail")
-        stage.say(f"{attempt} attempt of request 'order-17/mail': the counter is {number}")
+        stage.show(f"{attempt} attempt of request 'order-17/mail': the counter is {number}")
         await stage.beat()
-    await stage.seen("mails-sent", "put")
+    await stage.wait_for_event("mails-sent", "put")
     outcome = await store.outcome("order-17/mail")
     assert outcome is not None
-    stage.say(f"counted once, at revision {outcome.revision}: {await store.get('mails-sent')} mail sent", "good")
+    stage.show(f"counted once, at revision {outcome.revision}: {await store.get('mails-sent')} mail sent", "good")
 
 
 async def the_log(stage: Stage, store: limpet.Store, url: str) -> None:
-    """Nothing of this was only on the screen: the file holds the map and the log."""
+    """All of this is stored: the file holds the entries and the log."""
     status = await store.status()
-    stage.say(f"{status.keys} keys and {status.log_changes} changes are in {Path(url.removeprefix('sqlite:///')).name}")
-    told = [f"{change.op} at {change.revision}" async for change in store.history("theme")]
-    stage.say(f"the history of 'theme': {', '.join(told)}")
-    stage.say(f"durability is {store.traits.durability!r}: what was acknowledged survives a power cut", "good")
+    stage.show(
+        f"{status.keys} keys and {status.log_changes} changes are in {Path(url.removeprefix('sqlite:///')).name}"
+    )
+    changes = [f"{change.op} at {change.revision}" async for change in store.history("theme")]
+    stage.show(f"the history of 'theme': {', '.join(changes)}")
+    stage.show(f"durability is {store.traits.durability!r}: what was acknowledged survives a power cut", "good")
 
 
 ACTS: Final = (
@@ -269,8 +271,8 @@ ACTS: Final = (
 
 @contextlib.asynccontextmanager
 async def frozen_holder(url: str, namespace: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
-    """Another process that has taken the lock and stopped, and the token that it holds."""
-    # In a process group of its own, Ctrl-C does not reach it; and should we die, the kernel ends it.
+    """Start a process that takes the lock and stops. Gives the process, and the token that it holds."""
+    # In its own process group, Ctrl-C does not reach it; and if this process dies, the kernel ends it.
     holder = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "limpet.demo.acts", "--frozen-holder", url, namespace),
         stdout=asyncio.subprocess.PIPE,
@@ -286,11 +288,11 @@ async def frozen_holder(url: str, namespace: str) -> AsyncIterator[tuple[asyncio
 
 
 def hold_and_freeze(url: str, namespace: str) -> None:
-    """What that process does: take the lock, stop, and write when it is woken."""
+    """The work of that process: take the lock, stop, and write when it continues."""
     with limpet.sync.open(url, namespace=namespace, sweep=False) as store:
         lock = store.lock("report", ttl=LEASE_S, holder="ada").acquire()
         print(lock.token, flush=True)
-        # As a laptop that sleeps or a machine that swaps would do, at the worst moment.
+        # As a laptop that sleeps or a machine that swaps does, at the worst moment.
         signal.raise_signal(signal.SIGSTOP)
         try:
             store.put("report", "by ada, too late", fence=lock)
@@ -302,13 +304,13 @@ def hold_and_freeze(url: str, namespace: str) -> None:
 
 
 async def perform(url: str, *, once: bool, pauses: bool, colours: bool, width: int | None) -> None:
-    """Play round after round, each in a namespace of its own."""
+    """Play round after round, each in its own namespace."""
     number = 0
-    async with limpet.open(url) as place:
+    async with limpet.open(url) as store:
         while number == 0 or not once:
             number += 1
             stage = Stage(pauses=pauses, colours=colours, width=width)
-            await play(stage, place.namespace(f"round-{number}"), url)
+            await play(stage, store.namespace(f"round-{number}"), url)
             if not once:
                 stage.title(f"That was round {number}. The next one follows; Ctrl-C ends the show.")
                 await stage.beat(4)
@@ -321,7 +323,7 @@ async def play(stage: Stage, store: limpet.Store, url: str) -> None:
         for number, act in enumerate(ACTS, 1):
             assert act.__doc__ is not None
             stage.title(f"{number}. {act.__name__.replace('_', ' ').capitalize()}")
-            stage.say(act.__doc__, "why")
+            stage.show(act.__doc__, "why")
             await stage.beat()
             await act(stage, store, url)
             await stage.beat(2)
@@ -336,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "On a terminal it goes on until Ctrl-C, otherwise it plays one round.",
     )
     parser.add_argument("--once", action="store_true", help="play one round and end")
-    parser.add_argument("--fast", action="store_true", help="leave out the pauses that are there for the reader")
+    parser.add_argument("--fast", action="store_true", help="leave out the pauses for the reader")
     parser.add_argument("--frozen-holder", nargs=2, metavar=("URL", "NAMESPACE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.frozen_holder:
@@ -345,14 +347,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     ended_by = signal.SIGINT
 
-    def end_as_by_ctrl_c(*_: object) -> None:
+    def end_like_ctrl_c(*_: object) -> None:
         nonlocal ended_by
         ended_by = signal.SIGTERM
         signal.raise_signal(signal.SIGINT)
 
-    # A shell has what it starts in the background ignore Ctrl-C. This has to end all the same.
+    # A shell makes its background jobs ignore Ctrl-C. This one must end anyway.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
+    signal.signal(signal.SIGTERM, end_like_ctrl_c)
     terminal = sys.stdout.isatty()
     try:
         with tempfile.TemporaryDirectory(prefix="limpet-demo-") as folder:

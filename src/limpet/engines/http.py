@@ -1,10 +1,10 @@
 """The HTTP engine: state behind a Limpet server, through the same eight primitives.
 
-Reads of one turn of the loop are one request, and so are commits of one namespace; each commit is answered by itself.
-The server decides, by its own engine and its own clock, and it holds whoever asks to the rights of a token.
+Reads of one turn of the loop are one request, and so are commits of one namespace; each commit has its own result.
+The server decides, by its own engine and its own clock, and enforces the rights of the caller's token.
 
-Every commit that is sent has a name. So when its answer is lost, the store asks again under that name, and the engine
-behind the server tells whether it was applied. What was surely not sent is `Unavailable`.
+Every commit that is sent has a request id. So when its reply is lost, the store retries it under that id, and the
+engine behind the server knows whether it was applied. A request that was certainly not sent is `Unavailable`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from limpet.request_ids import new_request_id
 from limpet.urls import Address
 
 CONNECT_S: Final = 10.0
-ANSWER_S: Final = 30.0
+REPLY_S: Final = 30.0
 CALLS_MAX: Final = 32
 IDLE_S: Final = 3.0
-"""How long a connection is kept for the next call. Servers close idle ones after five seconds or so, and a request
-that crosses with the closing would have to be sent again."""
+"""How long an idle connection is kept. Servers close idle connections after about five seconds, and a request that
+crosses with the close would have to be sent again."""
 GROUP_BYTES: Final = 2_000_000
-"""When a request is large enough to go. It may be larger by one batch."""
+"""The size at which a request of several batches is sent. It may be larger by one batch."""
 KEYS_GROUPED: Final = 128
-"""How many keys of several callers one request asks for. Their values come back in one answer."""
+"""How many keys of several callers go into one request. All their values come in one reply."""
 TOKEN: Final = "LIMPET_TOKEN"  # noqa: S105 - the name of a variable
 
 T = TypeVar("T")
@@ -72,13 +72,17 @@ async def open(address: Address, clock: Clock) -> HttpEngine:
     """
     if "token" in address.options:
         raise InvalidValue(
-            f"{address}: what stands behind a question mark ends up in logs; "
+            f"{address}: options of a URL end up in logs; "
             f"give the token as https://token@host, or in the variable {TOKEN}"
         )
     address.allow("ca", "timeout")
-    base, token = _place(address)
+    base, token = _parse_address(address)
     engine = HttpEngine(
-        base, str(address), token=token, security=_security(address), answer_s=_seconds(address, "timeout", ANSWER_S)
+        base,
+        str(address),
+        token=token,
+        security=_load_security(address),
+        reply_s=_parse_seconds(address, "timeout", REPLY_S),
     )
     try:
         await engine.prepare()
@@ -88,11 +92,11 @@ async def open(address: Address, clock: Clock) -> HttpEngine:
     return engine
 
 
-def _place(address: Address) -> tuple[str, str | None]:
-    """Where the server is, and the token, which is never part of it."""
+def _parse_address(address: Address) -> tuple[str, str | None]:
+    """The base URL of the server, and the token, which is never part of it."""
     scheme, _, rest = address.url.partition("://")
-    credentials, _, place = rest.rpartition("@")
-    base = f"{scheme.lower()}://{place.partition('?')[0].rstrip('/')}"
+    credentials, _, host = rest.rpartition("@")
+    base = f"{scheme.lower()}://{host.partition('?')[0].rstrip('/')}"
     try:
         parts = urlsplit(base)
         usable = bool(parts.hostname) and (parts.port or 80) > 0 and base.isascii() and base.isprintable()
@@ -100,23 +104,23 @@ def _place(address: Address) -> tuple[str, str | None]:
     except (ValueError, httpx2.InvalidURL):
         usable = False
     if not usable:
-        raise InvalidValue(f"{address}: the driver cannot use this URL, look at its host and port")
+        raise InvalidValue(f"{address}: the driver cannot use this URL; check its host and port")
     if ":" in credentials:
         raise InvalidValue(
-            f"{address}: there are no users and passwords here; give a token alone, as https://token@host"
+            f"{address}: users and passwords are not supported; give a token alone, as https://token@host"
         )
     token = unquote(credentials) or os.environ.get(TOKEN) or None
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise InvalidValue(f"{address}: a token is of visible ASCII characters, without spaces")
+        raise InvalidValue(f"{address}: a token consists of visible ASCII characters, without spaces")
     return base, token
 
 
-def _security(address: Address) -> ssl.SSLContext:
-    """Whose certificates are trusted: the system's, or those of a file."""
+def _load_security(address: Address) -> ssl.SSLContext:
+    """The certificates that are trusted: the system's, or those of a file."""
     if address.scheme == "http":
         if "ca" in address.options:
             raise InvalidValue(f"{address}: ca is for https: URLs")
-        # Loading the system's certificates takes its time, and nobody would look at them.
+        # Not the system's certificates: loading them takes time, and they would not be used.
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         return ssl.create_default_context(cafile=address.options.get("ca"))
@@ -124,7 +128,7 @@ def _security(address: Address) -> ssl.SSLContext:
         raise InvalidValue(f"{address}: ca is a file with certificates, and this one cannot be used") from error
 
 
-def _seconds(address: Address, name: str, default: float) -> float:
+def _parse_seconds(address: Address, name: str, default: float) -> float:
     try:
         seconds = float(address.options.get(name, default))
     except ValueError:
@@ -141,12 +145,12 @@ class HttpEngine(GroupingEngine):
     _commits_at_once = 2
 
     def __init__(
-        self, base: str, display_name: str, *, token: str | None, security: ssl.SSLContext, answer_s: float = ANSWER_S
+        self, base: str, display_name: str, *, token: str | None, security: ssl.SSLContext, reply_s: float = REPLY_S
     ) -> None:
         self.traits = Traits(engine="http", durability="none", log="every", clock="server", inline=False)
         self._base = base
         self._security = security
-        self._answer_s = answer_s
+        self._reply_s = reply_s
         self._headers = {"Content-Type": wire.MEDIA, "Accept": wire.MEDIA}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -155,25 +159,25 @@ class HttpEngine(GroupingEngine):
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
-        self._line: _Line | None = None
+        self._connections: _Connections | None = None
         self._urls: dict[tuple[str, str], httpx2.URL] = {}
         self._polls: set[asyncio.Task[LogPage]] = set()
-        # Where the server sweeps, or trims, alone, because it does not let us.
-        self._swept: set[str] = set()
-        self._trimmed: set[str] = set()
+        # Namespaces that only the server sweeps, or trims, because this token may not.
+        self._swept_by_server: set[str] = set()
+        self._trimmed_by_server: set[str] = set()
 
     async def prepare(self) -> None:
-        """Ask the server what it is."""
+        """Read the server's traits and limits."""
         try:
             content = await self._send(
                 httpx2.Request("GET", httpx2.URL(f"{self._base}/v1/engine"), headers=self._headers)
             )
-        except _Lost as lost:
+        except _ReplyLost as lost:
             raise self._translate(lost) from lost.__cause__
         try:
             served = wire.decode(content, wire.Served)
         except InvalidValue as error:
-            raise InvalidValue(f"{self._display_name}: what answers there is no Limpet server") from error
+            raise InvalidValue(f"{self._display_name}: no Limpet server replies at this URL") from error
         self.traits = msgspec.structs.replace(served.traits, engine="http", clock="server", inline=False)
         self._limits = served.limits
         self._keys_at_once = min(KEYS_GROUPED, served.limits.keys)
@@ -191,7 +195,7 @@ class HttpEngine(GroupingEngine):
         limit: int = 500,
     ) -> ScanPage:
         """See `Engine.scan`."""
-        return await self._ask(namespace, "scan", wire.Scan(span, family, where, values, limit), ScanPage)
+        return await self._call(namespace, "scan", wire.Scan(span, family, where, values, limit), ScanPage)
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
@@ -203,39 +207,39 @@ class HttpEngine(GroupingEngine):
         at: str | None = None
         while True:
             left = max(0.0, deadline - loop.time())
-            asked = wire.Changes(after, span, limit, min(left, self._limits.wait_s))
-            feed = await self._poll(namespace, asked)
-            before, at = before or feed.before, feed.at or (None if feed.changes else at)
-            if feed.changes or loop.time() >= deadline:
-                return msgspec.structs.replace(feed, before=before, at=at)
-            # Changes that this token may not see, or a wait that the server did not want to be longer.
-            after = feed.next_after
+            request = wire.Changes(after, span, limit, min(left, self._limits.wait_s))
+            page = await self._poll(namespace, request)
+            before, at = before or page.before, page.at or (None if page.changes else at)
+            if page.changes or loop.time() >= deadline:
+                return msgspec.structs.replace(page, before=before, at=at)
+            # Only changes that this token may not see, or a wait that the server has cut short.
+            after = page.next_after
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
-        """See `Engine.due`. Who may not end entries has nothing to do: the server sweeps by itself."""
+        """See `Engine.due`. Nothing is due for a token that may not expire entries: the server sweeps by itself."""
         self._check_open()
-        if namespace in self._swept:
+        if namespace in self._swept_by_server:
             return []
         try:
-            return await self._ask(namespace, "due", wire.Due(limit), wire.Expiries)
+            return await self._call(namespace, "due", wire.Due(limit), wire.Expiries)
         except PermissionDenied:
-            self._swept.add(namespace)
+            self._swept_by_server.add(namespace)
             return []
 
     async def trim(self, namespace: str, window: Window) -> int:
-        """See `Engine.trim`. Without the right `admin` there is nothing to do: the server trims by itself."""
+        """See `Engine.trim`. Without the right `admin` nothing is trimmed here: the server trims by itself."""
         self._check_open()
-        if namespace in self._trimmed:
+        if namespace in self._trimmed_by_server:
             return 0
         try:
-            return await self._ask(namespace, "trim", window, int)
+            return await self._call(namespace, "trim", window, int)
         except PermissionDenied:
-            self._trimmed.add(namespace)
+            self._trimmed_by_server.add(namespace)
             return 0
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
-        status = await self._ask(namespace, "status", {}, Status)
+        status = await self._call(namespace, "status", {}, Status)
         self._record_revision(namespace, status.revision)
         return status
 
@@ -248,26 +252,26 @@ class HttpEngine(GroupingEngine):
         for poll in list(self._polls):
             poll.cancel()
         await self._finish_tasks()
-        line, self._line = self._line, None
-        if line is not None:
-            await line.close()
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            await connections.close()
 
     # Reading and following ------------------------------------------------------
 
     async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
         # Several callers may want the same key at the same moment.
-        asked = list(dict.fromkeys(keys))
-        found = await self._ask(namespace, "read", wire.Read(asked, family), wire.Entries)
-        if len(found) != len(asked):
-            raise Unavailable(f"{self._display_name}: the answer cannot be understood")
-        entries = dict(zip(asked, found, strict=True))
+        distinct = list(dict.fromkeys(keys))
+        found = await self._call(namespace, "read", wire.Read(distinct, family), wire.Entries)
+        if len(found) != len(distinct):
+            raise Unavailable(f"{self._display_name}: the reply cannot be decoded")
+        entries = dict(zip(distinct, found, strict=True))
         return [entries[key] for key in keys]
 
-    async def _poll(self, namespace: str, asked: wire.Changes) -> LogPage:
-        """Ask for changes; whoever waits for an answer when the engine is closed is told."""
+    async def _poll(self, namespace: str, request: wire.Changes) -> LogPage:
+        """Wait for changes. Closing the engine ends the wait with `Closed`."""
         self._check_open()
         poll = asyncio.get_running_loop().create_task(
-            self._ask(namespace, "changes", asked, LogPage, patience_s=asked.wait_s, polls=asked.wait_s > 0)
+            self._call(namespace, "changes", request, LogPage, patience_s=request.wait_s, polls=request.wait_s > 0)
         )
         self._polls.add(poll)
         try:
@@ -284,13 +288,13 @@ class HttpEngine(GroupingEngine):
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         outcomes: list[CommitResult] = []
-        # All are encoded before any is sent: one that cannot be fails while nothing has been applied.
-        for part in list(self._parts([_named(ticket.batch) for ticket in group])):
+        # Encode all before any is sent: a batch that cannot be encoded fails while nothing has been applied.
+        for part in list(self._split([_with_request_id(ticket.batch) for ticket in group])):
             outcomes += await self._commit_part(namespace, part, since)
         return outcomes
 
-    def _parts(self, batches: list[Batch]) -> Iterator[list[tuple[Batch, bytes]]]:
-        """Batches as they travel, as many together as fit into a request."""
+    def _split(self, batches: list[Batch]) -> Iterator[list[tuple[Batch, bytes]]]:
+        """Encoded batches, in groups that fit into one request."""
         part: list[tuple[Batch, bytes]] = []
         size_bytes = 0
         for batch in batches:
@@ -300,7 +304,7 @@ class HttpEngine(GroupingEngine):
                 yield part
                 part, size_bytes = [], 0
             part.append((batch, body))
-            # Each costs a few bytes more than itself.
+            # Each costs a few bytes of framing.
             size_bytes += len(body) + 8
         yield part
 
@@ -308,83 +312,85 @@ class HttpEngine(GroupingEngine):
         batches = [batch for batch, _ in part]
         size_bytes = sum(len(body) for _, body in part)
         if size_bytes > self._limits.request_bytes - 64:
-            # It is alone then.
+            # Only a batch that is alone in its request can be this large.
             key, limit_bytes = _first_key(batches[0]), self._limits.request_bytes
             return [ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes, what="the request")]
-        request = self._request(namespace, "commit", wire.Commits([msgspec.Raw(body) for _, body in part]))
+        request = self._build_request(namespace, "commit", wire.Commits([msgspec.Raw(body) for _, body in part]))
         try:
             content = await self._send(request)
-        except _Lost as lost:
-            return [self._ambiguous(_name(batch), since, lost.__cause__) for batch in batches]
+        except _ReplyLost as lost:
+            return [self._ambiguous(_request_id(batch), since, lost.__cause__) for batch in batches]
         except LimpetError as error:
             return [error] * len(batches)
         except Exception as error:
-            # Not what the driver should raise. It may have been sent.
-            return [self._ambiguous(_name(batch), since, error) for batch in batches]
+            # An error that the driver should not raise: the request may have been sent.
+            return [self._ambiguous(_request_id(batch), since, error) for batch in batches]
         try:
-            answers = wire.decode(content, wire.Outcomes)
-            found = [wire.decode_outcome(answer, batch) for batch, answer in zip(batches, answers, strict=True)]
+            replies = wire.decode(content, wire.Outcomes)
+            found = [wire.decode_outcome(reply, batch) for batch, reply in zip(batches, replies, strict=True)]
         except Exception as error:
-            # An answer that nobody understands is as good as none.
-            return [self._ambiguous(_name(batch), since, error) for batch in batches]
-        outcomes = [self._outcome(batch, one, since) for batch, one in zip(batches, found, strict=True)]
+            # A reply that cannot be decoded counts as a lost one.
+            return [self._ambiguous(_request_id(batch), since, error) for batch in batches]
+        outcomes = [self._translate_failure(batch, one, since) for batch, one in zip(batches, found, strict=True)]
         self._record_revision(namespace, max((one.revision for one in outcomes if isinstance(one, Commit)), default=0))
         return outcomes
 
-    def _outcome(self, batch: Batch, found: Commit | Refusal | wire.Failure, since: int) -> CommitResult:
+    def _translate_failure(self, batch: Batch, found: Commit | Refusal | wire.Failure, since: int) -> CommitResult:
         if not isinstance(found, wire.Failure):
             return found
         error = wire.error_of(found)
         if isinstance(error, Ambiguous):
-            return Ambiguous(str(error), request_id=_name(batch), since=min(since, error.since))
-        # A server that failed in the midst of a commit does not know either.
-        return error or self._ambiguous(_name(batch), since, _Unexpected(found.message))
+            return Ambiguous(str(error), request_id=_request_id(batch), since=min(since, error.since))
+        # An unexpected failure in the server: the commit may have been applied.
+        return error or self._ambiguous(_request_id(batch), since, _Unexpected(found.message))
 
     # Requests -------------------------------------------------------------------
 
-    async def _ask(
+    async def _call(
         self,
         namespace: str,
         primitive: str,
-        asked: Any,
+        request: Any,
         shape: type[T],
         *,
         patience_s: float = 0.0,
         polls: bool = False,
     ) -> T:
-        """Ask something that may be asked again."""
+        """Send a request that may be sent again, and decode its reply."""
         self._check_open()
         try:
-            content = await self._send(self._request(namespace, primitive, asked), patience_s=patience_s, polls=polls)
-        except _Lost as lost:
+            content = await self._send(
+                self._build_request(namespace, primitive, request), patience_s=patience_s, polls=polls
+            )
+        except _ReplyLost as lost:
             raise self._translate(lost) from lost.__cause__
         try:
             return wire.decode(content, shape)
         except InvalidValue as error:
-            raise Unavailable(f"{self._display_name}: the answer cannot be understood") from error
+            raise Unavailable(f"{self._display_name}: the reply cannot be decoded") from error
 
-    def _request(self, namespace: str, primitive: str, asked: Any) -> httpx2.Request:
+    def _build_request(self, namespace: str, primitive: str, request: Any) -> httpx2.Request:
         url = self._urls.get((namespace, primitive))
         if url is None:
             url = httpx2.URL(f"{self._base}/v1/{namespace}/engine/{primitive}")
             self._urls[namespace, primitive] = url
-        return httpx2.Request("POST", url, headers=self._headers, content=wire.encode(asked))
+        return httpx2.Request("POST", url, headers=self._headers, content=wire.encode(request))
 
     async def _send(self, request: httpx2.Request, *, patience_s: float = 0.0, polls: bool = False) -> bytes:
-        """Send a request and return what is answered.
+        """Send a request and return the content of the reply.
 
-        Raises `_Lost` when nobody can say what the server made of it, and our own errors when that is known.
+        Raises `_ReplyLost` when the server may or may not have handled it, and our own errors when that is known.
         """
-        answer_s = self._answer_s
+        reply_s = self._reply_s
         request.extensions["timeout"] = {
             "connect": CONNECT_S,
-            "pool": answer_s,
-            "write": answer_s,
-            "read": answer_s + patience_s,
+            "pool": reply_s,
+            "write": reply_s,
+            "read": reply_s + patience_s,
         }
-        line = self._here()
+        connections = self._current_connections()
         try:
-            response = await (line.polls if polls else line.calls).handle_async_request(request)
+            response = await (connections.polls if polls else connections.calls).handle_async_request(request)
             try:
                 content = await response.aread()
             finally:
@@ -392,48 +398,48 @@ class HttpEngine(GroupingEngine):
         except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
             raise self._translate(error) from error
         except (httpx2.HTTPError, OSError) as error:
-            raise _Lost from error
+            raise _ReplyLost from error
         if response.status_code == 200:
             return content
-        raise self._refused(response, content)
+        raise self._translate_status(response, content)
 
-    def _here(self) -> _Line:
+    def _current_connections(self) -> _Connections:
         """The connections of the running loop."""
         loop = asyncio.get_running_loop()
-        line = self._line
-        if line is None or line.loop is not loop:
-            line = self._line = _Line(loop, self._security)
-        return line
+        connections = self._connections
+        if connections is None or connections.loop is not loop:
+            connections = self._connections = _Connections(loop, self._security)
+        return connections
 
-    def _refused(self, response: httpx2.Response, content: bytes) -> Exception:
-        """What a status other than 200 means."""
+    def _translate_status(self, response: httpx2.Response, content: bytes) -> Exception:
+        """Our error for a status other than 200."""
         status, display_name = response.status_code, self._display_name
-        failure = _failure(response.headers.get("Content-Type", ""), content)
+        failure = _decode_failure(response.headers.get("Content-Type", ""), content)
         error = None if failure is None else wire.error_of(failure)
         if error is not None:
             return error
         match status:
             case 401 | 403:
-                return PermissionDenied(f"{display_name}: the server does not know this token, or asks for one")
+                return PermissionDenied(f"{display_name}: the server does not accept this token, or requires one")
             case 404 | 405:
-                return InvalidValue(f"{display_name}: what answers there serves no engine, look at the URL")
+                return InvalidValue(f"{display_name}: the server there serves no engine; check the URL")
             case 408:
                 return Unavailable(f"{display_name}: the request did not arrive in time")
             case 413:
-                return InvalidValue(f"{display_name}: the request is too large for what stands before the server")
+                return InvalidValue(f"{display_name}: the request is too large for a proxy in front of the server")
             case 429:
-                return RateLimited(f"{display_name} is asked too often", retry_after=_retry_after(response))
+                return RateLimited(f"{display_name} receives too many requests", retry_after=_retry_after(response))
             case _ if status >= 500:
-                # It may be from something between us and the server, which may have it all the same.
-                lost = _Lost()
+                # A proxy may have sent it, and the server may have handled the request all the same.
+                lost = _ReplyLost()
                 lost.__cause__ = _Unexpected(f"status {status}")
                 return lost
             case _:
-                return InvalidValue(f"{display_name} answers with status {status}")
+                return InvalidValue(f"{display_name} replies with status {status}")
 
     def _translate_driver_error(self, error: Exception) -> Exception:
         display_name = self._display_name
-        cause = error.__cause__ if isinstance(error, _Lost) else error
+        cause = error.__cause__ if isinstance(error, _ReplyLost) else error
         if isinstance(cause, _Unexpected):
             return Unavailable(f"{display_name} cannot serve now: {cause}")
         if isinstance(cause, httpx2.HTTPError | OSError):
@@ -443,67 +449,69 @@ class HttpEngine(GroupingEngine):
         return error
 
 
-class _Lost(Exception):
-    """Nobody can say what the server made of a request. Why is its cause."""
+class _ReplyLost(Exception):
+    """The server may or may not have handled a request; the reason is the cause of this error."""
 
 
 class _Unexpected(Exception):
-    """An answer that no Limpet server gives on purpose."""
+    """A reply that a Limpet server gives only by mistake."""
 
 
-class _Line:
-    """The connections of one loop: for calls, and for waits, which must not keep calls from theirs."""
+class _Connections:
+    """The connections of one loop: some for calls, others for long polls, which must not keep calls waiting."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, security: ssl.SSLContext) -> None:
         self.loop = loop
-        self.calls = _connections(security, CALLS_MAX)
-        self.polls = _connections(security, None)
+        self.calls = _create_transport(security, CALLS_MAX)
+        self.polls = _create_transport(security, None)
 
     async def close(self) -> None:
         await self.calls.aclose()
         await self.polls.aclose()
 
 
-def _connections(security: ssl.SSLContext, most: int | None) -> httpx2.AsyncHTTPTransport:
+def _create_transport(security: ssl.SSLContext, connections_max: int | None) -> httpx2.AsyncHTTPTransport:
     # The transport and not the client: nothing is sent twice, redirected, kept as a cookie, or logged, and no
-    # proxy of the environment gets to see the token.
-    limits = httpx2.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=IDLE_S)
+    # proxy of the environment gets the token.
+    limits = httpx2.Limits(
+        max_connections=connections_max, max_keepalive_connections=connections_max, keepalive_expiry=IDLE_S
+    )
     return httpx2.AsyncHTTPTransport(verify=security, trust_env=False, limits=limits, retries=0)
 
 
-def _named(batch: Batch) -> Batch:
-    """A batch that can be asked for again."""
+def _with_request_id(batch: Batch) -> Batch:
+    """The batch with a request id, so that it can be retried."""
     if batch.request_id is not None:
         return batch
     return msgspec.structs.replace(batch, request_id=new_request_id())
 
 
-def _name(batch: Batch) -> str:
-    assert batch.request_id is not None, "it was named before it was sent"
+def _request_id(batch: Batch) -> str:
+    assert batch.request_id is not None, "it got an id before it was sent"
     return batch.request_id
 
 
 def _first_key(batch: Batch) -> str:
-    return next((asked.key for asked in (*batch.writes, *batch.guards)), "")
+    return next((one.key for one in (*batch.writes, *batch.guards)), "")
 
 
-_OF_PROBLEMS: Final = ("type", "title", "status", "instance")
+_PROBLEM_MEMBERS: Final = ("type", "title", "status", "instance")
 
 
-def _failure(media: str, content: bytes) -> wire.Failure | None:
-    """What a server tells of an error, in either of its forms; None when it is not one of ours."""
+def _decode_failure(media: str, content: bytes) -> wire.Failure | None:
+    """An error of a Limpet server, in either of its forms; None if it is not one."""
     try:
         if media.startswith(wire.MEDIA):
             return wire.decode(content, wire.Failure)
         if media.startswith("application/problem+json"):
             problem = msgspec.json.decode(content, type=dict[str, Any])
-            code, told = str(problem.pop("code", "")), str(problem.pop("detail", ""))
-            carried = {
+            code, message = str(problem.pop("code", "")), str(problem.pop("detail", ""))
+            attributes = {
                 name: item
                 for name, item in problem.items()
-                if name not in _OF_PROBLEMS and isinstance(item, str | int | float | None)
+                if name not in _PROBLEM_MEMBERS and isinstance(item, str | int | float | None)
             }
-            return wire.Failure(code, told, carried)
+            return wire.Failure(code, message, attributes)
     except (InvalidValue, msgspec.DecodeError, UnicodeDecodeError):
         pass
     return None

@@ -2,7 +2,7 @@
 
 JSON is JSON text. Raw bytes are themselves. A record is a JSON object of its fields; in it a
 field of raw bytes is {"$text": …} when it is UTF-8 and {"$bytes": base64} when not, and a JSON
-field that looks like that is wrapped in {"$json": …}.
+field of the same form is wrapped in {"$json": …}.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The plugin's side of a server on NATS subjects: the verbs of a plugin storage, as functions.
 
-A plugin has a connection to NATS and its name, and asks with ``client.kv.get("score")``. What a server refuses is
-raised as the same error that a store would raise. A write carries a request id that is made once for a call; when no
-answer comes it is sent again under that id, so whichever server answers, it is applied once.
+A plugin has a connection to NATS and its name, and calls ``client.kv.get("score")``. A refusal of a server is raised
+as the same error that a store would raise. A write has a request id that is made once for a call; without a reply it
+is sent again under that id, so that it is applied once, whichever server replies.
 
-Nothing of the driver is imported before a client is made: whoever has a connection has the driver.
+The driver is not imported before a client is made: a program that has a connection has the driver.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PENDING_MAX: Final = 65_536
 
 
 class Stamp(NamedTuple):
-    """What a write left: the version and the revision of its key."""
+    """The version and the revision of a key after a write."""
 
     version: int
     revision: int
 
 
 class PluginEntry(msgspec.Struct, frozen=True):
-    """What is stored under a key, with everything that is known of it."""
+    """The value under a key, with its version, revision, times and meta."""
 
     key: str
     value: Any
@@ -68,7 +68,7 @@ class PluginEntry(msgspec.Struct, frozen=True):
 
 
 class PluginEvent(msgspec.Struct, frozen=True):
-    """A change. ``op`` is put, patch, touch, delete, expire, or synced after what there was at first."""
+    """A change. ``op`` is put, patch, touch, delete, expire, or synced at the end of the initial entries."""
 
     op: str
     key: str
@@ -92,9 +92,9 @@ class PluginClient:
         nats: A connection to NATS.
         plugin: The plugin's name.
         prefix: What the server's subjects start with.
-        timeout: Seconds to wait for an answer, each time it is asked for.
-        list_timeout: Seconds to wait for an answer that may be long.
-        attempts: How often to ask before giving up.
+        timeout: Seconds to wait for a reply, in each attempt.
+        list_timeout: Seconds to wait for a reply that may be long.
+        attempts: How often to send a request before giving up.
 
     Attributes:
         kv: The verbs.
@@ -111,19 +111,21 @@ class PluginClient:
         attempts: int = 3,
     ) -> None:
         if check_number(attempts, "attempts") < 1:
-            raise InvalidValue("a client asks at least once")
+            raise InvalidValue("attempts is 1 or more")
         self.plugin = check_namespace(plugin)
         subject = f"{check_text(prefix, 'a prefix')}.{self.plugin}"
         self.kv = PluginKV(
-            _Line(nats, subject, check_wait(timeout, "timeout"), check_wait(list_timeout, "list_timeout"), attempts)
+            _Connection(
+                nats, subject, check_wait(timeout, "timeout"), check_wait(list_timeout, "list_timeout"), attempts
+            )
         )
 
     def __repr__(self) -> str:
         return f"PluginClient({self.plugin!r})"
 
 
-class _Line:
-    """Asks a server, again where that is safe."""
+class _Connection:
+    """Sends requests to a server, again where that is safe."""
 
     def __init__(self, nats: Any, subject: str, timeout_s: float, list_timeout_s: float, attempts: int) -> None:
         from nats.errors import Error, NoRespondersError
@@ -133,70 +135,70 @@ class _Line:
         self.list_timeout_s = list_timeout_s
         self._subject = subject
         self._attempts = attempts
-        self._unheard: type[Exception] = NoRespondersError
-        self._trouble: type[Exception] = Error
+        self._no_responders: type[Exception] = NoRespondersError
+        self._driver_error: type[Exception] = Error
 
     async def read(self, name: str, members: Mapping[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
-        """Ask for something that changes nothing."""
-        return await self._ask(name, members, timeout_s or self.timeout_s, None)
+        """Send a request that changes nothing, or that may be repeated."""
+        return await self._request(name, members, timeout_s or self.timeout_s, None)
 
     async def write(self, name: str, members: Mapping[str, Any]) -> dict[str, Any]:
-        """Ask for a write, under an id of its own."""
+        """Send a write, with a new request id."""
         request_id = new_request_id()
-        return await self._ask(name, {**members, "request_id": request_id}, self.timeout_s, request_id)
+        return await self._request(name, {**members, "request_id": request_id}, self.timeout_s, request_id)
 
-    async def _ask(
+    async def _request(
         self, name: str, members: Mapping[str, Any], timeout_s: float, request_id: str | None
     ) -> dict[str, Any]:
-        body = _body(members)
+        body = _encode_request(members)
         may_be_applied = False
         for attempt in range(1, self._attempts + 1):
             if attempt > 1:
                 await asyncio.sleep(pause_s(attempt - 1, first=PAUSE_S, longest=PAUSE_S_MAX))
             try:
-                answer = await self.nats.request(f"{self._subject}.{name}", body, timeout=timeout_s)
-                return granted(answer.data)
+                reply = await self.nats.request(f"{self._subject}.{name}", body, timeout=timeout_s)
+                return decode_reply(reply.data)
             except TimeoutError:
                 may_be_applied = True
-            except self._unheard:
+            except self._no_responders:
                 pass
-            except self._trouble as trouble:
-                raise Unavailable(f"{self._subject}.{name}: NATS cannot be reached now") from trouble
+            except self._driver_error as error:
+                raise Unavailable(f"{self._subject}.{name}: NATS cannot be reached now") from error
             except errors.TransientError:
                 if not may_be_applied or request_id is None:
                     raise
         if may_be_applied and request_id is not None:
             raise Ambiguous(
-                f"{self._subject}.{name}: no answer came in {self._attempts} attempts, and it may have been applied; "
-                "ask kv.outcome(request_id)",
+                f"{self._subject}.{name}: no reply came in {self._attempts} attempts, and it may have been applied; "
+                "read kv.outcome(request_id)",
                 request_id=request_id,
             )
-        why = "no answer came in time" if may_be_applied else "no server listens there"
+        why = "no reply came in time" if may_be_applied else "no server listens there"
         raise Unavailable(f"{self._subject}.{name}: {why}")
 
     async def publish(self, name: str, members: Mapping[str, Any], reply: str = "") -> None:
-        """Say something that is not answered, or whose answer goes elsewhere."""
-        body = _body(members)
+        """Send a request that gets no reply, or whose reply goes elsewhere."""
+        body = _encode_request(members)
         await self.nats.publish(f"{self._subject}.{name}", body, reply=reply)
 
 
 class PluginKV:
     """The verbs of a plugin storage."""
 
-    def __init__(self, line: _Line) -> None:
-        self._line = line
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
 
     # Reading ------------------------------------------------------------------
 
     async def get(self, key: str, default: Any = None) -> Any:
         """The value under a key, or the default when there is none."""
-        answer = await self._line.read("get", {"key": key})
-        return answer["value"] if answer["exists"] else default
+        reply = await self._connection.read("get", {"key": key})
+        return reply["value"] if reply["exists"] else default
 
     async def entry(self, key: str) -> PluginEntry | None:
         """The value with its version, revision and times; None when there is none."""
-        answer = await self._line.read("entry", {"key": key})
-        return msgspec.convert(answer["entry"], PluginEntry) if answer["exists"] else None
+        reply = await self._connection.read("entry", {"key": key})
+        return msgspec.convert(reply["entry"], PluginEntry) if reply["exists"] else None
 
     async def list(self, prefix: str = "", limit: int = 1000) -> list[str]:
         """Keys that start with the prefix, in order, as many as the limit allows. `keys` gives all."""
@@ -206,21 +208,23 @@ class PluginKV:
         """All keys that start with the prefix, in order, page by page."""
         after: str | None = None
         while True:
-            answer = await self._page(prefix, page, after)
-            for key in answer["keys"]:
+            reply = await self._page(prefix, page, after)
+            for key in reply["keys"]:
                 yield key
-            if not answer["truncated"]:
+            if not reply["truncated"]:
                 return
-            after = answer["keys"][-1]
+            after = reply["keys"][-1]
 
     async def _page(self, prefix: str, limit: int, after: str | None) -> dict[str, Any]:
-        asked = {"prefix": prefix, "limit": limit, "after": after}
-        return await self._line.read("list", asked, timeout_s=self._line.list_timeout_s)
+        members = {"prefix": prefix, "limit": limit, "after": after}
+        return await self._connection.read("list", members, timeout_s=self._connection.list_timeout_s)
 
     async def outcome(self, request_id: str) -> bool:
-        """Whether the write of this id was applied: what to ask after `Ambiguous`."""
-        answer = await self._line.read("outcome", {"request_id": request_id}, timeout_s=self._line.list_timeout_s)
-        return bool(answer["applied"])
+        """Whether the write of this id was applied. Use it after `Ambiguous`."""
+        reply = await self._connection.read(
+            "outcome", {"request_id": request_id}, timeout_s=self._connection.list_timeout_s
+        )
+        return bool(reply["applied"])
 
     # Writing ------------------------------------------------------------------
 
@@ -228,12 +232,12 @@ class PluginKV:
         self, key: str, value: Any, ttl: int | None = None, *, fence: PluginLock | Fence | None = None
     ) -> None:
         """Replace the value under a key. Without a time to live, in seconds, it never expires."""
-        asked = {"key": key, "value": _encoded(value), "ttl": ttl, "fence": _fence(fence)}
-        await self._line.write("set" if fence is None else "put", asked)
+        members = {"key": key, "value": _encode_value(value), "ttl": ttl, "fence": _encode_fence(fence)}
+        await self._connection.write("set" if fence is None else "put", members)
 
     async def delete(self, key: str, *, fence: PluginLock | Fence | None = None) -> bool:
         """End a key. False when there was none."""
-        return bool((await self._line.write("delete", {"key": key, "fence": _fence(fence)}))["deleted"])
+        return bool((await self._connection.write("delete", {"key": key, "fence": _encode_fence(fence)}))["deleted"])
 
     async def cas(
         self,
@@ -249,32 +253,42 @@ class PluginKV:
         """Replace a value if its key has this version or this revision, or does not exist.
 
         Raises:
-            Conflict: It is not so; ``actual_version`` and ``actual_revision`` tell how it is.
+            Conflict: It has not; ``actual_version`` and ``actual_revision`` are those that it has.
         """
         expect = {name: given for name, given in (("version", version), ("revision", revision)) if given is not None}
         expect |= {"absent": True} if absent else {}
-        asked = {"key": key, "value": _encoded(value), "expect": expect, "ttl": ttl, "fence": _fence(fence)}
-        return _stamp(await self._line.write("cas", asked))
+        members = {
+            "key": key,
+            "value": _encode_value(value),
+            "expect": expect,
+            "ttl": ttl,
+            "fence": _encode_fence(fence),
+        }
+        return _stamp(await self._connection.write("cas", members))
 
     async def incr(self, key: str, by: int = 1, *, fence: PluginLock | Fence | None = None) -> int:
         """Add to a counter, in one step. Returns its new value; a missing key counts as zero."""
-        return int((await self._line.write("incr", {"key": key, "by": by, "fence": _fence(fence)}))["value"])
+        return int(
+            (await self._connection.write("incr", {"key": key, "by": by, "fence": _encode_fence(fence)}))["value"]
+        )
 
     async def take(self, key: str, default: Any = None, *, fence: PluginLock | Fence | None = None) -> Any:
-        """Get and delete in one step: of all who try, one gets the value."""
-        answer = await self._line.write("take", {"key": key, "fence": _fence(fence)})
-        return answer["value"] if answer["exists"] else default
+        """Get and delete in one step: of several callers, one gets the value."""
+        reply = await self._connection.write("take", {"key": key, "fence": _encode_fence(fence)})
+        return reply["value"] if reply["exists"] else default
 
     async def touch(self, key: str, ttl: int | None) -> bool:
         """Change only when a key expires; None for never. False when there is no such key."""
         never = msgspec.Raw(b"null")
-        return bool((await self._line.write("touch", {"key": key, "ttl": never if ttl is None else ttl}))["exists"])
+        return bool(
+            (await self._connection.write("touch", {"key": key, "ttl": never if ttl is None else ttl}))["exists"]
+        )
 
     async def get_fields(self, key: str, *names: str) -> dict[str, Any] | None:
         """Fields of a record, all of them where none is named; None when there is no such record."""
         chosen: Any = list(names) if names else msgspec.Raw(b"null")
-        answer = await self._line.read("fields", {"key": key, "get": chosen})
-        return {name: field_of(field) for name, field in answer["fields"].items()} if answer["exists"] else None
+        reply = await self._connection.read("fields", {"key": key, "get": chosen})
+        return {name: field_of(field) for name, field in reply["fields"].items()} if reply["exists"] else None
 
     async def set_fields(
         self,
@@ -286,16 +300,22 @@ class PluginKV:
         fence: PluginLock | Fence | None = None,
     ) -> Stamp:
         """Write some fields of a record and leave the others."""
-        given = {name: _encoded_field(field) for name, field in as_fields(fields).items()}
+        given = {name: _encode_field_value(field) for name, field in as_fields(fields).items()}
         if isinstance(unset, str):
             raise InvalidValue("unset is a list of names, such as ['state'], not one name")
-        asked = {"key": key, "set": given, "unset": [*unset], "if_exists": if_exists, "fence": _fence(fence)}
-        return _stamp(await self._line.write("fields", asked))
+        members = {
+            "key": key,
+            "set": given,
+            "unset": [*unset],
+            "if_exists": if_exists,
+            "fence": _encode_fence(fence),
+        }
+        return _stamp(await self._connection.write("fields", members))
 
     async def swap_field(self, key: str, field: str, expected: Any, new: Any) -> bool:
-        """Replace one field if it holds what is expected. Of all who try, one gets True."""
-        swap = {"field": field, "expected": _encoded_field(expected), "new": _encoded_field(new)}
-        return bool((await self._line.write("fields", {"key": key, "swap": swap}))["swapped"])
+        """Replace one field if it has the expected value. Of several callers, one gets True."""
+        swap = {"field": field, "expected": _encode_field_value(expected), "new": _encode_field_value(new)}
+        return bool((await self._connection.write("fields", {"key": key, "swap": swap}))["swapped"])
 
     async def batch(
         self,
@@ -306,16 +326,17 @@ class PluginKV:
     ) -> dict[str, Any]:
         """Guards and writes, as the subject takes them, that happen together or not at all.
 
-        Returns the answer: ``revision``, ``entries`` and ``taken`` in the order of the writes.
+        Returns the reply: ``revision``, ``entries`` and ``taken`` in the order of the writes.
         """
         for one in (*writes, *guards):
             if not isinstance(one, Mapping):
                 raise InvalidValue(f"writes and guards are documents, not something of type {type(one).__name__}")
         encoded = [
-            {name: _encoded(given) if name == "value" else given for name, given in write.items()} for write in writes
+            {name: _encode_value(given) if name == "value" else given for name, given in write.items()}
+            for write in writes
         ]
-        asked = {"writes": encoded, "guards": [*guards], "fences": [_fence(fence) for fence in fences]}
-        return await self._line.write("batch", asked)
+        members = {"writes": encoded, "guards": [*guards], "fences": [_encode_fence(fence) for fence in fences]}
+        return await self._connection.write("batch", members)
 
     # Locking and watching -----------------------------------------------------
 
@@ -327,27 +348,27 @@ class PluginKV:
             ttl: How many seconds the lease lasts without being renewed.
             wait: How many seconds to wait for it; 0 raises `LockHeld` at once.
         """
-        return PluginLock(self._line, name, ttl, wait)
+        return PluginLock(self._connection, name, ttl, wait)
 
     async def watch(
         self, pattern: str = "*", *, after: str | None = None, initial: bool = False
     ) -> AsyncIterator[PluginEvent]:
         """Changes as they happen, in the order of their revisions, for as long as it is iterated.
 
-        When the server is gone, the watch goes on with another, after the last change that was seen. Only what
-        ``initial`` shows may then come a second time.
+        When the server is gone, the watch goes on with another, after the last change that was seen. Only the initial
+        entries may then come a second time.
 
         Args:
             pattern: ``*`` for all keys, ``config/*`` for what starts so, otherwise one exact key.
             after: Resume after this position of an event.
-            initial: Begin with what there is, then one ``synced``, then changes.
+            initial: Begin with the present entries, then one ``synced``, then changes.
 
         Raises:
             Compacted: The log no longer holds the changes after that position.
         """
         position = after
         while True:
-            async with _Inbox(self._line, pattern, position, initial) as inbox:
+            async with _Inbox(self._connection, pattern, position, initial) as inbox:
                 position = inbox.position or position
                 async for event in inbox:
                     if event.position is not None:
@@ -357,38 +378,38 @@ class PluginKV:
 
 
 class _Inbox:
-    """A watch on one server: a subject that it sends to, and when it was last heard of."""
+    """A watch on one server: the subject that it sends to, and how long it may be silent."""
 
-    def __init__(self, line: _Line, pattern: str, after: str | None, initial: bool) -> None:
-        self._line = line
-        self._asked = {"pattern": pattern, "after": after, "initial": initial and after is None}
+    def __init__(self, connection: _Connection, pattern: str, after: str | None, initial: bool) -> None:
+        self._connection = connection
+        self._members = {"pattern": pattern, "after": after, "initial": initial and after is None}
         self._watch: str | None = None
         self._silence_s = 0.0
         self._messages: asyncio.Queue[bytes] = asyncio.Queue(PENDING_MAX)
         self.position: str | None = None
 
     async def __aenter__(self) -> Self:
-        subject = self._line.nats.new_inbox()
-        self._subscription = await self._line.nats.subscribe(subject, cb=self._heard)
+        subject = self._connection.nats.new_inbox()
+        self._subscription = await self._connection.nats.subscribe(subject, cb=self._receive)
         try:
-            # No request id: a watch that was begun without our hearing of it ends when nobody listens to it.
-            answer = await self._line.read(
-                "watch", {**self._asked, "deliver": subject}, timeout_s=self._line.list_timeout_s
+            # No request id: a watch whose reply was lost ends by itself when no one is subscribed to it.
+            reply = await self._connection.read(
+                "watch", {**self._members, "deliver": subject}, timeout_s=self._connection.list_timeout_s
             )
         except BaseException:
             await self._subscription.unsubscribe()
             raise
-        self._watch, self.position = answer["watch"], answer["position"]
-        self._silence_s = BEATS_MISSED_MAX * answer["heartbeat"]
+        self._watch, self.position = reply["watch"], reply["position"]
+        self._silence_s = BEATS_MISSED_MAX * reply["heartbeat"]
         return self
 
     async def __aexit__(self, *_: object) -> None:
         with contextlib.suppress(Exception):
             await self._subscription.unsubscribe()
-            await self._line.publish("unwatch", {"watch": self._watch})
+            await self._connection.publish("unwatch", {"watch": self._watch})
 
-    async def _heard(self, message: Any) -> None:
-        # An event of a watch that an earlier attempt began comes here too, and is told apart by its id.
+    async def _receive(self, message: Any) -> None:
+        # Events of a watch that an earlier attempt began come here too; `_events` drops them by their watch id.
         await self._messages.put(message.data)
 
     def __aiter__(self) -> AsyncIterator[PluginEvent]:
@@ -422,18 +443,18 @@ class PluginLock:
         lost: Whether the lock was held and then lost.
     """
 
-    def __init__(self, line: _Line, name: str, ttl: int, wait: float) -> None:
+    def __init__(self, connection: _Connection, name: str, ttl: int, wait: float) -> None:
         if type(ttl) is not int or ttl < 1:
             raise InvalidTTL("of a lock is a whole number of seconds, at least one")
         self.name = check_key(name)
         self.token: int | None = None
         self.lost = False
         self._is_held = False
-        self._line = line
+        self._connection = connection
         self._ttl = ttl
         self._wait_s = check_wait(wait, "how long to wait for a lock")
-        # Whoever asks twice, because the first answer was not heard, recognizes itself by this.
-        self._holder = f"{line._subject.rpartition('.')[2]}:{uuid.uuid4().hex[:12]}"
+        # A client whose first reply was lost recognises itself by this in `LockHeld`.
+        self._holder = f"{connection._subject.rpartition('.')[2]}:{uuid.uuid4().hex[:12]}"
         self._renewal: asyncio.Task[None] | None = None
         self._body: asyncio.Task[Any] | None = None
         self._was_cancelled = False
@@ -446,15 +467,15 @@ class PluginLock:
         return Fence(self.name, self.token)
 
     async def acquire(self) -> Self:
-        """Take the lock, waiting for it as long as was asked for. Raises `LockHeld`."""
+        """Take the lock, waiting for it up to ``wait`` seconds. Raises `LockHeld`."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._wait_s
         while True:
             wait_s = min(LOCK_TURN_S, max(0.0, until - loop.time()))
-            asked = {"name": self.name, "ttl": self._ttl, "wait": wait_s, "holder": self._holder}
-            timeout_s = max(self._line.timeout_s, LOCK_ANSWER_S) + wait_s
+            members = {"name": self.name, "ttl": self._ttl, "wait": wait_s, "holder": self._holder}
+            timeout_s = max(self._connection.timeout_s, LOCK_ANSWER_S) + wait_s
             try:
-                self.token = (await self._line.read("lock", asked, timeout_s=timeout_s))["token"]
+                self.token = (await self._connection.read("lock", members, timeout_s=timeout_s))["token"]
             except LockHeld as held:
                 if held.holder == self._holder:
                     self.token = held.token
@@ -468,12 +489,12 @@ class PluginLock:
     async def refresh(self) -> None:
         """Extend the lease from now on. Raises `LockExpired` or `LockNotHeld`."""
         fence = self.fence
-        await self._line.read("refresh", {"name": fence.name, "token": fence.token, "ttl": self._ttl})
+        await self._connection.read("refresh", {"name": fence.name, "token": fence.token, "ttl": self._ttl})
 
     async def release(self) -> None:
-        """Give the lock back. Only one's own: raises `LockExpired` or `LockNotHeld`."""
+        """Release the lock. Raises `LockExpired` or `LockNotHeld` if it is not held any more."""
         fence, self._is_held = self.fence, False
-        await self._line.read("unlock", {"name": fence.name, "token": fence.token})
+        await self._connection.read("unlock", {"name": fence.name, "token": fence.token})
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -495,7 +516,7 @@ class PluginLock:
             raise LockLost(self.name, token=token) from error
 
     async def _release_after(self, kind: type[BaseException] | None) -> None:
-        """Give the lock back after the body. What the body did, or its own error, matters more than how that ends."""
+        """Release the lock after the body. An error of the body matters more than one of the release."""
         try:
             if self._is_held:
                 await self.release()
@@ -513,10 +534,10 @@ class PluginLock:
         problem: Exception | None = None
         while True:
             await asyncio.sleep(self._ttl / 3)
-            asked = loop.time()
+            sent_at = loop.time()
             try:
                 await self.refresh()
-                until = asked + self._ttl - margin_s
+                until = sent_at + self._ttl - margin_s
             except (errors.TransientError, Ambiguous) as error:
                 # A refresh may be repeated, so it does not matter whether this one was applied.
                 self.lost, problem = loop.time() >= until, error
@@ -538,11 +559,11 @@ class PluginLock:
         return f"PluginLock({self.name!r}, {state})"
 
 
-# What goes out and what comes back --------------------------------------------
+# Encoding requests, decoding replies -------------------------------------------
 
 
-def _body(members: Mapping[str, Any]) -> bytes:
-    """A request. Members that are None are left out."""
+def _encode_request(members: Mapping[str, Any]) -> bytes:
+    """Encode a request. Members that are None are left out."""
     given = {name: member for name, member in members.items() if member is not None}
     for name, member in given.items():
         _check_member(name, member, 1)
@@ -550,7 +571,7 @@ def _body(members: Mapping[str, Any]) -> bytes:
 
 
 def _check_member(name: str, member: Any, depth: int) -> None:
-    """Refuse what the encoder would turn into something else, such as bytes into text, or could not encode."""
+    """Refuse a member that the encoder would change, such as bytes into text, or could not encode."""
     kind = type(member)
     if depth > DEPTH_MAX:
         raise InvalidValue(f"{name} is nested deeper than {DEPTH_MAX}")
@@ -569,24 +590,24 @@ def _check_member(name: str, member: Any, depth: int) -> None:
         encode_field(member, name)
 
 
-def _encoded(value: Any) -> msgspec.Raw:
-    """A value as JSON, checked: the encoder alone would turn NaN into null and sets into lists."""
+def _encode_value(value: Any) -> msgspec.Raw:
+    """Encode a value as JSON, checked: the encoder alone would turn NaN into null and sets into lists."""
     encoded = encode_field(value)
     if encoded[:1] == b"\0":
         raise InvalidValue("a plugin stores JSON: raw bytes go into the field of a record")
     return msgspec.Raw(encoded)
 
 
-def _encoded_field(value: Any) -> Any:
-    return plain(value) if isinstance(value, bytes) else _escaped(value)
+def _encode_field_value(value: Any) -> Any:
+    return plain(value) if isinstance(value, bytes) else _escape(value)
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     looks_special = isinstance(value, dict) and len(value) == 1 and str(next(iter(value))).startswith("$")
-    return {"$json": _encoded(value)} if looks_special else _encoded(value)
+    return {"$json": _encode_value(value)} if looks_special else _encode_value(value)
 
 
-def _fence(fence: PluginLock | Fence | None) -> dict[str, Any] | None:
+def _encode_fence(fence: PluginLock | Fence | None) -> dict[str, Any] | None:
     if fence is None:
         return None
     held = fence.fence if isinstance(fence, PluginLock) else fence
@@ -597,20 +618,20 @@ def _fence(fence: PluginLock | Fence | None) -> dict[str, Any] | None:
     return {"name": check_key(held.name), "token": check_number(held.token, "a fencing token")}
 
 
-def _stamp(answer: dict[str, Any]) -> Stamp:
-    return Stamp(answer["version"], answer["revision"])
+def _stamp(reply: dict[str, Any]) -> Stamp:
+    return Stamp(reply["version"], reply["revision"])
 
 
-def granted(body: bytes) -> dict[str, Any]:
-    """An answer, or the error that it tells of."""
+def decode_reply(body: bytes) -> dict[str, Any]:
+    """Decode a reply, or raise the error that it holds."""
     try:
-        answer: dict[str, Any] = msgspec.json.decode(body)
-        success = answer["success"]
-    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as strange:
-        raise Unavailable("somebody answered who is not a server of Limpet") from strange
+        reply: dict[str, Any] = msgspec.json.decode(body)
+        success = reply["success"]
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise Unavailable("the reply does not come from a Limpet server; is the prefix right?") from error
     if not success:
-        raise error_of(answer)
-    return answer
+        raise error_of(reply)
+    return reply
 
 
 _KINDS: Final = {kind.code: kind for kind in CODES}
@@ -619,10 +640,10 @@ _MEMBERS: Final = {"version": "actual_version", "revision": "actual_revision"}
 
 
 def error_of(reply: Mapping[str, Any]) -> LimpetError:
-    """The error that a reply tells of, with what it carries."""
+    """The error of a reply, with its attributes."""
     kind = _KINDS.get(reply.get("code", ""))
     if kind is None:
-        kind = _BY_REPLY.get(reply.get("error_code", ""), InvalidValue if _is_ours(reply) else Unavailable)
+        kind = _BY_REPLY.get(reply.get("error_code", ""), InvalidValue if _is_of_request(reply) else Unavailable)
     error = kind.__new__(kind)
     error.args = (str(reply.get("message", "")),)
     vars(error).update(_DEFAULTS.get(kind, {}))
@@ -632,8 +653,8 @@ def error_of(reply: Mapping[str, Any]) -> LimpetError:
     return error
 
 
-def _is_ours(reply: Mapping[str, Any]) -> bool:
-    """Whether the request was at fault, of an error that has no name of its own here."""
+def _is_of_request(reply: Mapping[str, Any]) -> bool:
+    """Whether an error code that this release does not know blames the request."""
     return str(reply.get("error_code", "")).startswith(("INVALID_", "MISSING_", "VALIDATION_"))
 
 

@@ -1,1 +1,1 @@
-"""How values, errors and engine calls look on a wire, for every door and every language."""
+"""The form of values, errors and engine calls on the wire, for every interface and every language."""

@@ -1,7 +1,7 @@
 """Errors as other programs see them: one table of codes, HTTP statuses, replies and exit codes.
 
-Each error of `limpet.errors` has a row. The code is its own and the same on every wire. The reply is the word
-that plugins know it by; several errors may share one. The exit code is that of the command line.
+Each error of `limpet.errors` has a row. Its code is unique and the same on every wire. The reply is the word that
+plugins get; several errors may share one. The exit code is that of the command line.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Final, NamedTuple
 
 from limpet import errors
 
-__all__ = ["CODES", "OF_FACES", "Code", "code_of"]
+__all__ = ["CODES", "INTERFACE_CODES", "Code", "code_of"]
 
 
 class Code(NamedTuple):
-    """How an error is told: its HTTP status, its reply to a plugin, and the exit code of the command line."""
+    """How an error is reported: its HTTP status, its reply to a plugin, and the exit code of the command line."""
 
     status: int
     reply: str
@@ -29,7 +29,7 @@ CODES: Final[dict[type[errors.LimpetError], Code]] = {
     errors.ValueTooLarge: Code(413, "VALUE_TOO_LARGE", 7),
     errors.TypeMismatch: Code(409, "TYPE_MISMATCH", 7),
     errors.PermissionDenied: Code(403, "PERMISSION_DENIED", 7),
-    # Whatever a write expected is a precondition of it.
+    # The expectation of a write is a precondition in the sense of HTTP.
     errors.Conflict: Code(412, "CONFLICT", 4),
     errors.NotFound: Code(404, "NOT_FOUND", 3),
     errors.LockHeld: Code(423, "LOCK_HELD", 5),
@@ -45,14 +45,14 @@ CODES: Final[dict[type[errors.LimpetError], Code]] = {
     errors.Closed: Code(503, "DATABASE_ERROR", 6),
 }
 
-OF_FACES: Final = {"version_conflict": Code(409, "CONFLICT", 4)}
-"""Errors of faces that are kinds of the above and are told differently, by their codes."""
+INTERFACE_CODES: Final = {"version_conflict": Code(409, "CONFLICT", 4)}
+"""Errors of the interfaces that are subclasses of the above and are reported differently, by their codes."""
 
 _UNEXPECTED: Final = Code(500, "INTERNAL_ERROR", 1)
 
 
 def code_of(error: BaseException) -> Code:
-    """How an error is told; one that is not ours is nobody's fault but the program's."""
-    if isinstance(error, errors.LimpetError) and error.code in OF_FACES:
-        return OF_FACES[error.code]
+    """How an error is reported; an error that is not ours is an internal error."""
+    if isinstance(error, errors.LimpetError) and error.code in INTERFACE_CODES:
+        return INTERFACE_CODES[error.code]
     return next((code for kind, code in CODES.items() if isinstance(error, kind)), _UNEXPECTED)

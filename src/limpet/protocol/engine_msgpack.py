@@ -1,10 +1,11 @@
-"""The eight primitives as msgpack: what a client of a Limpet server sends, and what the server answers.
+"""The eight primitives as msgpack: the requests of a client to a Limpet server, and the server's replies.
 
-Both sides use this one module. The nouns of `limpet.model` travel as they are, member by member, but for the few that
-are one of several kinds: a write, a condition and an outcome are arrays that begin with the name of their kind. A put
-answers with an entry without its value, which whoever put it knows.
+Both sides use this one module. Most structs of `limpet.model` are encoded as they are, member by member. A write, a
+condition and an outcome are each one of several kinds: they are arrays that begin with the name of their kind. The
+reply to a put has an entry without its value, which the caller knows.
 
-What cannot be read is `InvalidValue`, which says where and never what. Whether it makes sense is not asked here.
+Bytes that cannot be decoded raise `InvalidValue`, whose message names the place and never the content. Whether the
+values make sense is checked elsewhere.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ Plain = str | int | float | None
 T = TypeVar("T")
 
 
-# What is asked ------------------------------------------------------------------
+# Requests -----------------------------------------------------------------------
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -99,13 +100,13 @@ class Scan(msgspec.Struct, frozen=True):
 
 
 class Commits(msgspec.Struct, frozen=True):
-    """Batches that travel together. Each is answered by an outcome of its own; see `decode_batch`."""
+    """Batches of one request. Each has its own outcome in the reply; see `decode_batch`."""
 
     batches: list[msgspec.Raw]
 
 
 class Changes(msgspec.Struct, frozen=True):
-    """Read the log after a revision, and wait for news if there is none."""
+    """Read the log after a revision, and wait for changes if there are none."""
 
     after: int
     span: Span | None = None
@@ -114,12 +115,12 @@ class Changes(msgspec.Struct, frozen=True):
 
 
 class Due(msgspec.Struct, frozen=True):
-    """What has expired."""
+    """List the entries that have expired."""
 
     limit: int = 500
 
 
-# What is answered ---------------------------------------------------------------
+# Replies ------------------------------------------------------------------------
 
 Entries = list[Entry | None]
 Expiries = list[Expire]
@@ -127,7 +128,7 @@ Outcomes = list[msgspec.Raw]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one request may ask of a server."""
+    """The limits of one request to a server."""
 
     request_bytes: int
     batches: int
@@ -136,26 +137,26 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a server says of itself."""
+    """The traits and limits of a server."""
 
     traits: Traits
     limits: Limits
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """An error: its code, its message, and what else it carries."""
+    """An error: its code, its message, and its other attributes."""
 
     code: str
     message: str
     attributes: dict[str, Plain] = {}
 
 
-class _Done(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
+class _CommitReply(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
     commit: Commit
 
 
-class _Refused(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """The guard that failed is told by its place in the batch."""
+class _RefusalReply(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+    """A refusal. The guard that failed is given by its index in the batch."""
 
     reason: Reason
     key: str
@@ -166,7 +167,7 @@ class _Refused(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     size_bytes: int
 
 
-_Answer = _Done | _Refused | Failure
+_Reply = _CommitReply | _RefusalReply | Failure
 
 
 # Bytes ----------------------------------------------------------------------------
@@ -175,34 +176,34 @@ _encode = msgspec.msgpack.Encoder().encode
 _decoders: Final[dict[Any, Callable[[Any], Any]]] = {}
 
 
-def encode(noun: Any) -> bytes:
-    """A noun that travels as it is, a list of them, or one of the requests and answers above."""
-    return _encode(noun)
+def encode(value: Any) -> bytes:
+    """Encode a struct of the model, a list of them, or one of the requests and replies above."""
+    return _encode(value)
 
 
 def decode(body: bytes | msgspec.Raw, shape: type[T]) -> T:
-    """What was encoded, held to its shape."""
+    """Decode bytes, and check them against a type."""
     decoder = _decoders.get(shape)
     if decoder is None:
         decoder = _decoders[shape] = msgspec.msgpack.Decoder(shape).decode
     try:
         found: T = decoder(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidValue(_problem(error)) from None
+        raise InvalidValue(_describe(error)) from None
     return found
 
 
-def _problem(error: Exception) -> str:
-    """What is wrong, and where; not what was found there, which may be a secret."""
+def _describe(error: Exception) -> str:
+    """What is wrong, and where; without the content, which may be a secret."""
     _, at, path = str(error).partition(" - at ")
-    kind = "not of the shape that is asked for" if isinstance(error, msgspec.ValidationError) else "not msgpack"
-    return f"what was sent is {kind}{at}{path}"
+    kind = "does not have the expected form" if isinstance(error, msgspec.ValidationError) else "is not msgpack"
+    return f"the message {kind}{at}{path}"
 
 
 # Batches --------------------------------------------------------------------------
 
-_KEPT: Final = True
-"""Stands for KEEP. There is no time to live, and no meta, of this kind."""
+_KEEP: Final = True
+"""Stands for KEEP: neither a time to live nor a meta is ever a bool."""
 
 _Stored = bytes | dict[str, bytes]
 
@@ -298,14 +299,14 @@ class _Batch(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """A batch as it travels."""
-    guards = [(guard.key, _condition(guard.condition), guard.family) for guard in batch.guards]
-    writes = [_written(write) for write in batch.writes]
+    """Encode a batch."""
+    guards = [(guard.key, _encode_condition(guard.condition), guard.family) for guard in batch.guards]
+    writes = [_encode_write(write) for write in batch.writes]
     about = (batch.request_id, batch.digest, batch.receipt_ms, batch.retry_since, batch.value_bytes_max, batch.is_brief)
     return _encode((guards, writes, *about))
 
 
-def _condition(condition: Condition) -> Sequence[Any]:
+def _encode_condition(condition: Condition) -> Sequence[Any]:
     match condition:
         case Version(number):
             return "version", number
@@ -323,16 +324,16 @@ def _condition(condition: Condition) -> Sequence[Any]:
             return ("absent",)
 
 
-def _written(write: Write) -> Sequence[Any]:
+def _encode_write(write: Write) -> Sequence[Any]:
     key, family = write.key, write.family
     match write:
         case Put():
-            return "put", key, _plain(write.stored), _kept(write.ttl_ms), _kept(write.meta_json), family
+            return "put", key, _plain(write.stored), _encode_keep(write.ttl_ms), _encode_keep(write.meta_json), family
         case Add():
-            return "add", key, write.by, _kept(write.ttl_ms), _kept(write.meta_json), family
+            return "add", key, write.by, _encode_keep(write.ttl_ms), _encode_keep(write.meta_json), family
         case Patch():
             about = (dict(write.fields), write.unset, write.if_exists)
-            return "patch", key, *about, _kept(write.ttl_ms), _kept(write.meta_json), family
+            return "patch", key, *about, _encode_keep(write.ttl_ms), _encode_keep(write.meta_json), family
         case Touch():
             return "touch", key, write.ttl_ms, family
         case Delete():
@@ -345,16 +346,16 @@ def _plain(stored: bytes | Mapping[str, bytes]) -> _Stored:
     return stored if isinstance(stored, bytes) else dict(stored)
 
 
-def _kept(item: Any) -> Any:
-    return _KEPT if item is KEEP else item
+def _encode_keep(item: Any) -> Any:
+    return _KEEP if item is KEEP else item
 
 
 def decode_batch(body: bytes | msgspec.Raw) -> Batch:
-    """A batch that has travelled."""
+    """Decode a batch."""
     sent = decode(body, _Batch)
     return Batch(
-        tuple(Guard(guard.key, _expected(guard.condition), guard.family) for guard in sent.guards),
-        tuple(_write(write) for write in sent.writes),
+        tuple(Guard(guard.key, _decode_condition(guard.condition), guard.family) for guard in sent.guards),
+        tuple(_decode_write(write) for write in sent.writes),
         sent.request_id,
         sent.digest,
         sent.receipt_ms,
@@ -364,7 +365,7 @@ def decode_batch(body: bytes | msgspec.Raw) -> Batch:
     )
 
 
-def _expected(sent: Any) -> Condition:
+def _decode_condition(sent: Any) -> Condition:
     match sent:
         case _Version(number):
             return Version(number)
@@ -382,15 +383,15 @@ def _expected(sent: Any) -> Condition:
             return ABSENT
 
 
-def _write(sent: Any) -> Write:
+def _decode_write(sent: Any) -> Write:
     match sent:
         case _Put():
-            return Put(sent.key, sent.stored, _keep(sent.ttl_ms), _keep(sent.meta_json), sent.family)
+            return Put(sent.key, sent.stored, _decode_keep(sent.ttl_ms), _decode_keep(sent.meta_json), sent.family)
         case _Add():
-            return Add(sent.key, sent.by, _keep(sent.ttl_ms), _keep(sent.meta_json), sent.family)
+            return Add(sent.key, sent.by, _decode_keep(sent.ttl_ms), _decode_keep(sent.meta_json), sent.family)
         case _Patch():
             about = (sent.fields, sent.unset, sent.if_exists)
-            return Patch(sent.key, *about, _keep(sent.ttl_ms), _keep(sent.meta_json), sent.family)
+            return Patch(sent.key, *about, _decode_keep(sent.ttl_ms), _decode_keep(sent.meta_json), sent.family)
         case _Touch():
             return Touch(sent.key, sent.ttl_ms, sent.family)
         case _Delete():
@@ -399,61 +400,63 @@ def _write(sent: Any) -> Write:
             return Expire(sent.key, sent.revision, sent.family)
 
 
-def _keep(item: Any) -> Any:
+def _decode_keep(item: Any) -> Any:
     if item is False:
-        raise InvalidValue("what was sent is not of the shape that is asked for: true keeps, and false is nothing")
-    return KEEP if item is _KEPT else item
+        raise InvalidValue(
+            "the message does not have the expected form: true stands for keep, and false has no meaning"
+        )
+    return KEEP if item is _KEEP else item
 
 
 # Outcomes -------------------------------------------------------------------------
 
 
 def encode_outcome(outcome: Outcome, batch: Batch) -> msgspec.Raw:
-    """What became of a batch."""
-    answer: _Answer
+    """Encode the outcome of a batch."""
+    reply: _Reply
     if isinstance(outcome, Commit):
-        answer = _Done(_without_puts(outcome, batch))
+        reply = _CommitReply(_without_puts(outcome, batch))
     elif isinstance(outcome, Refusal):
-        place = None if outcome.guard is None else batch.guards.index(outcome.guard)
-        about = (outcome.reason, outcome.key, _abridged(outcome.found, batch), outcome.at_ms)
-        answer = _Refused(*about, place, outcome.needs, outcome.size_bytes)
+        index = None if outcome.guard is None else batch.guards.index(outcome.guard)
+        about = (outcome.reason, outcome.key, _abridge(outcome.found, batch), outcome.at_ms)
+        reply = _RefusalReply(*about, index, outcome.needs, outcome.size_bytes)
     else:
-        answer = failure_of(outcome)
-    return msgspec.Raw(_encode(answer))
+        reply = failure_of(outcome)
+    return msgspec.Raw(_encode(reply))
 
 
 def decode_outcome(body: msgspec.Raw, batch: Batch) -> Commit | Refusal | Failure:
-    """What became of a batch, with what its sender knows."""
-    answer: _Answer = decode(body, _Answer)  # type: ignore[arg-type]
-    match answer:
-        case _Done(commit):
+    """Decode the outcome of a batch, and add the values that its caller has put."""
+    reply: _Reply = decode(body, _Reply)  # type: ignore[arg-type]
+    match reply:
+        case _CommitReply(commit):
             return _with_puts(commit, batch)
-        case _Refused():
-            if answer.guard is not None and not 0 <= answer.guard < len(batch.guards):
-                raise InvalidValue("the server tells of a guard that the batch does not have")
-            guard = None if answer.guard is None else batch.guards[answer.guard]
-            about = (answer.reason, answer.key, answer.found, answer.at_ms)
-            return Refusal(*about, guard, answer.needs, answer.size_bytes)
+        case _RefusalReply():
+            if reply.guard is not None and not 0 <= reply.guard < len(batch.guards):
+                raise InvalidValue("the server reports a guard that the batch does not have")
+            guard = None if reply.guard is None else batch.guards[reply.guard]
+            about = (reply.reason, reply.key, reply.found, reply.at_ms)
+            return Refusal(*about, guard, reply.needs, reply.size_bytes)
         case _:
-            return answer
+            return reply
 
 
 def _without_puts(commit: Commit, batch: Batch) -> Commit:
     entries = tuple(
-        entry.without_value() if entry is not None and isinstance(write, Put) else _abridged(entry, batch)
+        entry.without_value() if entry is not None and isinstance(write, Put) else _abridge(entry, batch)
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     return msgspec.structs.replace(commit, entries=entries)
 
 
-def _abridged(entry: Entry | None, batch: Batch) -> Entry | None:
-    """An entry as it is told to the sender of a batch: of a brief one, a record without its fields."""
+def _abridge(entry: Entry | None, batch: Batch) -> Entry | None:
+    """An entry as the reply to a batch has it: for a brief batch, a record without its fields."""
     return entry.without_value() if entry is not None and batch.is_brief and entry.kind == "record" else entry
 
 
 def _with_puts(commit: Commit, batch: Batch) -> Commit:
     if not len(commit.entries) == len(commit.ended) == len(batch.writes):
-        raise InvalidValue("the server tells of other writes than the batch has")
+        raise InvalidValue("the server reports other writes than the batch has")
     entries = tuple(
         msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
@@ -468,7 +471,7 @@ UNEXPECTED: Final = "error"
 
 
 def failure_of(error: Exception) -> Failure:
-    """An error as it travels. Of one that is not ours nothing is told: it may hold anything."""
+    """An error for the wire. Of an error that is not ours nothing is sent: its message may contain anything."""
     if not isinstance(error, LimpetError):
         return Failure(UNEXPECTED, "internal error")
     attributes = {name: item for name, item in vars(error).items() if isinstance(item, Plain)}
@@ -476,12 +479,12 @@ def failure_of(error: Exception) -> Failure:
 
 
 def error_of(failure: Failure) -> LimpetError | None:
-    """The error that it was on the server, as far as it means the same here; None when nobody knows what it was."""
+    """The error that a failure stands for, as far as it means the same on this side; None for an unknown code."""
     kind = _KINDS.get(failure.code)
     if kind is None:
         return None
     if failure.code == "closed":
-        # The server's handle ends with the server. Ours goes on when there is a server again.
+        # The server closes its engine when it stops. This engine goes on when a server is there again.
         return Unavailable(f"the server is closing: {failure.message}")
     if kind is Ambiguous:
         request_id, since = failure.attributes.get("request_id"), failure.attributes.get("since")
@@ -496,5 +499,5 @@ def error_of(failure: Failure) -> LimpetError | None:
     return error
 
 
-# What code of ours asks these errors for. An older server may not tell it.
+# Attributes that our code reads from these errors. An older server may not send them.
 _DEFAULTS: Final[dict[str, dict[str, Plain]]] = {"rate_limited": {"retry_after": 1.0}, "compacted": {"oldest": None}}

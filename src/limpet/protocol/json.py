@@ -1,7 +1,7 @@
-"""What is stored as JSON documents: one form for the command line and for every wire.
+"""Entries, events and locks as JSON documents: one form for the command line and for every wire.
 
 JSON stays as it is. Raw bytes are ``{"$bytes": base64}``, alone or as the field of a record; a field that is an
-object and looks like that is wrapped in ``{"$json": …}``. Of a value that stands alone, its kind tells.
+object of that form is wrapped in ``{"$json": …}``. A value that stands alone has its kind beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
 
 
 def event_as_json(event: Event) -> dict[str, Any]:
-    """An event as a JSON document. Without an entry, and where an event carries no value, there is null."""
+    """An event as a JSON document. Without an entry, or where an event carries no value, the member is null."""
     entry = event.entry
     return {
         "op": event.op,
@@ -68,7 +68,7 @@ def event_as_json(event: Event) -> dict[str, Any]:
 
 
 def status_as_json(status: Status) -> dict[str, Any]:
-    """What a namespace holds."""
+    """The counters of a namespace as a JSON document."""
     return {
         "keys": status.keys,
         "bytes": status.size_bytes,
@@ -82,15 +82,15 @@ def status_as_json(status: Status) -> dict[str, Any]:
 
 
 def lock_as_json(lock: LockInfo) -> dict[str, Any]:
-    """Who holds a lock."""
+    """The holder of a lock as a JSON document."""
     return {"name": lock.name, "holder": lock.holder, "token": lock.token, "remaining": lock.remaining}
 
 
 def plain(value: Any) -> Any:
     """A value as JSON can hold it: bytes are ``{"$bytes": base64}``.
 
-    Bytes stand alone or as a record's field. A field that is an object and looks like that is wrapped
-    in ``{"$json": …}``; of a value that stands alone, its kind tells.
+    Bytes stand alone or as a record's field. A field that is an object of that form is wrapped in
+    ``{"$json": …}``; a value that stands alone has its kind beside it.
     """
     if isinstance(value, bytes):
         return {"$bytes": b64encode(value).decode()}
@@ -105,7 +105,7 @@ def _plain_field(field: Any) -> Any:
 
 
 def field_of(document: Any) -> Any:
-    """A field as `plain` showed it: the inverse, for what comes in."""
+    """A field that came in as `plain` encodes it: the inverse of `plain`."""
     if isinstance(document, Mapping) and len(document) == 1:
         ((mark, inner),) = document.items()
         if mark == "$bytes":
@@ -116,7 +116,7 @@ def field_of(document: Any) -> Any:
 
 
 def bytes_of(text: Any) -> bytes:
-    """Raw bytes that came as base64."""
+    """Raw bytes that came in as base64."""
     try:
         return b64decode(text, validate=True)
     except (binascii.Error, TypeError, ValueError):

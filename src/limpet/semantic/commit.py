@@ -96,7 +96,7 @@ class Committer:
             return [_KeyState(None, None, copies) for copies in await self._copies.load(keys)]
         heads = await self._trail.heads(keys)
         session = self._store._session
-        entries = await session.retrying(lambda: session.engine.read(self._store.name, keys))
+        entries = await session.retry(lambda: session.engine.read(self._store.name, keys))
         return [_KeyState(entry, head, KeyCopies(None, None)) for entry, head in zip(entries, heads, strict=True)]
 
     async def _load_earlier(self, request: WriteRequest, encoded: bytes) -> Commit | None:

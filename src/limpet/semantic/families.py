@@ -21,7 +21,7 @@ async def scan_family(store: Store, where: str | Span, family: Family, *, values
         async def load_page(part: Span = rest) -> ScanPage:
             return await session.engine.scan(store.name, part, family=family, values=values)
 
-        page = await session.retrying(load_page)
+        page = await session.retry(load_page)
         for entry in page.entries:
             yield entry
         if page.cursor is None:
@@ -34,4 +34,4 @@ async def scan_family(store: Store, where: str | Span, family: Family, *, values
 async def read_family(store: Store, keys: Sequence[str], family: Family) -> list[Entry | None]:
     """Entries of a family by key."""
     session = store._session
-    return await session.retrying(lambda: session.engine.read(store.name, keys, family=family))
+    return await session.retry(lambda: session.engine.read(store.name, keys, family=family))

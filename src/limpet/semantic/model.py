@@ -7,6 +7,7 @@ and an error names the member that is wrong.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import datetime
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -16,6 +17,7 @@ from limpet.clock import ttl_to_ms
 from limpet.codec import INT_MAX, encode_field
 from limpet.errors import Conflict, InvalidTTL, InvalidValue, TypeMismatch
 from limpet.model import Entry
+from limpet.protocol.json import plain
 
 __all__ = [
     "BatchItem",
@@ -79,11 +81,11 @@ class VersionConflict(Conflict):
         reason: ``guard``; ``lock_expired`` where an entry of purpose lock was to be renewed and is over;
             ``stale_request`` where the request id was used before for another request.
         request_id: The request id, as in the log.
-        is_shown: Whether a server may show the value to its caller. False until the caller's permissions are checked.
+        is_value_public: Whether a server may send the value to its caller. False until `reveal_if` has allowed it.
     """
 
     code = "version_conflict"
-    is_shown = False
+    is_value_public = False
     # The core has two reasons; an expired lock is a guard that failed.
     reason: Literal["guard", "stale_request", "lock_expired"]  # type: ignore[assignment]
 
@@ -138,6 +140,16 @@ class VersionConflict(Conflict):
             "message": str(self),
         }
         return {**document, "value": self.value} if with_value else document
+
+    def public_fields(self) -> dict[str, Any]:
+        """The document without its message, and with the value found only for a caller that may see it."""
+        fields = self.to_dict(with_value=False)
+        del fields["message"]
+        return {**fields, "value": plain(self.value)} if self.is_value_public else fields
+
+    def reveal_if(self, may_see: Callable[[str], bool]) -> None:
+        """See `LimpetError.reveal_if`."""
+        self.is_value_public = may_see(self.key)
 
 
 class Semantics(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fields=True):

@@ -225,7 +225,7 @@ class Sealer(BackgroundTask):
             except Closed:
                 return
             except Exception as error:
-                pause_s = max(SEAL_S, outage.failed(error))
+                pause_s = max(SEAL_S, outage.record_failure(error))
             else:
-                outage.over()
+                outage.record_success()
                 pause_s = SEAL_S

@@ -26,12 +26,12 @@ from limpet.semantic.keys import check_prefix
 from limpet.semantic.model import Envelope, Semantics
 from limpet.semantic.observe import Observation
 from limpet.semantic.policy import OutageAlert, RetryPolicy
-from limpet.sync import Face, mirror, plain
+from limpet.sync import Proxy, mirror, require_plain
 
 __all__ = ["DeadLetters", "SemanticStore", "Watch"]
 
 
-class SemanticStore(Face):
+class SemanticStore(Proxy):
     """Semantic entries in a namespace, without await.
 
     With ``with`` it also records in the background what has expired, and an audited one seals its trail. Closing the
@@ -101,14 +101,14 @@ class SemanticStore(Face):
         held: Envelope | None = None,
         fence: Fencing | Fence | None = None,
     ) -> Envelope | None:
-        """Change a key by a plain function of its entry; see `limpet.semantic.store.SemanticStore.advance`.
+        """Change a key by a require_plain function of its entry; see `limpet.semantic.store.SemanticStore.advance`.
 
         The function runs in this thread, and may use the store.
         """
         if inspect.iscoroutinefunction(change):
-            raise TypeError("advance() of the sync API needs a plain function, and this one is async")
+            raise TypeError("advance() of the sync API needs a require_plain function, and this one is async")
         return self._runner.run_with(
-            plain(change),
+            require_plain(change),
             lambda checked_change: self._twin.advance(
                 key,
                 checked_change,
@@ -167,7 +167,7 @@ class Watch:
         self.close()
 
 
-class DeadLetters(Face):
+class DeadLetters(Proxy):
     """The letters in a namespace, without await. See `limpet.semantic.deadletters.DeadLetters`."""
 
     _twin: _deadletters.DeadLetters

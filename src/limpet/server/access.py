@@ -1,14 +1,14 @@
-"""Access: bearer tokens, what each may do, and how a server hears that one was revoked.
+"""Access: bearer tokens, the rights of each, and how a server learns that one was revoked.
 
 A token reads ``lmp_<id>_<secret>``. The secret is 256 random bits; the store keeps its SHA-256 and never the secret
-itself. What is random to this degree cannot be guessed from its hash, so a slow hash would only slow down the server.
+itself. So many random bits cannot be guessed from their hash, so a slow hash would only slow down the server.
 
-A token has scopes. A scope opens one namespace, or with ``*`` all but the server's own, for the keys and locks whose
-names start with its prefix. A prefix is a string and not a folder: ``team/a`` opens ``team/ab`` too, and ``team/a/``
-does not. No right brings another with it: who is to see values needs ``read`` and ``reveal``.
+A token has scopes. A scope grants rights on one namespace, or with ``*`` on all but the server's own, for the keys and
+locks whose names start with its prefix. A prefix is a string and not a folder: ``team/a`` covers ``team/ab`` too, and
+``team/a/`` does not. No right includes another: to see values takes ``read`` and ``reveal``.
 
-Tokens are entries of the server's own namespace. Every server keeps them in memory and follows the log, so that one
-that is revoked anywhere is refused everywhere within moments, and checking one asks no engine.
+Tokens are entries of the server's own namespace. Every server keeps them in memory and follows the log, so that a
+token that is revoked anywhere is refused everywhere within moments, and a check needs no request to the engine.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from limpet.keys import Span, check_namespace, prefix_span
 from limpet.model import ABSENT, Entry, Event, Synced
 from limpet.retry import Outage
 from limpet.server.dispatch import OWN_NAMESPACE
-from limpet.server.logs import shown
 from limpet.server.operations import Right
+from limpet.server.outcome import quote_name
 from limpet.session import Session
 from limpet.store import Store
 
@@ -57,8 +57,8 @@ SCOPES_MAX: Final = 64
 TIME_S: Final = 30.0
 RETRY_S: Final = 0.5
 TRUST_S: Final = 10.0
-"""For how long tokens are taken as they were known while the log of the store cannot be read."""
-_UNKNOWN: Final = "tokens cannot be checked now; try again later"
+"""How long the known tokens stay valid while the log of the store cannot be read."""
+_NOT_FOLLOWED: Final = "tokens cannot be checked now; try again later"
 
 _PREFIX: Final = "token/"
 _FORM: Final = re.compile(r"lmp_([0-9a-f]{12})_[0-9a-f]{64}", re.ASCII)
@@ -68,21 +68,21 @@ _NO_HASH: Final = "-" * 64
 
 
 class Unauthenticated(PermissionDenied):
-    """There is no token, or none that counts. Over HTTP that is a 401, because another token may help."""
+    """The token is missing or not valid. Over HTTP that is a 401, because another token may help."""
 
 
-# What is kept -----------------------------------------------------------------
+# What is stored ---------------------------------------------------------------
 
 
 class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a token opens: a namespace or ``*``, the names that start with a prefix, and for which rights."""
+    """What a token grants: rights on a namespace or ``*``, for the names that start with a prefix."""
 
     namespace: str
     prefix: str = ""
     rights: tuple[Right, ...] = ()
 
     def check(self) -> Scope:
-        """Return the scope, or raise what is wrong with it."""
+        """Return the scope if it is valid, or raise `InvalidValue`."""
         if self.namespace != "*" and check_namespace(self.namespace) == OWN_NAMESPACE:
             raise InvalidValue(f"namespace {OWN_NAMESPACE!r} is the server's own: no token opens it")
         prefix_span(self.prefix)
@@ -102,7 +102,7 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The secret before the last rotation, and until when it still counts."""
+    """The secret before the last rotation, and until when it is still valid."""
 
     hash: str
     until_ms: int
@@ -111,9 +111,9 @@ class Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"Former(until_ms={self.until_ms})"
 
 
-# An older server that ignored a member it does not know might grant more than a newer one meant.
+# If an older server ignored an unknown member, it might grant more than a newer server meant.
 class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A token as it is kept: everything but its secret."""
+    """A token as it is stored: everything but its secret."""
 
     name: str
     hash: str
@@ -126,7 +126,7 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"Token({self.name!r})"
 
     def accepts(self, digest: str, now_ms: int) -> str | None:
-        """None if this digest of a secret counts now, else why not. Takes the same time whichever it is."""
+        """None if this digest of a secret is valid now, else the reason. Takes the same time in either case."""
         former = self.former
         is_present = hmac.compare_digest(digest, self.hash)
         is_former = hmac.compare_digest(digest, _NO_HASH if former is None else former.hash)
@@ -139,12 +139,12 @@ class Token(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
-# What an id that nobody knows is compared with.
-_NOBODY: Final = Token("nobody", _NO_HASH, (), 0)
+# Stands in for an unknown id, so that the comparison takes the same time.
+_UNKNOWN_TOKEN: Final = Token("unknown", _NO_HASH, (), 0)
 
 
 class Issued(NamedTuple):
-    """A token at the one moment when its secret is known."""
+    """A new token with its secret, which is known at this moment only."""
 
     id: str
     token: Token
@@ -160,13 +160,13 @@ class Issued(NamedTuple):
 async def create_token(
     store: Store, name: str, scopes: Sequence[Scope], *, expires: float | timedelta | None = None
 ) -> Issued:
-    """Make a token. Its secret is in the answer and nowhere else.
+    """Make a token. Its secret is in the result and nowhere else.
 
     Args:
         store: The server's own namespace, `OWN_NAMESPACE`.
         name: Who it is for, as logs will show: letters, digits and ``. _ @ -``.
-        scopes: What it opens.
-        expires: After how many seconds it ends, by the engine's clock; None for never.
+        scopes: What it grants.
+        expires: After how many seconds it expires, by the engine's clock; None for never.
     """
     if not _NAME.fullmatch(name):
         raise InvalidValue("a token is named with 1 to 64 letters, digits and . _ @ -")
@@ -195,30 +195,30 @@ async def revoke_token(store: Store, id: str) -> None:
 async def rotate_token(
     store: Store, id: str, *, grace: float | timedelta = 0, expires: float | timedelta | None = None
 ) -> Issued:
-    """Give a token another secret, and let the present one count a while longer.
+    """Give a token a new secret, and let the present one stay valid for a while.
 
     Args:
         store: The server's own namespace.
         id: The token.
-        grace: For how many seconds the present secret still counts. The one before it ends at once.
-        expires: A new end, in seconds from now; without it the end stays as it was.
+        grace: For how many seconds the present secret stays valid. The one before it ends at once.
+        expires: A new expiry, in seconds from now; without it the expiry stays as it was.
     """
     now_ms = (await store.status()).now_ms
     until_ms = now_ms + (0 if grace == 0 else ttl_to_ms(grace))
     secret = _new_secret(id)
 
-    def rotated(kept: Any) -> Any:
-        if kept is None:
+    def rotate(stored: Any) -> Any:
+        if stored is None:
             raise NotFound(_PREFIX + id)
-        token = msgspec.convert(kept, Token)
+        token = msgspec.convert(stored, Token)
         end_ms = token.expires_ms if expires is None else _end(now_ms, expires)
         if end_ms is not None and end_ms <= now_ms:
-            raise InvalidValue(f"token {token.name!r} has expired: give it a new end, or make another")
+            raise InvalidValue(f"token {token.name!r} has expired: give it a new expiry, or make another token")
         former = Former(token.hash, until_ms) if until_ms > now_ms else None
         changed = msgspec.structs.replace(token, hash=_digest(secret), expires_ms=end_ms, former=former)
         return msgspec.to_builtins(changed)
 
-    entry = await store.update(_PREFIX + id, rotated)
+    entry = await store.update(_PREFIX + id, rotate)
     assert entry is not None
     return Issued(id, msgspec.convert(entry.value, Token), secret)
 
@@ -240,11 +240,11 @@ def _id_of(key: str) -> str:
 
 
 def _token_of(entry: Entry) -> Token | None:
-    """The token that an entry holds; None for what this release cannot read, which then opens nothing."""
+    """The token of an entry; None if this release cannot read it, so that it grants nothing."""
     try:
         return msgspec.convert(entry.value, Token)
     except msgspec.ValidationError:
-        log.warning("token %s cannot be read by this release, and is refused", shown(_id_of(entry.key)))
+        log.warning("token %s cannot be read by this release, and is refused", quote_name(_id_of(entry.key)))
         return None
 
 
@@ -252,11 +252,11 @@ def _token_of(entry: Entry) -> Token | None:
 
 
 class Bearer:
-    """Who came with a token. See `limpet.server.dispatch.Caller`.
+    """The caller with a token. See `limpet.server.dispatch.Caller`.
 
     Attributes:
         name: The token's name and id, for logs.
-        client: Where it came from, if the face knows.
+        client: The address of the caller, if it is known.
     """
 
     def __init__(self, tokens: Tokens, id: str, token: Token, digest: str, client: str | None) -> None:
@@ -268,13 +268,13 @@ class Bearer:
         self._digest = digest
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
-        """Whether each of these spans lies in a scope of the token; without any, whether the namespace does."""
+        """Whether each of these spans is in a scope of the token; without any, whether the namespace is."""
         if namespace == OWN_NAMESPACE:
             return False
         return all(self._is_covered(namespace, right, span) for span in (spans or (None,)))
 
     def is_valid(self) -> bool:
-        """Whether the token still counts, with the same scopes: not revoked, not expired, its secret not replaced."""
+        """Whether the token is still valid, with the same scopes: not revoked, expired, or given a new secret."""
         known = self._tokens.find(self._id)
         if known is None or known.scopes != self._token.scopes:
             return False
@@ -288,10 +288,10 @@ class Bearer:
 
 
 class Tokens:
-    """All tokens of a store, kept as they are there.
+    """All tokens of a store, kept up to date in memory.
 
-    While they cannot be followed, nobody can say which of them were revoked. Every caller is then told to come back
-    later, and the following is tried again until it works.
+    While the log cannot be followed, it is unknown which tokens were revoked. Every caller then gets `Unavailable`,
+    and following is tried again until it works.
     """
 
     def __init__(self, session: Session) -> None:
@@ -299,14 +299,14 @@ class Tokens:
         self._store = Store(session, OWN_NAMESPACE)
         self._clock = session.clock
         self._outage = Outage(log, "following the tokens")
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._known: dict[str, Token] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._broken: Closed | Unavailable | None = Closed("the tokens were not loaded yet")
-        self._ahead_ms = 0.0
+        self._clock_offset_ms = 0.0
 
     async def start(self) -> None:
-        """Load all tokens, and follow what becomes of them."""
+        """Load all tokens, and follow their changes."""
         await self._read_time()
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [
@@ -328,55 +328,57 @@ class Tokens:
         self._tasks = []
 
     async def caller_of(self, token: str | None, client: str | None) -> Bearer:
-        """Who comes with this token. Raises `Unauthenticated`, which tells only the holder of a secret why."""
+        """The caller with this token. Raises `Unauthenticated`, with a reason only for the holder of the secret."""
         if self._broken is not None:
-            # A new one each time: an error that is raised again and again would grow with every traceback.
+            # A new error each time: the traceback of one that is raised again and again would grow.
             raise type(self._broken)(str(self._broken))
         if (self._failing_s() or 0.0) > TRUST_S:
-            raise Unavailable(_UNKNOWN)
+            raise Unavailable(_NOT_FOLLOWED)
         if token is None:
             raise Unauthenticated("this server needs a token")
         form = _FORM.fullmatch(token)
         if form is None:
-            raise self._refusal(None, "no token by its form", client)
-        # One that nobody knows is compared as well, so that the time tells nothing about which ids there are.
-        known, digest = self._known.get(form[1], _NOBODY), _digest(token)
+            raise self._refusal(None, "not a token by its form", client)
+        # An unknown id is compared as well, so that the time does not reveal which ids exist.
+        known, digest = self._known.get(form[1], _UNKNOWN_TOKEN), _digest(token)
         problem = known.accepts(digest, self.now_ms())
         if problem is not None:
             raise self._refusal(form[1], problem, client, known.name if problem != "wrong secret" else None)
         return Bearer(self, form[1], known, digest, client)
 
     def find(self, id: str) -> Token | None:
-        """The token of an id, if there is one and somebody still follows them."""
+        """The token of an id; None if it is unknown, or if tokens are not followed."""
         return None if self._broken is not None else self._known.get(id)
 
     @property
     def is_following(self) -> bool:
-        """Whether it hears of tokens that are made and revoked."""
+        """Whether new and revoked tokens reach this server."""
         return self._broken is None and self._failing_s() is None
 
     def _failing_s(self) -> float | None:
-        """For how long nothing could be heard of tokens; None while it can."""
+        """For how long the log could not be read; None while it can."""
         since = None if self._session.closed else self._session.hub(OWN_NAMESPACE).failing_since
         return None if since is None else self._clock.monotonic() - since
 
     async def changed(self) -> None:
         """Wait until a token is made, changed or revoked."""
-        await self._news.wait()
+        await self._changed.wait()
 
     def now_ms(self) -> int:
-        """The engine's time, as carried forward by the monotonic clock since it was last read."""
-        return int(self._clock.monotonic() * 1000 + self._ahead_ms)
+        """The engine's time: as it was last read, plus the time that passed on the monotonic clock."""
+        return int(self._clock.monotonic() * 1000 + self._clock_offset_ms)
 
     def _refusal(self, id: str | None, problem: str, client: str | None, name: str | None = None) -> Unauthenticated:
         facts = {"client": client or "-", "token_id": id or "-", "reason": problem}
         log.info(
-            "KV access refused: client=%s token=%s reason=%s", *(shown(fact) for fact in facts.values()), extra=facts
+            "KV access refused: client=%s token=%s reason=%s",
+            *(quote_name(fact) for fact in facts.values()),
+            extra=facts,
         )
         return Unauthenticated("this token is not valid" if name is None else f"token {name!r} is {problem}")
 
     async def _follow(self, loaded: asyncio.Future[None]) -> None:
-        """Keep what is known as the log says. From whatever breaks the watch, it starts again with everything."""
+        """Keep the tokens up to date. After any error of the watch, start again and load all of them."""
         while True:
             try:
                 await self._watch(loaded)
@@ -395,28 +397,28 @@ class Tokens:
                 log.warning("tokens are loaded again: the log was trimmed before it was read")
                 await self._clock.sleep(RETRY_S)
                 continue
-            # A token that was revoked could not be told from one that was not.
-            self._broken = Unavailable(_UNKNOWN)
-            await self._clock.sleep(self._outage.failed(error))
+            # Revoked tokens could not be distinguished from valid ones.
+            self._broken = Unavailable(_NOT_FOLLOWED)
+            await self._clock.sleep(self._outage.record_failure(error))
 
     async def _watch(self, loaded: asyncio.Future[None]) -> None:
-        """Load everything, then follow. What was known stays until everything is loaded."""
+        """Load all tokens, then follow. The tokens known before stay valid until all are loaded."""
         known: dict[str, Token] = {}
         async with self._store.watch(f"{_PREFIX}*", initial=True) as events:
             async for event in events:
                 if isinstance(event, Synced):
                     self._known, self._broken = known, None
-                    self._outage.over()
+                    self._outage.record_success()
                     if not loaded.done():
                         loaded.set_result(None)
                 else:
                     _apply(known, event)
-                self._tell()
+                self._notify()
 
-    def _tell(self) -> None:
-        # Those who wait hold the old event; who comes later waits for the next.
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+    def _notify(self) -> None:
+        # Present waiters hold the old event; later waiters wait for the next.
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     async def _keep_time(self) -> None:
         outage = Outage(log, "reading the time of the engine")
@@ -428,14 +430,14 @@ class Tokens:
             except Closed:
                 return
             except Exception as error:
-                pause_s = outage.failed(error)
+                pause_s = outage.record_failure(error)
             else:
-                outage.over()
+                outage.record_success()
                 pause_s = TIME_S
 
     async def _read_time(self) -> None:
         now_ms = (await self._store.status()).now_ms
-        self._ahead_ms = now_ms - self._clock.monotonic() * 1000
+        self._clock_offset_ms = now_ms - self._clock.monotonic() * 1000
 
 
 def _apply(known: dict[str, Token], event: Event) -> None:

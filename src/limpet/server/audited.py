@@ -11,18 +11,17 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from typing import Any, Final
+from typing import Final
 
 from limpet.errors import LimpetError, PermissionDenied
 from limpet.model import Batch, Expire
-from limpet.protocol.json import plain
-from limpet.semantic.store import Audit, Observation, SemanticStore, VersionConflict
+from limpet.semantic.store import Audit, Observation, SemanticStore
 from limpet.server.operations import Operation
 from limpet.server.requests import Primitive, Request
 from limpet.session import Session
 from limpet.store import Store
 
-__all__ = ["AuditedNamespaces", "conflict_document"]
+__all__ = ["AuditedNamespaces"]
 
 log = logging.getLogger("limpet.server")
 
@@ -93,9 +92,3 @@ def _leaves_no_row(operation: Operation, request: Request) -> bool:
             write.family != "lock" and not isinstance(write, Expire) for write in batch.writes
         )
     return operation.right_for(request) == "write" and not operation.is_semantic
-
-
-def conflict_document(conflict: VersionConflict) -> dict[str, Any]:
-    """A conflict as a document; with the value found, if the caller may see it."""
-    document = conflict.to_dict(with_value=conflict.is_shown)
-    return {**document, "value": plain(conflict.value)} if conflict.is_shown else document

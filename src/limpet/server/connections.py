@@ -1,7 +1,7 @@
 """HTTP connections with bounds, so that no caller takes the server's memory, its files or its time.
 
-Bounded is what a caller may send before a request is complete, how long that may take, and how many connections are
-open.
+There is a bound on what a caller may send before a request is complete, on how long that may take, and on how many
+connections are open.
 
 uvicorn with httptools has none of these, so its protocol is extended here. Other servers were measured instead (a small
 application, two cores, CPU for one GET / one PUT of 200 bytes, 8 connections):
@@ -15,14 +15,14 @@ application, two cores, CPU for one GET / one PUT of 200 bytes, 8 connections):
 
 The rules:
 
-- A request line and headers have up to 64 KB and 100 lines. So has all else that is not passed on, such as trailers.
+- A request line and headers have up to 64 KB and 100 lines. So have trailers and all else that is not passed on.
 - They arrive within 10 seconds. A body has 30 seconds, and a second more for each 32 KB that came.
 - A connection without a request is closed after 5 seconds.
-- When all connections are taken, the one that has kept us waiting longest makes room, half requests before idle
-  connections. One whose request is being answered is left alone; if there are only such, the new one is refused.
+- When all connections are taken, the one that the server has waited for longest is closed, half requests before idle
+  connections. One whose request is being answered stays open; if all of them are, the new one is refused.
 - The log has a line for the first connection that was closed for each reason, and a sum every minute after that.
 
-A caller that does not take its answer is the kernel's to end (see `limpet.server.service`).
+A caller that does not read its reply is disconnected by the kernel (see `limpet.server.service`).
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ HEAD_S: Final = 10.0
 BODY_S: Final = 30.0
 BODY_BYTES_PER_S: Final = 32_000.0
 IDLE_S: Final = 5.0
-LOOK_S: Final = 1.0
+CHECK_S: Final = 1.0
 SUM_UP_S: Final = 60.0
 
 log = logging.getLogger("limpet.http")
 
 
 class Bounds(NamedTuple):
-    """What a connection may take. See the rules above."""
+    """The bounds of a connection. See the rules above."""
 
     connections: int = 1_000
     head_bytes: int = HEAD_BYTES_MAX
@@ -81,7 +81,7 @@ class Connections:
         return Connection(self, *given, **options)
 
     def add(self, connection: Connection) -> None:
-        """Count a connection in, and make room for it."""
+        """Count a new connection, and make room for it."""
         self._open.add(connection)
         if len(self._open) <= self.bounds.connections:
             return
@@ -97,11 +97,11 @@ class Connections:
             connection.refuse(Problem(503, "too_many_connections", "the server has no room for another connection"))
 
     def discard(self, connection: Connection) -> None:
-        """Count a connection out."""
+        """Count a connection no more."""
         self._open.discard(connection)
 
     def note(self, connection: Connection, why: str) -> None:
-        """Have the log say why a connection is closed: the first time at once, then in a sum."""
+        """Log why a connection is closed: the first time at once, then in a sum."""
         if self._sum_up_at is None:
             self._sum_up_at = asyncio.get_running_loop().time() + SUM_UP_S
         if why in self._closed:
@@ -111,10 +111,10 @@ class Connections:
         client = connection.client[0] if connection.client else "unknown"
         log.warning("HTTP: a connection from %s was closed %s. More of these are summed up.", client, why)
 
-    async def look_after(self) -> None:
-        """Close what is late, as long as this runs."""
+    async def check_deadlines(self) -> None:
+        """Close connections that are late, as long as this runs."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
             now = asyncio.get_running_loop().time()
             for connection in list(self._open):
                 connection.check_deadline(now)
@@ -122,7 +122,7 @@ class Connections:
                 self.sum_up()
 
     def sum_up(self) -> None:
-        """Have the log say how many more connections were closed."""
+        """Log how many more connections were closed."""
         for why, count in self._closed.items():
             if count:
                 log.warning("HTTP: %d more connections were closed %s.", count, why)
@@ -131,16 +131,16 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is held to its bounds.
+    """A connection with bounds.
 
     Attributes:
-        phase: What happens: headers arrive (or nothing yet), a body arrives, the request is being answered, or it was
-            answered and no other has begun.
+        phase: Headers arrive (or nothing yet), a body arrives, the request is being answered, or it was answered and
+            no other has begun.
         waits_since: Since when the server waits for the caller, by the clock of the loop.
-        deadline: When that must end. Without a meaning while a request is being answered.
+        deadline: When that must end. It has no meaning while a request is being answered.
     """
 
-    cycle: Any  # The latest request, and its answer; None at first, whatever the type of uvicorn says.
+    cycle: Any  # The latest request and its reply. None at first, though the type in uvicorn does not allow it.
 
     def __init__(self, connections: Connections, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
@@ -154,7 +154,7 @@ class Connection(HttpToolsProtocol):
 
     @property
     def makes_wait(self) -> bool:
-        """Whether the server waits for the caller. What it does not read cannot arrive."""
+        """Whether the server waits for the caller. While it does not read, nothing can arrive."""
         return self.phase != "answer" and not self.flow.read_paused
 
     def check_deadline(self, now: float) -> None:
@@ -169,7 +169,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(Problem(408, "request_timeout", f"the {what} of the request did not arrive in time"))
 
     def refuse(self, problem: Problem) -> None:
-        """Say what is wrong, unless the caller would take that for the answer to an earlier request, and close."""
+        """Send the problem, unless the caller would take it for the reply to an earlier request, and close."""
         if self.transport.is_closing():
             return
         is_answered = self.cycle is None or self.cycle.response_complete
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """End it as the server ends: a request that is not here yet is not waited for."""
+        """End it with the server, without waiting for a request that has not arrived."""
         if self.phase == "body":
             self.refuse(Problem(503, "not_ready", "the server is about to end"))
         else:
@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
         self.waits_since = self.loop.time()
         self.deadline = self.waits_since + seconds
 
-    # What the transport calls ---------------------------------------------------
+    # Called by the transport -----------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request."""
@@ -207,13 +207,13 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, and count what the parser only keeps: a header or a trailer that does not end."""
+        """Parse the data, and count what the parser only keeps: a header or a trailer that does not end."""
         self._unset_keepalive_if_required()
         self._has_moved = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # It was taken as an ordinary request.
+            pass  # It is served as an ordinary request.
         except httptools.HttpParserError:
             self._problem = self._problem or Problem(400, "invalid_request", "this is not a request of HTTP/1.1")
         self._withheld_bytes = 0 if self._has_moved else self._withheld_bytes + len(data)
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
             self._connections.note(self, f"because {self._problem}")
             self.refuse(self._problem)
 
-    # What the parser calls ------------------------------------------------------
+    # Called by the parser --------------------------------------------------------
 
     def on_message_begin(self) -> None:
         """Begin a request."""
@@ -245,13 +245,13 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application."""
+        """Pass the request to the application."""
         super().on_headers_complete()
         self._has_moved = True
         self._wait("body", self._bounds.body_s)
 
     def on_body(self, body: bytes) -> None:
-        """Hand a part of the body on. What nobody takes any more extends no deadline."""
+        """Pass a part of the body on. After the reply is complete, it extends no deadline."""
         self._has_moved = True
         if not self.cycle.response_complete:
             self.deadline += len(body) / self._bounds.body_bytes_per_s
@@ -267,7 +267,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, unless it is here."""
+        """Wait for the next request, unless it has arrived."""
         super().on_response_complete()
         if self.phase == "answer" and self.cycle.response_complete:
             self._wait("idle", self._bounds.idle_s)

@@ -1,8 +1,8 @@
-"""The dispatcher: every request of every face passes here, once.
+"""The dispatcher: every request of every interface passes here, once.
 
-It asks whether the caller may, whether the namespace has room and time left, runs the operation, and tells the
-observers what came of it. A face turns what it was sent into a request, and the answer, or the error, into what it
-sends back.
+It checks the caller's rights, then the rate, the quota and the audit rule of the namespace, runs the operation, and
+reports the outcome to the observers. HTTP and NATS each turn what they receive into a request, and the answer, or the
+error, into a reply.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
-from limpet.errors import PermissionDenied
-from limpet.keys import Span, check_namespace, key_span
-from limpet.semantic.store import SemanticStore, VersionConflict
+from limpet.errors import LimpetError, PermissionDenied
+from limpet.keys import Span, check_key, check_namespace, key_span
+from limpet.semantic.store import SemanticStore
 from limpet.server.fronts import own_ids, put_boundary
+from limpet.server.namespaces import OWN_NAMESPACE, WrittenNamespaces
 from limpet.server.operations import Operation, Right
 from limpet.server.requests import Request
 from limpet.session import Session
@@ -23,22 +24,19 @@ from limpet.store import Store
 
 __all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Check", "Dispatcher", "Face", "Observer", "TrustedCaller"]
 
-OWN_NAMESPACE: Final = "limpet-server"
-"""Where the server keeps what is its own: tokens, and which namespaces it serves. No caller reaches it."""
-
 Face = Literal["nats", "http"]
 
-_TO_SEE: Final[tuple[Right, ...]] = ("read", "reveal")
-_TO_SHARE_IDS: Final[tuple[Right, ...]] = ("read", "reveal", "write")
+_SEE: Final[tuple[Right, ...]] = ("read", "reveal")
+_SHARE_IDS: Final[tuple[Right, ...]] = ("read", "reveal", "write")
 _EVERYTHING: Final = (Span("", None),)
 
 
 class Caller(Protocol):
-    """Who asks."""
+    """The sender of a request."""
 
     @property
     def name(self) -> str:
-        """Who it is, for logs."""
+        """Its name, for logs."""
         ...
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
@@ -47,19 +45,19 @@ class Caller(Protocol):
 
 
 class Callers(Protocol):
-    """Who may ask over HTTP.
+    """The callers that HTTP knows.
 
     If it has a coroutine ``changed``, that returns when rights have changed, and open streams are checked at once.
     Otherwise they are checked every second.
     """
 
     async def caller_of(self, token: str | None, client: str | None) -> Caller:
-        """Whose token this is, or who asks without one from this address. Raises `PermissionDenied`."""
+        """The caller with this token, or the one without a token at this address. Raises `PermissionDenied`."""
         ...
 
 
 class TrustedCaller:
-    """A caller whom something else let through.
+    """A caller that something else has authenticated.
 
     On NATS that is the permission for a subject, on HTTP an address that only this machine reaches.
     """
@@ -68,31 +66,31 @@ class TrustedCaller:
         self.name = name
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
-        """Anything but the care of the server itself."""
+        """Every right but ``admin``, which is for operating the server itself."""
         return right != "admin"
 
 
 class Check(Protocol):
-    """What holds a namespace to its rate, to its room, or to its trail. Raises `RateLimited` or `PermissionDenied`."""
+    """A check before an operation runs: a rate limit, a quota, or an audit rule."""
 
-    async def check(self, store: Store, operation: Operation, asked: Request) -> None:
-        """Let a request pass, or raise."""
+    async def check(self, store: Store, operation: Operation, request: Request) -> None:
+        """Raise `RateLimited` or `PermissionDenied` unless the request may run."""
         ...
 
 
 class Call(NamedTuple):
-    """What came of a request, for observers. Values are in ``asked`` and ``answer``, and go no further.
+    """A request and its outcome, for observers. Both hold values, which no observer may pass on.
 
     Attributes:
-        has_reply: Whether the caller is told what came of it. Where not, only the log tells.
-        subject: Where it was sent, if it was refused because of that.
+        has_reply: Whether the caller gets a reply. If not, only the log has the outcome.
+        subject: The subject it was sent to, if it was refused because of that.
     """
 
     face: Face
     caller: str
     namespace: str
     operation: str
-    asked: Request | None
+    request: Request | None
     seconds: float
     answer: dict[str, Any] | None = None
     error: Exception | None = None
@@ -101,89 +99,115 @@ class Call(NamedTuple):
 
 
 class Observer(Protocol):
-    """Somebody who hears of every request: a log, a metric."""
+    """A log or a metric, which is called for every request."""
 
     def done(self, call: Call) -> None:
-        """Take note. It must be quick, and must not raise."""
+        """Record a finished request. It must be quick, and must not raise."""
         ...
 
 
 class Dispatcher:
-    """Runs the operations of one face on one session."""
+    """Runs the operations of one interface on one session.
+
+    Args:
+        session: The opened engine that is served.
+        face: The interface, for logs and metrics.
+        checks: Run in this order before an operation, after the caller's rights.
+        observers: Called after each request.
+        read_only: Whether every write is refused.
+        semantic: Makes the semantic store of a namespace.
+        namespaces: The namespaces that were written to; dispatchers of one server share it.
+    """
 
     def __init__(
         self,
         session: Session,
         face: Face,
         *,
-        gates: Sequence[Check] = (),
+        checks: Sequence[Check] = (),
         observers: Sequence[Observer] = (),
         read_only: bool = False,
         semantic: Callable[[Store], SemanticStore] = SemanticStore,
+        namespaces: WrittenNamespaces | None = None,
     ) -> None:
         self._session = put_boundary(session)
         self._face: Face = face
-        self._gates = gates
+        self._checks = checks
         self._observers = observers
         self._read_only = read_only
         self._semantic = semantic
+        self._namespaces = namespaces or WrittenNamespaces(session)
         self._stores: dict[str, Store] = {}
-        self._noted: set[str] = set()
-
-    def store(self, namespace: str) -> Store:
-        """The store of a namespace that callers may reach."""
-        found = self._stores.get(namespace)
-        if found is None:
-            if check_namespace(namespace) == OWN_NAMESPACE:
-                raise PermissionDenied(f"namespace {OWN_NAMESPACE!r} is the server's own")
-            found = self._stores[namespace] = Store(self._session, namespace)
-        return found
 
     async def run(
-        self, operation: Operation, namespace: str, asked: Request, caller: Caller, *, has_reply: bool = True
+        self, operation: Operation, namespace: str, request: Request, caller: Caller, *, has_reply: bool = True
     ) -> dict[str, Any]:
-        """Run an operation for a caller, who is told what comes of it or not."""
+        """Run an operation for a caller, and report the outcome to the observers."""
         began = time.perf_counter()
-        call = Call(self._face, caller.name, namespace, operation.name, asked, 0.0, has_reply=has_reply)
+        call = Call(self._face, caller.name, namespace, operation.name, request, 0.0, has_reply=has_reply)
         try:
-            store = await self.admit(operation, namespace, asked, caller)
-            answer = await operation.run(self._semantic(store) if operation.is_semantic else store, asked)
+            store = await self.admit(operation, namespace, request, caller)
+            answer = await operation.run(self._semantic(store) if operation.is_semantic else store, request)
         except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, VersionConflict):
-                spans = [key_span(error.key)]
-                error.is_shown = all(caller.may(namespace, right, spans) for right in _TO_SEE)
+            if isinstance(error, LimpetError):
+                error.reveal_if(lambda key: _may_see(caller, namespace, key))
             kept = error if isinstance(error, Exception) else None
-            self._tell(call._replace(seconds=_since(began), error=kept))
+            self._report(call._replace(seconds=time.perf_counter() - began, error=kept))
             raise
-        self._tell(call._replace(seconds=_since(began), answer=answer))
+        self._report(call._replace(seconds=time.perf_counter() - began, answer=answer))
         return answer
 
-    async def admit(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> Store:
-        """Let a request pass, or raise; for a stream, whose end nobody waits for."""
-        # Rights first: whoever has none makes this server keep nothing for a namespace, not even its name.
-        self.check_rights(operation, namespace, asked, caller)
+    async def admit(self, operation: Operation, namespace: str, request: Request, caller: Caller) -> Store:
+        """Return the store that a request may run on, or raise. A stream uses it alone, because it has no outcome."""
+        # Check permissions first, so that an unauthorised caller cannot make us allocate per-namespace state.
+        self.check_rights(operation, namespace, request, caller)
         store = self.store(namespace)
-        for gate in self._gates:
-            await gate.check(store, operation, asked)
-        if namespace not in self._noted and operation.right_for(asked) != "read":
-            await self._note(namespace)
-        # A semantic write compares what it was sent with its receipt. That of another caller would tell of its value.
+        for check in self._checks:
+            await check.check(store, operation, request)
+        if operation.right_for(request) != "read":
+            self._namespaces.add(namespace)
+        # A semantic write compares its request with the receipt of its id. Another caller's would reveal a value.
         session = self.session_of(caller, namespace, finds_others=not operation.is_semantic)
         return store if session is self._session else Store(session, namespace)
+
+    def check_rights(self, operation: Operation, namespace: str, request: Request, caller: Caller) -> None:
+        """Raise `PermissionDenied` unless the caller has the rights. A stream repeats this from time to time."""
+        if namespace == OWN_NAMESPACE:
+            raise PermissionDenied(f"namespace {OWN_NAMESPACE!r} is the server's own")
+        right, reach = operation.right_for(request), operation.reach(request)
+        needed: tuple[Right, ...] = (right, "reveal") if operation.reveals_for(request) else (right,)
+        problem = ""
+        if self._read_only and right != "read":
+            problem = "this server is for reading only"
+        elif lacking := [one for one in needed if not caller.may(namespace, one, reach.spans)]:
+            problem = f"{caller.name!r} lacks the {lacking[0]} right on namespace {namespace!r}, or on these keys of it"
+        if problem:
+            # The store checks the names in a request that may run. An invalid name is reported before a lacking right.
+            check_namespace(namespace)
+            for key in reach.keys:
+                check_key(key)
+            raise PermissionDenied(problem)
+
+    def store(self, namespace: str) -> Store:
+        """The store of a namespace. The caller's rights are checked before."""
+        found = self._stores.get(namespace)
+        if found is None:
+            found = self._stores[namespace] = Store(self._session, namespace)
+        return found
 
     def session_of(self, caller: Caller, namespace: str, *, finds_others: bool = True) -> Session:
         """The session as a caller has it.
 
-        Who sees and writes the whole namespace shares its request ids with everybody else who does. The ids of any
-        other caller are its own: they cannot use up an id of others, nor tell whether a guess of what was sent under
-        one is right. A token keeps its name when it is rotated, and with it its ids. ``finds_others`` lets it find the
-        receipts of others by the ids that the log has.
+        Callers that see and write the whole namespace share its request ids. The ids of any other caller are its own:
+        it can neither use up an id of others, nor find out whether it guesses the request that was sent under one. A
+        token keeps its name when it is rotated, and with it its ids. ``finds_others`` lets it find the receipts of
+        others by the ids that the log has.
         """
-        if all(caller.may(namespace, right, _EVERYTHING) for right in _TO_SHARE_IDS):
+        if all(caller.may(namespace, right, _EVERYTHING) for right in _SHARE_IDS):
             return self._session
-        return self._session.through(own_ids(self._session.engine, caller.name, finds_others=finds_others))
+        return self._session.with_engine(own_ids(self._session.engine, caller.name, finds_others=finds_others))
 
-    def refused(
+    def report_refusal(
         self,
         caller: Caller,
         namespace: str,
@@ -193,43 +217,14 @@ class Dispatcher:
         has_reply: bool = True,
         subject: str | None = None,
     ) -> None:
-        """Take note of a request that did not get as far as an operation."""
+        """Report a request that was refused before an operation could run."""
         call = Call(self._face, caller.name, namespace, name, None, 0.0, error=error)
-        self._tell(call._replace(has_reply=has_reply, subject=subject))
+        self._report(call._replace(has_reply=has_reply, subject=subject))
 
-    def check_rights(self, operation: Operation, namespace: str, asked: Request, caller: Caller) -> None:
-        """Raise `PermissionDenied` unless the caller may. A stream asks again from time to time."""
-        if check_namespace(namespace) == OWN_NAMESPACE:
-            raise PermissionDenied(f"namespace {OWN_NAMESPACE!r} is the server's own")
-        right, spans = operation.right_for(asked), operation.reach(asked).spans
-        if self._read_only and right != "read":
-            raise PermissionDenied("this server is for reading only")
-        needed: list[Right] = [right, *(["reveal"] if operation.reveals_for(asked) else [])]  # type: ignore[list-item]
-        for one in needed:
-            if not caller.may(namespace, one, spans):
-                raise PermissionDenied(f"{caller.name} may not {one} there in namespace {namespace!r}")
-
-    async def _note(self, namespace: str) -> None:
-        """Remember a namespace that is written to, so that a server that starts later sweeps it too."""
-        own = Store(self._session, OWN_NAMESPACE)
-        key = f"namespace/{namespace}"
-        if await own.entry(key) is None:
-            await own.put(key, True)
-        self._noted.add(namespace)
-
-    async def recall(self) -> list[str]:
-        """Sweep every namespace that was ever written to through a server. Returns their names."""
-        own = Store(self._session, OWN_NAMESPACE)
-        names = [entry.key.partition("/")[2] async for entry in own.scan("namespace/")]
-        for name in names:
-            self.store(name)
-        self._noted.update(names)
-        return names
-
-    def _tell(self, call: Call) -> None:
+    def _report(self, call: Call) -> None:
         for observer in self._observers:
             observer.done(call)
 
 
-def _since(began: float) -> float:
-    return time.perf_counter() - began
+def _may_see(caller: Caller, namespace: str, key: str) -> bool:
+    return all(caller.may(namespace, right, (key_span(key),)) for right in _SEE)

@@ -50,7 +50,7 @@ from limpet.server.engine_rights import (
     spans_of,
 )
 from limpet.server.events import until_refused
-from limpet.server.http_call import TokenRefused, bearer_of
+from limpet.server.http import TokenRefused, identify
 from limpet.server.operations import Operation, Reach, Right
 from limpet.server.requests import Primitive
 from limpet.server.wording import Public, public_error
@@ -144,12 +144,12 @@ class EngineRoutes:
         except _Observed as observed:
             return _error_response(observed.error)
         except Exception as error:
-            self._dispatcher.refused(caller, namespace, f"engine.{name}" if handler else "engine", error)
+            self._dispatcher.report_refusal(caller, namespace, f"engine.{name}" if handler else "engine", error)
             return _error_response(error)
 
     async def _caller(self, incoming: Incoming) -> Caller:
         try:
-            return await bearer_of(incoming, self._callers)
+            return await identify(incoming, self._callers)
         except TokenRefused as error:
             raise _Unauthenticated(str(error)) from error
 
@@ -324,7 +324,7 @@ class EngineRoutes:
                 )
                 is_forced = check_batch_rights(request, batch, reason)
             except Exception as error:
-                self._dispatcher.refused(request.caller, request.namespace, "engine.commit", error)
+                self._dispatcher.report_refusal(request.caller, request.namespace, "engine.commit", error)
                 raise
             operation = self._committing(request, batch)
             result = await self._in_flight.run(

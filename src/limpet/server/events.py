@@ -1,10 +1,10 @@
 """Watching over HTTP: server-sent events that can be resumed, and that end when they must.
 
 An event's ``id`` is its position in the log, so a client that comes back with ``Last-Event-ID`` misses nothing and
-sees nothing twice. The position is also told before the first event and with every heartbeat: whoever watches a quiet
-key of a busy namespace would otherwise come back with a position that the log no longer holds.
+sees nothing twice. The position is also sent before the first event and with every heartbeat: a client that watches a
+quiet key of a busy namespace would otherwise come back with a position that the log no longer holds.
 
-No queue lies between the log and a client. One that reads slowly falls behind in the log, and holds nothing up.
+No queue lies between the log and a client. A client that reads slowly falls behind in the log, and delays no one else.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ GRACE_S: Final = 1.0
 STREAMS_MAX: Final = 1000
 STREAMS_PER_CALLER_MAX: Final = 100
 
-# It would write every event into the log at DEBUG, and an event has a value.
+# At DEBUG it would log every event, and an event has a value.
 logging.getLogger("sse_starlette.sse").setLevel(logging.INFO)
 
 
 class Streams:
-    """Everything that stays open for long: watches, and waits for a lock. A service ends them all by `close`."""
+    """The streams of a server, and its end, which waits for a lock end with too. A service calls `close`."""
 
     def __init__(self, *, most: int = STREAMS_MAX, most_per_caller: int = STREAMS_PER_CALLER_MAX) -> None:
         self._most, self._most_per_caller = most, most_per_caller
@@ -57,31 +57,31 @@ class Streams:
         return len(self._open)
 
     def check_room(self, caller: str) -> None:
-        """Raise when there is no place for one more stream."""
+        """Raise when no more streams may be open."""
         if self._ending.is_set():
-            raise Closed("the server is about to end: ask another, or try again later")
+            raise Closed("the server is about to end: use another, or try again later")
         if len(self._open) >= self._most or self._callers[caller] >= self._most_per_caller:
             raise RateLimited("too many watches are open", retry_after=RETRY_MS / 1000)
 
-    def take_up(self, stream: WatchResponse) -> None:
-        """Count a stream in."""
+    def add(self, stream: WatchResponse) -> None:
+        """Count a stream that begins."""
         self._open.add(stream)
         self._callers[stream.caller] += 1
 
-    def let_go(self, stream: WatchResponse) -> None:
-        """Count a stream out."""
+    def discard(self, stream: WatchResponse) -> None:
+        """Count a stream no more."""
         if stream in self._open:
             self._open.discard(stream)
             self._callers -= Counter([stream.caller])
 
     async def ended(self) -> None:
-        """Wait until they are to end."""
+        """Wait until the server ends."""
         await self._ending.wait()
 
     def close(self) -> None:
-        """Let every stream end, and no new one begin. Called on the loop that serves them.
+        """End every stream, and let no new one begin. Called on the loop that serves them.
 
-        A client gets the end of its stream at once. One that does not take what it is sent is left after a second.
+        A client gets the end of its stream at once. One that does not read is disconnected after a second.
         """
         self._ending.set()
         for stream in list(self._open):
@@ -93,10 +93,10 @@ class WatchResponse(EventSourceResponse):
 
     Args:
         watch: Where the events come from.
-        streams: What ends them all.
-        caller: Who watches.
+        streams: All streams of the server, which this one is added to.
+        caller: The name of the caller.
         until_refused: Waits until the caller may watch no longer, and returns why.
-        given_id: Makes a request id of the log what the caller gave, where that differs.
+        given_id: Returns a request id of the log as the caller gave it, where the two differ.
     """
 
     def __init__(
@@ -117,40 +117,40 @@ class WatchResponse(EventSourceResponse):
         self._limit = asyncio.timeout(None)
         super().__init__(
             self._messages(),
-            # Heartbeats are ours: each tells a position, which must not overtake an event that is on its way.
+            # We send our own heartbeats: each has a position, which must not be sent before an earlier event.
             ping=0,
             shutdown_event=self._ended,
             shutdown_grace_period=GRACE_S,
         )
-        streams.take_up(self)
+        streams.add(self)
 
     def end(self) -> None:
-        """End it, and leave a client that does not take what it is sent."""
+        """End it, and disconnect a client that does not read."""
         self._ended.set()
         with contextlib.suppress(RuntimeError):  # It has not begun, or is over.
             self._limit.reschedule(asyncio.get_running_loop().time() + GRACE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until there are no more, the client goes, or it is ended."""
+        """Send events until there are no more, the client leaves, or the stream is ended."""
         try:
             with contextlib.suppress(TimeoutError):
                 async with self._limit:
                     await super().__call__(scope, receive, send)
         finally:
-            self._streams.let_go(self)
+            self._streams.discard(self)
             await self._watch.aclose()
 
     async def _messages(self) -> AsyncIterator[ServerSentEvent]:
-        """What is sent, until there is no more."""
+        """The messages of the stream, until there are no more."""
         yield ServerSentEvent(comment="watching", id=self._watch.position, retry=RETRY_MS)
         ended: asyncio.Future[Any] = asyncio.ensure_future(self._ended.wait())
         coming: asyncio.Future[Any] = _next_of(self._watch)
         refused: asyncio.Future[Exception] = asyncio.ensure_future(self._until_refused())
         loop = asyncio.get_running_loop()
-        heard = loop.time()
+        sent_at = loop.time()
         try:
             while not ended.done():
-                pause_s = max(0.0, heard + HEARTBEAT_S - loop.time())
+                pause_s = max(0.0, sent_at + HEARTBEAT_S - loop.time())
                 await asyncio.wait((coming, ended, refused), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
                 if refused.done():
                     raise refused.result()
@@ -159,10 +159,10 @@ class WatchResponse(EventSourceResponse):
                     if event is None:
                         return
                     yield self._message(event)
-                    coming, heard = _next_of(self._watch), loop.time()
-                elif loop.time() >= heard + HEARTBEAT_S:
+                    coming, sent_at = _next_of(self._watch), loop.time()
+                elif loop.time() >= sent_at + HEARTBEAT_S:
                     yield ServerSentEvent(comment="still here", id=self._watch.position)
-                    heard = loop.time()
+                    sent_at = loop.time()
         except Exception as error:
             # The log was trimmed past a slow client, the token is no longer good, or the store fails.
             if not isinstance(error, StateError | RequestError | Problem):
@@ -182,20 +182,20 @@ class WatchResponse(EventSourceResponse):
 
 
 async def until_refused(check: Callable[[], Awaitable[None]], callers: Callers) -> Exception:
-    """Wait until a check raises, and return what it raised. It is made when rights change, and every second."""
+    """Wait until a check raises, and return its error. The check runs when rights change, and every second."""
     while True:
-        await _rights_changed(callers, RECHECK_S)
+        await _wait_for_change(callers, RECHECK_S)
         try:
             await check()
         except TransientError:
-            # It was allowed, and for the moment nobody can say whether it still is. The next check is soon.
+            # The stream was allowed, and whether it still is cannot be checked now. The next check is soon.
             continue
         except Exception as error:
             return error
 
 
-async def _rights_changed(callers: Callers, longest_s: float) -> None:
-    """Wait until the rights of callers may have changed, and at most so long."""
+async def _wait_for_change(callers: Callers, longest_s: float) -> None:
+    """Wait until the rights of callers may have changed, and no longer than ``longest_s``."""
     changed = getattr(callers, "changed", None)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(longest_s):

@@ -1,7 +1,7 @@
-"""The names by which a server may be called: what stands in ``Host`` is compared with them.
+"""The names of a server, which the ``Host`` of a request is compared with.
 
-It is the protection against DNS rebinding. A web page whose name suddenly points to this machine is of the same origin
-as this server for the browser, so that no check of origins stops it; but its requests carry its own name.
+This is the protection against DNS rebinding. A web page whose name suddenly points to this machine is of the same
+origin as this server for the browser, so that no check of origins stops it; but its requests carry its own name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def host_name(header: str) -> str:
 
 
 def is_known(name: str, hosts: Sequence[str]) -> bool:
-    """Whether a server may be called so."""
+    """Whether a name is one of the server's."""
     return name in hosts or (ADDRESSES in hosts and _is_address(name))
 
 

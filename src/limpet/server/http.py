@@ -1,104 +1,65 @@
-"""HTTP: the operations under paths, methods and headers that browsers, proxies and curl understand.
+"""HTTP: the application, the checks at its edge, and the way of a request from a socket to the dispatcher and back.
 
-The table of routes is at the top. Each row names the function that answers it, which makes members of a request out of
-what came (see `limpet.server.http_call`), has the dispatcher run an operation, and shapes the answer. What goes wrong
-anywhere becomes a problem document, in one place, at the door.
+`EdgeMiddleware` checks what concerns every request. `HttpCall` then identifies the caller, reads the parameters and the
+body by the row of the route (`limpet.server.http_routes`), has the dispatcher run the operation, and lets the row make
+the response. An error anywhere on the way becomes a problem document, in one place, at the edge.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
+from urllib.parse import parse_qsl
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Incoming
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import limpet
-from limpet.errors import LimpetError, NotFound, PermissionDenied, TypeMismatch
+from limpet import __version__
+from limpet.errors import Closed, InvalidValue, LimpetError, PermissionDenied
 from limpet.keys import Span
 from limpet.retry import reason_of
-from limpet.server import parameters, requests
-from limpet.server.dispatch import Callers, Dispatcher
-from limpet.server.events import STREAMS_MAX, Streams
+from limpet.server.dispatch import Caller, Callers, Dispatcher, TrustedCaller
+from limpet.server.events import STREAMS_MAX, Streams, WatchResponse, until_refused
+from limpet.server.fronts import OwnIds
 from limpet.server.hosts import host_name, is_known
-from limpet.server.http_call import (
+from limpet.server.http_errors import Problem, problem_response
+from limpet.server.http_routes import (
     BYTES_TYPE,
+    ENDPOINTS,
     JSON_TYPE,
     RECORD_TYPE,
-    Answered,
+    VALUE_TYPES,
     Endpoint,
-    HttpCall,
-    caller_of,
     json_response,
 )
-from limpet.server.http_errors import Problem, problem_response
-from limpet.server.logs import failure_of, shown
 from limpet.server.openapi import describe
-from limpet.server.operations import OPERATIONS
-from limpet.server.parameters import (
-    AFTER,
-    BEFORE,
-    CONDITIONS,
-    EXPECTED_VERSION,
-    FENCE,
-    FIELD,
-    IDEMPOTENCY_KEY,
-    INITIAL,
-    KV_ONCE,
-    LAST_EVENT_ID,
-    LAST_WRITER,
-    LIMIT,
-    META,
-    PATTERN,
-    POSITION,
-    PREFIX,
-    PURPOSE,
-    REASON,
-    REASON_QUERY,
-    REQUEST_ID,
-    TOKEN,
-    TOKEN_QUERY,
-    TTL,
-    TTL_QUERY,
-    UNLESS_CURRENT,
-    VALUES,
-    WHERE,
-    entry_headers,
-)
+from limpet.server.operations import OPERATIONS, Operation
+from limpet.server.outcome import quote_name, redact
+from limpet.server.parameters import Members, Parameter, percent_decode
+from limpet.server.requests import InvalidJSON, Request, parse, request_of
 
-__all__ = ["BODY_BYTES_MAX", "make_app", "streams_of"]
+__all__ = ["BODY_BYTES_MAX", "TokenRefused", "identify", "make_app", "streams_of"]
 
 BODY_BYTES_MAX: Final = 5_000_000
 BODIES_BYTES_MAX: Final = 64_000_000
-
-SPACE: Final = "/v1/{namespace}"
-# A verb stands before the key, which may be anything.
-ENTRIES: Final = f"{SPACE}/entries/{{key:key}}"
-BYTES: Final = f"{SPACE}/bytes/{{key:key}}"
-RECORDS: Final = f"{SPACE}/records/{{key:key}}"
-SEMANTIC: Final = f"{SPACE}/semantic/{{key:key}}"
-LOCKS: Final = f"{SPACE}/locks/{{name:key}}"
-TOLD: Final = ("ETag", "Limpet-Version", "Limpet-Revision")
+QUERY_MAX: Final = 200
 
 log = logging.getLogger("limpet.http")
 
 
-# What there is to ask ---------------------------------------------------------
-
-
 class _Key(Convertor[str]):
-    """The rest of a path, whatever it is: Starlette's own stops at a line break, which a key may hold."""
+    """The rest of a path, with any character: Starlette's own convertor stops at a line break, which a key may hold."""
 
     regex = r"[\s\S]*"
 
@@ -110,308 +71,6 @@ class _Key(Convertor[str]):
 
 
 register_url_convertor("key", _Key())
-
-
-class Patch(requests.Strict, frozen=True, kw_only=True):
-    """Fields of a record to write, and fields to drop."""
-
-    set: dict[str, Any] = msgspec.field(default_factory=dict)
-    unset: list[str] = msgspec.field(default_factory=list)
-    if_exists: bool = False
-    ttl: requests.TTL | UnsetType = UNSET
-
-
-def _endpoints() -> Sequence[Endpoint]:
-    value = Answered(None, (JSON_TYPE, BYTES_TYPE, RECORD_TYPE), (*TOLD, "Last-Modified"))
-    raw = Answered(None, (BYTES_TYPE,), (*TOLD, "Last-Modified"))
-    entry = Answered("EntryDocument", headers=TOLD)
-    known = {200: Answered(), 304: Answered()}
-    written, touched, done = {200: entry, 201: entry}, {200: entry}, {204: Answered()}
-    timed = [*CONDITIONS, TTL, TTL_QUERY]
-    once = [REQUEST_ID, IDEMPOTENCY_KEY]
-    put_away = Answered("EnvelopePut")
-    page = [PREFIX, LIMIT, AFTER]
-    resumed = [PATTERN, POSITION, INITIAL, LAST_EVENT_ID]
-    return [
-        Endpoint("GET", ENTRIES, get_entry, {**known, 200: value}, [UNLESS_CURRENT]),
-        Endpoint("HEAD", ENTRIES, head_entry, known, [UNLESS_CURRENT]),
-        Endpoint("PUT", ENTRIES, put_entry, written, [*timed, META], "value"),
-        Endpoint("DELETE", ENTRIES, delete_entry, done, CONDITIONS),
-        Endpoint("GET", BYTES, get_bytes, {**known, 200: raw}, [UNLESS_CURRENT]),
-        Endpoint("PUT", BYTES, put_bytes, written, [*timed, META], "bytes"),
-        Endpoint("PUT", RECORDS, put_record, written, [*timed, META], "record"),
-        Endpoint("GET", RECORDS, get_record, _ok("FieldsDocument"), [FIELD]),
-        Endpoint("PATCH", RECORDS, patch_record, written, CONDITIONS, Patch),
-        Endpoint("POST", f"{SPACE}/swap/{{key:key}}", swap_field, _ok("SwapAnswer"), [FENCE, *once], requests.Swap),
-        Endpoint("POST", f"{SPACE}/incr/{{key:key}}", increment, _ok("CounterAnswer"), timed, requests.Incr),
-        Endpoint("POST", f"{SPACE}/take/{{key:key}}", take, _ok("ValueAnswer"), CONDITIONS, requests.Take),
-        Endpoint("POST", f"{SPACE}/touch/{{key:key}}", touch, touched, timed, requests.Touch),
-        Endpoint("POST", f"{SPACE}/batch", batch, _ok("BatchAnswer"), once, requests.Batch),
-        Endpoint("GET", f"{SPACE}/keys", list_keys, _ok("KeysPage"), page),
-        Endpoint("GET", f"{SPACE}/scan", scan, _ok("EntriesPage"), [*page, WHERE, VALUES]),
-        Endpoint("POST", f"{SPACE}/scan", scan, _ok("EntriesPage"), [], requests.Scan),
-        Endpoint("GET", f"{SPACE}/history/{{key:key}}", history, _ok("Changes"), [LIMIT, BEFORE]),
-        Endpoint("GET", f"{SPACE}/watch", watch, {200: Answered(None, ["text/event-stream"])}, resumed),
-        Endpoint("GET", f"{SPACE}/locks", list_locks, _ok("Locks"), page),
-        Endpoint("POST", LOCKS, acquire_lock, {201: Answered("LockAnswer")}, [], requests.Lock),
-        Endpoint("PUT", LOCKS, refresh_lock, done, [TOKEN], requests.Refresh),
-        Endpoint("DELETE", LOCKS, release_lock, done, [TOKEN, TOKEN_QUERY, REASON, REASON_QUERY]),
-        Endpoint("GET", f"{SPACE}/outcome/{{request_id:key}}", outcome, _ok("OutcomeAnswer")),
-        Endpoint("GET", f"{SPACE}/status", status, _ok("StatusAnswer")),
-        Endpoint("GET", SEMANTIC, get_semantic, _ok("Envelope")),
-        Endpoint("PUT", SEMANTIC, put_semantic, {200: put_away, 201: put_away}, KV_ONCE, requests.KvPut),
-        Endpoint("DELETE", SEMANTIC, delete_semantic, done, [LAST_WRITER, EXPECTED_VERSION, *KV_ONCE]),
-        Endpoint("GET", f"{SPACE}/semantic", list_semantic, _ok("Envelopes"), [PREFIX, PURPOSE, LIMIT, AFTER]),
-        Endpoint("POST", f"{SPACE}/semantic", batch_semantic, _ok("EnvelopesPut"), KV_ONCE, requests.KvBatch),
-        Endpoint("POST", f"{SPACE}/call/{{operation}}", call, _ok("Answer"), [], requests.Request),
-    ]
-
-
-def _ok(schema: str) -> dict[int, Answered]:
-    return {200: Answered(schema)}
-
-
-# What answers -----------------------------------------------------------------
-
-
-async def get_entry(exchange: HttpCall) -> Response:
-    """The value of a key."""
-    return _value_response(exchange, await _entry(exchange, with_value=True))
-
-
-def _value_response(exchange: HttpCall, entry: dict[str, Any]) -> Response:
-    if _is_known(exchange, entry):
-        return Response(status_code=304, headers=entry_headers(entry))
-    kind, value = entry["kind"], entry["value"]
-    if kind == "bytes":
-        return Response(b64decode(value["$bytes"]), headers=entry_headers(entry), media_type=BYTES_TYPE)
-    media_type = RECORD_TYPE if kind == "record" else JSON_TYPE
-    return Response(msgspec.json.encode(value), headers=entry_headers(entry), media_type=media_type)
-
-
-async def head_entry(exchange: HttpCall) -> Response:
-    """The version, revision and times of a key; its value is not looked at."""
-    entry = await _entry(exchange, with_value=False)
-    response = Response(status_code=304 if _is_known(exchange, entry) else 200, headers=entry_headers(entry))
-    response.headers["Content-Type"] = {"bytes": BYTES_TYPE, "record": RECORD_TYPE}.get(entry["kind"], JSON_TYPE)
-    # How long the body would be is not known here.
-    del response.headers["Content-Length"]
-    return response
-
-
-async def _entry(exchange: HttpCall, *, with_value: bool) -> dict[str, Any]:
-    members = await exchange.members()
-    answer = await exchange.run("entry", {**members, "with_value": with_value})
-    if not answer["exists"]:
-        raise NotFound(members["key"])
-    entry: dict[str, Any] = answer["entry"]
-    return entry
-
-
-def _is_known(exchange: HttpCall, entry: dict[str, Any]) -> bool:
-    known = exchange.header("If-None-Match")
-    return known is not None and parameters.is_current(known, entry["revision"])
-
-
-async def put_entry(exchange: HttpCall) -> Response:
-    """Replace the value of a key: JSON, raw bytes, or a record."""
-    return _entry_response((await exchange.run("put", await exchange.members()))["entry"])
-
-
-async def get_bytes(exchange: HttpCall) -> Response:
-    """The value of a key that holds raw bytes."""
-    entry = await _entry(exchange, with_value=True)
-    if entry["kind"] != "bytes":
-        raise TypeMismatch(entry["key"], expected="raw bytes", found=entry["kind"])
-    return _value_response(exchange, entry)
-
-
-async def put_bytes(exchange: HttpCall) -> Response:
-    """Replace the value of a key by raw bytes."""
-    return await put_entry(exchange)
-
-
-async def put_record(exchange: HttpCall) -> Response:
-    """Replace the value of a key by a record."""
-    return await put_entry(exchange)
-
-
-async def delete_entry(exchange: HttpCall) -> Response:
-    """End a key."""
-    members = await exchange.members()
-    answer = await exchange.run("delete", members)
-    if not answer["deleted"]:
-        raise NotFound(members["key"])
-    return Response(status_code=204)
-
-
-async def get_record(exchange: HttpCall) -> Response:
-    """The fields of a record, or some of them."""
-    members = {"get": None, **await exchange.members()}
-    answer = await exchange.run("fields", members)
-    if not answer["exists"]:
-        raise NotFound(members["key"])
-    return json_response(answer["fields"])
-
-
-async def patch_record(exchange: HttpCall) -> Response:
-    """Write some fields of a record, or drop them, without touching the rest."""
-    members = await exchange.members()
-    key, conditions = members.pop("key"), {name: members.pop(name, None) for name in ("expect", "fence", "request_id")}
-    asked = requests.request_of(Patch, members)
-    write = {"op": "set", "key": key, "fields": asked.set, "unset": asked.unset, "if_exists": asked.if_exists}
-    if asked.ttl is not UNSET:
-        write["ttl"] = asked.ttl
-    members = {"writes": [write], "request_id": conditions["request_id"]}
-    if conditions["expect"] is not None:
-        members["guards"] = [{"key": key, "expect": conditions["expect"]}]
-    if conditions["fence"] is not None:
-        members["fences"] = [conditions["fence"]]
-    return _entry_response((await exchange.run("batch", members))["entries"][0])
-
-
-async def swap_field(exchange: HttpCall) -> Response:
-    """Change a field of a record if it holds what is expected: of all who try, one wins."""
-    members = await exchange.members()
-    beside: dict[str, Any] = {name: members.pop(name) for name in ("key", "fence", "request_id") if name in members}
-    return json_response(await exchange.run("fields", {**beside, "swap": members}))
-
-
-async def increment(exchange: HttpCall) -> Response:
-    """Add to a counter."""
-    return json_response(await exchange.run("incr", await exchange.members()))
-
-
-async def take(exchange: HttpCall) -> Response:
-    """Get a value and end its key in one step."""
-    members = await exchange.members()
-    answer = await exchange.run("take", members)
-    if not answer["exists"]:
-        raise NotFound(members["key"])
-    return json_response({"value": answer["value"]})
-
-
-async def touch(exchange: HttpCall) -> Response:
-    """Change only when a key expires."""
-    members = await exchange.members()
-    answer = await exchange.run("touch", members)
-    if not answer["exists"]:
-        raise NotFound(members["key"])
-    return _entry_response(answer["entry"], created=False)
-
-
-async def list_keys(exchange: HttpCall) -> Response:
-    """A page of keys."""
-    answer = await exchange.run("list", await exchange.members())
-    return json_response({**answer, "cursor": answer["keys"][-1] if answer["truncated"] else None})
-
-
-async def scan(exchange: HttpCall) -> Response:
-    """A page of entries, filtered."""
-    return json_response(await exchange.run("scan", await exchange.members()))
-
-
-async def history(exchange: HttpCall) -> Response:
-    """The latest changes of a key that are still in the log, oldest first."""
-    return json_response(await exchange.run("history", await exchange.members()))
-
-
-async def batch(exchange: HttpCall) -> Response:
-    """Guards and writes that happen together or not at all."""
-    return json_response(await exchange.run("batch", await exchange.members()))
-
-
-async def list_locks(exchange: HttpCall) -> Response:
-    """The locks that are held now."""
-    return json_response(await exchange.run("locks", await exchange.members()))
-
-
-async def acquire_lock(exchange: HttpCall) -> Response:
-    """Take a lock. What comes back is its fencing token."""
-    members = {"holder": exchange.caller.name, **await exchange.members()}
-    return json_response(await exchange.run_while_wanted("lock", members), 201)
-
-
-async def refresh_lock(exchange: HttpCall) -> Response:
-    """Extend a lock from now on."""
-    await exchange.run("refresh", await exchange.members())
-    return Response(status_code=204)
-
-
-async def release_lock(exchange: HttpCall) -> Response:
-    """Give a lock back by its token; or end another's, with the right `admin` and a reason."""
-    await exchange.run("unlock", await exchange.members())
-    return Response(status_code=204)
-
-
-async def get_semantic(exchange: HttpCall) -> Response:
-    """A semantic entry in its envelope."""
-    members = await exchange.members()
-    answer = await exchange.run("kv_get", members)
-    if not answer.pop("exists"):
-        raise NotFound(members["key"])
-    return json_response(answer)
-
-
-async def put_semantic(exchange: HttpCall) -> Response:
-    """Put a semantic entry, if its key has the version that is expected."""
-    answer = await exchange.run("kv_put", await exchange.members())
-    return json_response(answer, 201 if answer["version"] == 1 else 200)
-
-
-async def delete_semantic(exchange: HttpCall) -> Response:
-    """End a semantic entry, if its key has the version that is expected."""
-    members = await exchange.members()
-    answer = await exchange.run("kv_delete", members)
-    if not answer["deleted"]:
-        raise NotFound(members["key"])
-    return Response(status_code=204)
-
-
-async def list_semantic(exchange: HttpCall) -> Response:
-    """A page of semantic entries, of one purpose or of all."""
-    return json_response(await exchange.run("kv_list", await exchange.members()))
-
-
-async def batch_semantic(exchange: HttpCall) -> Response:
-    """Puts and deletes of semantic entries that happen together or not at all."""
-    return json_response(await exchange.run("kv_batch", await exchange.members()))
-
-
-async def outcome(exchange: HttpCall) -> Response:
-    """What became of a request."""
-    return json_response(await exchange.run("outcome", await exchange.members()))
-
-
-async def status(exchange: HttpCall) -> Response:
-    """The namespace at a glance."""
-    return json_response(await exchange.run("status", await exchange.members()))
-
-
-async def watch(exchange: HttpCall) -> Response:
-    """Changes as they happen, as server-sent events."""
-    members = await exchange.members()
-    # A browser that lost its connection comes back to the same URL, and says how far it was.
-    if (last := members.pop("last_event_id", None)) is not None:
-        members |= {"after": last, "initial": False}
-    return await exchange.watch(members)
-
-
-async def call(exchange: HttpCall) -> Response:
-    """Run any operation by its name, with the members of its request as JSON."""
-    members = await exchange.members()
-    name = members.pop("operation")
-    if name not in OPERATIONS:
-        raise Problem(404, "no_operation", "there is no operation of this name")
-    return json_response(await exchange.run(name, members))
-
-
-def _entry_response(entry: dict[str, Any], *, created: bool = True) -> Response:
-    """An entry that was written. The first version of a key is one that was created."""
-    return json_response(entry, 201 if created and entry["version"] == 1 else 200, entry_headers(entry))
-
-
-ENDPOINTS: Final = _endpoints()
 
 
 # The application --------------------------------------------------------------
@@ -429,49 +88,49 @@ def make_app(
     hosts: Sequence[str] = (),
     streams_max: int = STREAMS_MAX,
 ) -> Starlette:
-    """The HTTP face of a server.
+    """The HTTP application of a server.
 
     Args:
-        dispatcher: What runs the operations.
-        callers: Who may ask.
+        dispatcher: Runs the operations.
+        callers: Identifies a caller by its token.
         ready: Whether requests are served now; False while the server starts and while it drains.
-        metrics: What ``/metrics`` shows, in the text format of Prometheus.
-        more_routes: Routes of other parts. Errors that they raise become problem documents too.
+        metrics: Renders ``/metrics``, in the text format of Prometheus.
+        more_routes: Routes of other modules. Errors that they raise become problem documents too.
         body_bytes_max: How large the body of a request may be.
         bodies_bytes_max: How large the bodies of all requests under way may be together.
-        hosts: The names by which the server is called. A request that names another is refused; any is taken if empty.
+        hosts: The names of the server. A request to another name is refused; if empty, any name is accepted.
         streams_max: How many watches may be open.
     """
     streams = Streams(most=streams_max)
     described = msgspec.json.encode(describe(ENDPOINTS))
 
-    async def alive(_: Request) -> Response:
+    async def alive(_: Incoming) -> Response:
         return json_response({"status": "alive"})
 
-    async def readiness(_: Request) -> Response:
+    async def readiness(_: Incoming) -> Response:
         if not ready():
             detail = "the server starts or stops, or its store does not answer; try again later"
             raise Problem(503, "not_ready", detail, headers={"Retry-After": "1"})
         return json_response({"status": "ready"})
 
-    async def openapi(_: Request) -> Response:
+    async def openapi(_: Incoming) -> Response:
         return Response(described, media_type=JSON_TYPE)
 
-    async def index(_: Request) -> Response:
-        shown = {
+    async def index(_: Incoming) -> Response:
+        paths = {
             "openapi": "/openapi.json",
             "health": "/healthz",
             "readiness": "/readyz",
             "entries": "/v1/{namespace}/entries/{key}",
         }
-        return json_response({"name": "limpet", "version": limpet.__version__, **shown})
+        return json_response({"name": "limpet", "version": __version__, **paths})
 
-    async def show_metrics(request: Request) -> Response:
-        caller = await caller_of(request, callers)
-        # They tell of every namespace, so they take a right on all of them.
+    async def show_metrics(incoming: Incoming) -> Response:
+        caller = await authenticate(incoming, callers)
+        # They are about every namespace, so they take a right on all of them.
         everything = [Span("", None)]
         if not any(caller.may("*", right, everything) for right in ("admin", "read")):
-            raise PermissionDenied(f"{caller.name} may not see what concerns all namespaces")
+            raise PermissionDenied(f"{caller.name!r} lacks the read right on all namespaces, which metrics take")
         assert metrics is not None
         return Response(await metrics(), media_type="text/plain; version=0.0.4")
 
@@ -488,7 +147,7 @@ def make_app(
         middleware=[
             Middleware(EdgeMiddleware, body_bytes_max=body_bytes_max, bodies_bytes_max=bodies_bytes_max, hosts=hosts)
         ],
-        exception_handlers={HTTPException: _told_by_starlette},
+        exception_handlers={HTTPException: _reply_to_starlette_error},
     )
     app.router.redirect_slashes = False
     app.state.streams = streams
@@ -496,7 +155,7 @@ def make_app(
 
 
 def streams_of(app: Starlette) -> Streams:
-    """What stays open for long in an application, to be closed when the server ends."""
+    """The streams of an application, to be closed when the server ends."""
     streams: Streams = app.state.streams
     return streams
 
@@ -506,10 +165,10 @@ def _routes(dispatcher: Dispatcher, callers: Callers, streams: Streams) -> Itera
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method] = endpoint
     for path, methods in paths.items():
-        yield Route(path, _Place(methods, dispatcher, callers, streams))
+        yield Route(path, _Path(methods, dispatcher, callers, streams))
 
 
-class _Place:
+class _Path:
     """The endpoints of one path."""
 
     def __init__(
@@ -521,17 +180,258 @@ class _Place:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._methods.get(scope["method"])
         if endpoint is None:
-            allowed = ", ".join(sorted(self._methods))
-            raise Problem(405, "method_not_allowed", f"here are only {allowed}", headers={"Allow": allowed})
-        response = await HttpCall(Request(scope, receive, send), endpoint, *self._shared).respond()
+            raise _method_not_allowed(sorted(self._methods))
+        response = await HttpCall(Incoming(scope, receive, send), endpoint, *self._shared).respond()
         await response(scope, receive, send)
 
 
-async def _told_by_starlette(_: Request, error: Exception) -> Response:
+def _method_not_allowed(methods: Sequence[str]) -> Problem:
+    *others, last = methods
+    choice = f"{', '.join(others)} or {last}" if others else last
+    detail = f"method not allowed; use {choice}"
+    return Problem(405, "method_not_allowed", detail, headers={"Allow": ", ".join(methods)})
+
+
+async def _reply_to_starlette_error(_: Incoming, error: Exception) -> Response:
     return problem_response(error)
 
 
-# The door ---------------------------------------------------------------------
+# A call -----------------------------------------------------------------------
+
+
+class HttpCall:
+    """One request over HTTP, until its response.
+
+    Attributes:
+        caller: The sender, once it is identified.
+        namespace: The namespace in the path.
+    """
+
+    caller: Caller = TrustedCaller("unknown")
+
+    def __init__(
+        self, incoming: Incoming, endpoint: Endpoint, dispatcher: Dispatcher, callers: Callers, streams: Streams
+    ) -> None:
+        self.namespace: str = incoming.path_params.get("namespace", "")
+        self._incoming = incoming
+        self._endpoint = endpoint
+        self._dispatcher = dispatcher
+        self._callers = callers
+        self._streams = streams
+        self._has_run = False
+
+    async def respond(self) -> Response:
+        """Run the operation and make its response. A request that is refused before that is reported here."""
+        endpoint = self._endpoint
+        try:
+            self.caller = await authenticate(self._incoming, self._callers)
+            members = await self.parameters()
+            operation = endpoint.operation or _named_operation(members.pop("operation"))
+            if endpoint.shape is not None:
+                members = endpoint.shape(members, self.caller.name)
+            request = request_of(operation.request, members)
+            if endpoint.runs == "stream":
+                return await self._watch(operation, request)
+            run = self._run_while_connected if endpoint.runs == "wait" else self._run
+            return endpoint.reply(await run(operation, request), request, self._incoming.headers)
+        except ClientDisconnect:
+            # The client left before its request was complete. A log line for each would only be noise.
+            raise
+        except Exception as error:
+            if not self._has_run:
+                self._dispatcher.report_refusal(self.caller, self.namespace, endpoint.name, error)
+            raise
+
+    async def parameters(self) -> Members:
+        """The members of a request that the path, the query, the headers and the body have."""
+        incoming = self._incoming
+        members = {name: part for name, part in incoming.path_params.items() if name != "namespace"}
+        query = read_query(incoming.scope["query_string"])
+        merge(members, read_parameters(self._endpoint.parameters, query, incoming.headers), "the path")
+        merge(members, await self._read_body(), "the body")
+        return members
+
+    async def _run(self, operation: Operation, request: Request) -> dict[str, Any]:
+        self._has_run = True
+        return await self._dispatcher.run(operation, self.namespace, request, self.caller)
+
+    async def _run_while_connected(self, operation: Operation, request: Request) -> dict[str, Any]:
+        """Run an operation that may wait for long, until the client leaves, loses its right, or the server ends."""
+        running = asyncio.ensure_future(self._run(operation, request))
+        refused = asyncio.ensure_future(self._until_refused(operation, request))
+        others = [asyncio.ensure_future(self._disconnected()), asyncio.ensure_future(self._streams.ended()), refused]
+        try:
+            await asyncio.wait({running, *others}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            if refused.done():
+                raise refused.result()
+            raise Closed("the server is about to end: use another, or try again later")
+        finally:
+            for one in (running, *others):
+                one.cancel()
+            await asyncio.gather(running, *others, return_exceptions=True)
+
+    async def _watch(self, operation: Operation, request: Any) -> Response:
+        """Begin a stream of events."""
+        self._streams.check_room(self.caller.name)
+        store = await self._dispatcher.admit(operation, self.namespace, request, self.caller)
+        watch = store.watch(request.pattern, after=request.after, initial=request.initial)
+        await watch.__aenter__()
+        engine = self._dispatcher.session_of(self.caller, self.namespace).engine
+        return WatchResponse(
+            watch,
+            self._streams,
+            self.caller.name,
+            until_refused=lambda: self._until_refused(operation, request),
+            given_id=engine.given if isinstance(engine, OwnIds) else None,
+        )
+
+    async def _until_refused(self, operation: Operation, request: Request) -> Exception:
+        """Wait until the caller may no longer have what it waits for, and return why."""
+
+        async def check() -> None:
+            caller = await authenticate(self._incoming, self._callers)
+            self._dispatcher.check_rights(operation, self.namespace, request, caller)
+
+        return await until_refused(check, self._callers)
+
+    async def _disconnected(self) -> None:
+        while (await self._incoming.receive())["type"] != "http.disconnect":
+            pass
+
+    async def _read_body(self) -> Members:
+        if self._endpoint.body is None:
+            return {}
+        body = await self._incoming.body()
+        kind = self._check_content_type(has_body=bool(body))
+        if not isinstance(self._endpoint.body, str):
+            members = parse(body) if body else {}
+            if not isinstance(members, dict):
+                raise InvalidJSON("Invalid JSON: a request is an object")
+            return members
+        if kind == BYTES_TYPE:
+            return {"bytes": body}
+        is_record = kind == RECORD_TYPE or self._endpoint.body == "record"
+        return {"fields" if is_record else "value": parse(body)}
+
+    def _check_content_type(self, *, has_body: bool) -> str:
+        """Return the media type of the body, which must be one that this endpoint takes.
+
+        A body without a type is refused as well: a page of another origin can send one, but none of these types.
+        """
+        takes = self._endpoint.body
+        taken = VALUE_TYPES[takes] if isinstance(takes, str) else (JSON_TYPE,)
+        given, _, rest = self._header("Content-Type").partition(";")
+        charset = rest.strip().lower().replace('"', "")
+        is_taken = given.strip().lower() in taken and charset in ("", "charset=utf-8")
+        if (has_body or given) and not is_taken:
+            raise Problem(415, "unsupported_media_type", f"send {' or '.join(taken)}, in UTF-8")
+        if (self._header("Content-Encoding") or "identity").lower() != "identity":
+            raise Problem(415, "unsupported_media_type", "send the body as it is, not compressed")
+        return given.strip().lower()
+
+    def _header(self, name: str) -> str:
+        """A header, all of its lines together; empty if it has none."""
+        return ", ".join(self._incoming.headers.getlist(name))
+
+
+def _named_operation(name: str) -> Operation:
+    if name not in OPERATIONS:
+        raise Problem(404, "no_operation", "there is no operation of this name")
+    return OPERATIONS[name]
+
+
+# Parameters -------------------------------------------------------------------
+
+
+def read_query(raw: bytes) -> list[tuple[str, str]]:
+    """The names and values of a query, decoded strictly."""
+    if not raw:
+        return []
+    try:
+        # A plus sign is a space in a query, and nowhere else.
+        percent_decode(raw)
+        return parse_qsl(
+            raw.decode("ascii"), keep_blank_values=True, encoding="utf-8", errors="strict", max_num_fields=QUERY_MAX
+        )
+    except ValueError as problem:
+        detail = "it is not UTF-8" if isinstance(problem, UnicodeError) else str(problem)
+        raise InvalidValue(f"the query cannot be read: {detail}") from None
+
+
+def read_parameters(parameters: Sequence[Parameter], query: Sequence[tuple[str, str]], headers: Headers) -> Members:
+    """The members of a request that its query and its headers have."""
+    known = [parameter.name for parameter in parameters if parameter.place == "query"]
+    if any(name not in known for name, _ in query):
+        raise InvalidValue(f"the query has an unknown parameter; known here: {', '.join(known) or 'none'}")
+    members: Members = {}
+    sent = {*headers.keys()}
+    for parameter in parameters:
+        name = parameter.name
+        if parameter.place == "query":
+            given = [value for other, value in query if other == name]
+        else:
+            given = headers.getlist(name) if name.lower() in sent else []
+        if len(given) > 1 and not parameter.repeats:
+            raise InvalidValue(f"{name} is given {len(given)} times")
+        for value in given:
+            merge(members, _read(parameter, value), name, repeats=parameter.repeats)
+    return members
+
+
+def merge(members: Members, more: Members, where: str, *, repeats: bool = False) -> None:
+    """Add members, each of which may be given in one place only."""
+    for member, item in more.items():
+        if repeats:
+            members.setdefault(member, []).append(item)
+        elif member in members:
+            raise InvalidValue(f"{member} is given in {where} and elsewhere too")
+        else:
+            members[member] = item
+
+
+def _read(parameter: Parameter, value: str) -> Members:
+    try:
+        return parameter.read(value)
+    except ValueError as problem:
+        raise InvalidValue(f"{parameter.name}: {problem}") from None
+
+
+# Authentication ---------------------------------------------------------------
+
+
+class TokenRefused(PermissionDenied):
+    """The token of a request is missing or not valid. ``problem`` is its error code of RFC 6750, if it has one."""
+
+    def __init__(self, detail: str, problem: str | None) -> None:
+        super().__init__(detail)
+        self.problem = problem
+
+
+async def identify(incoming: Incoming, callers: Callers) -> Caller:
+    """The caller of a request, by its one Authorization header. Raises `TokenRefused`."""
+    given = incoming.headers.getlist("Authorization")
+    scheme, _, token = given[0].partition(" ") if given else ("", "", "")
+    if given and (len(given) > 1 or scheme.lower() != "bearer" or not token.strip()):
+        raise TokenRefused("send one Authorization header: Bearer and a token", "invalid_request")
+    client = None if incoming.client is None else incoming.client.host
+    try:
+        return await callers.caller_of(token.strip() if given else None, client)
+    except PermissionDenied as error:
+        raise TokenRefused(str(error), "invalid_token" if given else None) from None
+
+
+async def authenticate(incoming: Incoming, callers: Callers) -> Caller:
+    """The caller of a request. Raises a `Problem` of status 401 when its token is missing or not valid."""
+    try:
+        return await identify(incoming, callers)
+    except TokenRefused as error:
+        challenge = 'Bearer realm="limpet"' + (f', error="{error.problem}"' if error.problem else "")
+        raise Problem(401, "unauthorized", str(error), headers={"WWW-Authenticate": challenge}) from None
+
+
+# The edge ---------------------------------------------------------------------
 
 SAFE: Final = ("GET", "HEAD", "OPTIONS")
 HEADERS: Final = {
@@ -541,11 +441,11 @@ HEADERS: Final = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""What every response says, unless its route says otherwise."""
+"""The headers of every response, unless its route has others."""
 
 
 class EdgeMiddleware:
-    """Checks what concerns every request, and turns whatever goes wrong into a problem document."""
+    """Checks the Host, the origin, the path and the size of every request, and turns errors into problem documents."""
 
     def __init__(self, app: ASGIApp, *, body_bytes_max: int, bodies_bytes_max: int, hosts: Sequence[str]) -> None:
         self._app = app
@@ -555,7 +455,7 @@ class EdgeMiddleware:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or say why not."""
+        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -573,70 +473,75 @@ class EdgeMiddleware:
 
         try:
             self._check(scope)
-            await self._app(scope, self._limited(body, receive), send_on)
+            await self._app(scope, self._limit(body, receive), send_on)
         except Exception as error:
             if isinstance(error, ClientDisconnect) and has_begun:
                 raise
             if has_begun or not isinstance(error, LimpetError | Problem | ClientDisconnect):
-                # The path names a key. What was sent, what is stored and what a driver says stay out of the log.
-                said = (scope["method"], shown(scope["path"]), reason_of(error))
-                log.error("%s %s failed: %s", *said, exc_info=failure_of(error))
+                # The path has the key. The body, stored values and the message of a driver stay out of the log.
+                facts = (scope["method"], quote_name(scope["path"]), reason_of(error))
+                log.error("%s %s failed: %s", *facts, exc_info=redact(error))
             if has_begun:
-                # The server in front of us would write the whole error into its own log.
-                raise failure_of(error) from None
+                # uvicorn would write the whole error into its own log.
+                raise redact(error) from None
             await problem_response(error)(scope, receive, send_on)
         finally:
             self._bodies_bytes -= body.taken_bytes
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        named = headers.getlist("Host")
-        if len(named) > 1:
+        given = headers.getlist("Host")
+        if len(given) > 1:
             # A proxy in front may go by another of them than we do (RFC 9112, section 3.2).
             raise Problem(400, "invalid_request", "a request has one Host")
-        host = named[0] if named else ""
+        host = given[0] if given else ""
         if self._hosts and not is_known(name := host_name(host), self._hosts):
-            shown = _shown_host(name)
-            raise Problem(421, "misdirected", f"this server is not called {shown!r}: start it with --host {shown}")
+            quoted = _quote_host(name)
+            raise Problem(421, "misdirected", f"this server is not called {quoted!r}: start it with --host {quoted}")
         if scope["method"] not in SAFE and _is_of_another_origin(headers, host):
-            raise Problem(403, "cross_origin", "pages of another origin may not ask here")
+            raise Problem(403, "cross_origin", "pages of another origin may not send requests here")
         _decode_path(scope)
 
-    def _limited(self, body: _Body, receive: Receive) -> Receive:
-        """Receive a body while it, and all bodies together, are within their limits, and not a part of it beyond."""
-        most = self._body_bytes_max
+    def _limit(self, body: _Body, receive: Receive) -> Receive:
+        """Receive a body, and stop as soon as it, or all bodies together, are over their limits."""
+        limit_bytes = self._body_bytes_max
 
         async def receive_some() -> Message:
-            if body.announced_bytes > most:
-                raise _too_large(most)
+            if body.announced_bytes > limit_bytes:
+                raise _too_large(limit_bytes)
             message = await receive()
             size_bytes = len(message.get("body", b""))
             body.taken_bytes += size_bytes
             self._bodies_bytes += size_bytes
-            if body.taken_bytes > most:
-                raise _too_large(most)
+            if body.taken_bytes > limit_bytes:
+                raise _too_large(limit_bytes)
             if self._bodies_bytes > self._bodies_bytes_max:
-                raise Problem(503, "busy", "too much is being sent at once: try again", headers={"Retry-After": "1"})
+                raise Problem(
+                    503,
+                    "busy",
+                    "the bodies of all requests together are too large now: try again",
+                    headers={"Retry-After": "1"},
+                )
             return message
 
         return receive_some
 
 
 class _Body:
-    """How much of a body was announced, and came."""
+    """The bytes of a body: how many were announced, and how many have arrived."""
 
     def __init__(self, announced: str) -> None:
         self.announced_bytes = int(announced[:20]) if announced.isdecimal() else 0
         self.taken_bytes = 0
 
 
-def _shown_host(name: str) -> str:
-    """A name from a header as a message may quote it."""
+def _quote_host(name: str) -> str:
+    """A name from a header, as a message may quote it."""
     return name[:100] if name.isascii() and name.isprintable() and name else "NAME"
 
 
-def _too_large(most: int) -> Problem:
-    return Problem(413, "body_too_large", f"a body holds up to {most:,} bytes")
+def _too_large(limit_bytes: int) -> Problem:
+    return Problem(413, "body_too_large", f"a body holds up to {limit_bytes:,} bytes")
 
 
 def _is_of_another_origin(headers: Headers, host: str) -> bool:
@@ -649,14 +554,14 @@ def _is_of_another_origin(headers: Headers, host: str) -> bool:
 
 
 def _decode_path(scope: Scope) -> None:
-    """Decode the path once, strictly: a server would put another character for what it cannot decode."""
+    """Decode the path once, strictly: uvicorn would put another character for what it cannot decode."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     try:
-        path = parameters.percent_decoded(raw)
-        start = [parameters.percent_decoded(part) for part in raw.split(b"/")[:4]]
+        path = percent_decode(raw)
+        start = [percent_decode(part) for part in raw.split(b"/")[:4]]
     except ValueError as problem:
         raise Problem(400, "invalid_path", f"the path cannot be read: {problem}") from None
-    # An encoded slash is a letter of a key, and may not make /v1/{namespace}/{verb} out of something else.
+    # An encoded slash is a character of a key, and must not make another path look like /v1/{namespace}/{verb}.
     if path.split("/")[:4] != start:
         raise Problem(404, "no_route", "there is nothing under this path")
     scope["path"] = path

@@ -1,13 +1,13 @@
-"""Logs: what was asked of the server and what came of it, a line each.
+"""Logs: a line for every request, with its outcome.
 
 Every operation is a DEBUG line, `KV set: plugin=trivia key=game_123 size=45`, and the same as attributes of the record.
-A slow one is a WARNING. What a caller did wrong is INFO; what is part of ordinary work (a conflict, a held lock, a rate
-that is spent) stays at DEBUG, where a flood of it costs nobody a disk. Where nobody waits for a reply, the log is the
-only place that tells, and both are a WARNING. What the server or its engine did wrong is an ERROR with a traceback.
+A slow one is a WARNING. A mistake of a caller is INFO; refusals of ordinary work (a conflict, a held lock, a spent
+rate) stay at DEBUG, where a flood of them fills no disk. For a request without a reply the log is the only record, so
+that both are a WARNING. An error of the server or its engine is an ERROR with a traceback.
 
 A line about a failure has its code and its reason. No line holds a value. In the text, names are quoted where they
-could forge a line, or a part of one; the attributes of a record are as they are. Of an error that an engine or a driver
-raised only the kind is shown, because its words may hold anything.
+could forge a line, or a part of one; the attributes of a record are as they are. For an error of an engine or a driver
+only the kind is shown, because its message may hold anything.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from msgspec import UNSET
 
 from limpet.clock import Clock, SystemClock
 from limpet.errors import LimpetError, RequestError, StateError, TransientError
-from limpet.protocol.codes import code_of
 from limpet.retry import reason_of
 from limpet.server import requests
+from limpet.server.additions import additions_of
 from limpet.server.dispatch import Call
-from limpet.server.limits import additions_of
-from limpet.server.nats_errors import reply_code
+from limpet.server.outcome import quote_name, redact, reply_code, status_of
 from limpet.server.wording import Public
 from limpet.sweep import Round
 
-__all__ = ["JSONFormatter", "Logs", "PlainFormatter", "configure", "failure_of", "shown", "status_of"]
+__all__ = ["JSONFormatter", "Logs", "PlainFormatter", "configure"]
 
 log = logging.getLogger("limpet.server")
 
@@ -41,28 +40,11 @@ SAMPLED_ABOVE: Final = 1000
 SAMPLED_ONE_OF: Final = 100
 CLEANUP_INTERVAL_S: Final = 300.0
 
-_SHOWN_MAX: Final = 200
 _FACT_MAX: Final = 1024
-_BREAKS_FIELDS: Final = frozenset(' "=\\')
-
-
-def shown(name: str) -> str:
-    """A name as it stands in a text line: as it is, or quoted and escaped where it could be mistaken for more."""
-    cut = name if len(name) <= _SHOWN_MAX else f"{name[:_SHOWN_MAX]}…"
-    if cut and cut.isprintable() and _BREAKS_FIELDS.isdisjoint(cut):
-        return cut
-    return json.dumps(cut)
-
-
-def status_of(error: Exception) -> int:
-    """How bad an error is, as an HTTP status. One that a face made for itself may say."""
-    status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    known = not isinstance(error, LimpetError) and isinstance(status, int)
-    return status if known and status is not None else code_of(error).status
 
 
 class Logs:
-    """Writes a line for every operation, and now and then one for what the sweeper did.
+    """Writes a line for every operation, and a summary of the sweeper now and then.
 
     An observer of the dispatcher, and with `swept` a listener of the sweeper.
     """
@@ -83,24 +65,24 @@ class Logs:
         self._removed, self._sweeping_s, self._failures = 0, 0.0, 0
 
     def done(self, call: Call) -> None:
-        """Write what came of a request."""
+        """Write the line of a finished request."""
         error = call.error
         if error is not None:
-            self._failed(call, error)
+            self._write_failure(call, error)
         elif call.answer is None:
-            log.debug("KV %s cancelled: %s", *_words(facts := _facts(call)), extra=facts)
-        elif (reason := getattr(call.asked, "reason", None)) is not None:
+            log.debug("KV %s cancelled: %s", *_format(facts := _facts(call)), extra=facts)
+        elif (reason := getattr(call.request, "reason", None)) is not None:
             facts = {**_facts(call), "reason": reason}
             text = "KV %s of a lock by force: %s caller=%s reason=%s"
-            log.warning(text, *_words(facts), shown(facts["caller"]), shown(reason), extra=facts)
+            log.warning(text, *_format(facts), quote_name(facts["caller"]), quote_name(reason), extra=facts)
         elif call.seconds - _waited_s(call) > self._slow_s:
             facts = _facts(call)
-            log.warning("KV %s slow: %s latency_ms=%.1f", *_words(facts), facts["latency_ms"], extra=facts)
+            log.warning("KV %s slow: %s latency_ms=%.1f", *_format(facts), facts["latency_ms"], extra=facts)
         elif log.isEnabledFor(logging.DEBUG) and self._sample.takes():
             facts = _facts(call)
-            log.debug("KV %s: %s", *_words(facts), extra=facts)
+            log.debug("KV %s: %s", *_format(facts), extra=facts)
 
-    def _failed(self, call: Call, error: Exception) -> None:
+    def _write_failure(self, call: Call, error: Exception) -> None:
         level = _level_of(call, error)
         if not log.isEnabledFor(level) or (level == logging.DEBUG and not self._sample.takes()):
             return
@@ -108,9 +90,9 @@ class Logs:
         field = getattr(error, "field", None)
         if isinstance(field, str):
             facts["field"] = field
-        told = (*_words(facts), facts["error_code"], shown(facts["reason"]))
-        exc_info = failure_of(error) if level == logging.ERROR else None
-        log.log(level, "KV %s failed: %s error=%s reason=%s", *told, extra=facts, exc_info=exc_info)
+        texts = (*_format(facts), facts["error_code"], quote_name(facts["reason"]))
+        exc_info = redact(error) if level == logging.ERROR else None
+        log.log(level, "KV %s failed: %s error=%s reason=%s", *texts, extra=facts, exc_info=exc_info)
 
     def swept(self, done: Round) -> None:
         """Add a round of the sweeper to the next summary, and write that when it is due."""
@@ -170,26 +152,26 @@ def _level_of(call: Call, error: Exception) -> int:
 
 
 def _reason(error: Exception) -> str:
-    """Why a request failed: in words where they are ours, and otherwise by the kinds of the errors."""
+    """Why a request failed: the message if it is ours, otherwise the kinds of the errors."""
     is_ours = isinstance(error, RequestError | StateError | TransientError | Public) and status_of(error) < 500
     if not is_ours:
         return reason_of(error)
-    # What an engine refuses is told in words that fit every case. Its kind tells more.
+    # The message for an error of an engine is fixed (`limpet.server.wording`). Its kind says more.
     behind = f" ({reason_of(error.__cause__)})" if isinstance(error.__cause__, LimpetError) else ""
     return _cut(str(error)) + behind
 
 
 def _waited_s(call: Call) -> float:
-    """How long it was asked to wait for a lock, which is not slowness."""
-    return float(call.asked.wait) if isinstance(call.asked, requests.Lock) else 0.0
+    """How long the request may wait for a lock, which is not slowness."""
+    return float(call.request.wait) if isinstance(call.request, requests.Lock) else 0.0
 
 
-# What a line says -------------------------------------------------------------
+# The facts of a line ----------------------------------------------------------
 
 
 def _facts(call: Call) -> dict[str, Any]:
-    """What a record carries besides its message, as it is. Never a value."""
-    asked, plugin, op = call.asked, _cut(call.namespace), _cut(call.operation)
+    """The attributes of a record, as they are. Never a value."""
+    request, plugin, op = call.request, _cut(call.namespace), _cut(call.operation)
     facts: dict[str, Any] = {
         "operation": f"kv_{op}",
         "op": op,
@@ -202,17 +184,17 @@ def _facts(call: Call) -> dict[str, Any]:
     if call.subject is not None:
         facts["subject"] = _cut(call.subject)
     for member in ("key", "name", "prefix", "pattern"):
-        text = getattr(asked, member, None)
+        text = getattr(request, member, None)
         if isinstance(text, str) and (text or member == "key"):
             # `name` is taken: a record's own is that of its logger.
             facts["lock" if member == "name" else member] = _cut(text)
-    if isinstance(asked, requests.Primitive) and asked.reason is not None:
-        facts["lock"] = _cut(", ".join(write.key for write in asked.what.writes if write.family == "lock"))
-    ttl = getattr(asked, "ttl", UNSET)
+    if isinstance(request, requests.Primitive) and request.reason is not None:
+        facts["lock"] = _cut(", ".join(write.key for write in request.what.writes if write.family == "lock"))
+    ttl = getattr(request, "ttl", UNSET)
     if ttl is None or isinstance(ttl, int | float):
         facts["ttl"] = ttl
     if call.answer is not None:
-        facts |= _outcome(asked, call.answer)
+        facts |= _outcome(request, call.answer)
     return facts
 
 
@@ -220,11 +202,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= _FACT_MAX else f"{text[:_FACT_MAX]}…"
 
 
-def _outcome(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
+def _outcome(request: Any, answer: dict[str, Any]) -> dict[str, Any]:
     """How much was written, or whether and how much was found."""
     found: dict[str, Any] = {}
-    additions = {} if asked is None else additions_of(asked)
-    if additions and not isinstance(asked, requests.Incr):
+    additions = {} if request is None else additions_of(request)
+    if additions and not isinstance(request, requests.Incr):
         found["size"] = sum(addition.size_bytes for addition in additions.values())
     if "exists" in answer:
         found["hit"] = answer["exists"]
@@ -234,40 +216,28 @@ def _outcome(asked: Any, answer: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-_TOLD: Final = (
+_IN_TEXT: Final = (
     *("subject", "key", "lock", "prefix", "pattern"),
     *("size", "hit", "deleted", "swapped", "count", "truncated", "ttl"),
 )
 
 
-def _words(facts: dict[str, Any]) -> tuple[str, str]:
-    """The operation and the facts of a line, in a form that nobody can forge by a name."""
-    told = [f"plugin={shown(facts['plugin'])}"]
-    told += [f"{name}={_plain(facts[name])}" for name in _TOLD if facts.get(name) is not None]
-    return shown(facts["op"] or "request"), " ".join(told)
+def _format(facts: dict[str, Any]) -> tuple[str, str]:
+    """The operation and the facts of a line, in a form that no name can forge."""
+    texts = [f"plugin={quote_name(facts['plugin'])}"]
+    texts += [f"{name}={_plain(facts[name])}" for name in _IN_TEXT if facts.get(name) is not None]
+    return quote_name(facts["op"] or "request"), " ".join(texts)
 
 
 def _plain(fact: Any) -> str:
     if isinstance(fact, str):
-        return shown(fact)
+        return quote_name(fact)
     return str(fact).lower() if isinstance(fact, bool) else str(fact)
-
-
-class Failure(Exception):
-    """What went wrong, as a log may show it."""
-
-
-def failure_of(error: BaseException, depth: int = 8) -> Failure:
-    """An exception and what caused it, with their tracebacks: by their kinds, without their words."""
-    made = Failure(reason_of(error).partition(" from ")[0])
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    made.__cause__ = None if cause is None or depth == 0 else failure_of(cause, depth - 1)
-    return made.with_traceback(error.__traceback__)
 
 
 # Setting them up --------------------------------------------------------------
 
-# What every record has. The rest are facts.
+# The attributes of every record. All others are facts.
 _OF_EVERY_RECORD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -280,9 +250,9 @@ class PlainFormatter(logging.Formatter):
         super().__init__("%(asctime)s %(levelname)s [%(name)s] %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
-        """The line, which stays one whatever is in it. A traceback follows on lines of its own."""
+        """Format the line, and escape what would break it in two. A traceback follows on lines of its own."""
         text = super().formatMessage(record)
-        return text if text.isprintable() else "".join(map(_visible, text))
+        return text if text.isprintable() else "".join(map(_escape, text))
 
 
 class JSONFormatter(logging.Formatter):
@@ -291,7 +261,7 @@ class JSONFormatter(logging.Formatter):
     converter = staticmethod(time.gmtime)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON."""
+        """Format the record as JSON."""
         document = {
             "at": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
             "level": record.levelname,
@@ -307,7 +277,7 @@ class JSONFormatter(logging.Formatter):
 def configure(
     level: str = "INFO", form: Literal["plain", "json"] = "plain", stream: IO[str] | None = None
 ) -> logging.Handler:
-    """Have everything that Limpet logs written to a stream, standard error unless told. A later call replaces this."""
+    """Write everything that Limpet logs to a stream, by default standard error. A later call replaces this one."""
     handler = logging.StreamHandler(sys.stderr if stream is None else stream)
     handler.setFormatter(JSONFormatter() if form == "json" else PlainFormatter())
     handler.set_name("limpet")
@@ -320,5 +290,5 @@ def configure(
     return handler
 
 
-def _visible(letter: str) -> str:
+def _escape(letter: str) -> str:
     return letter if letter.isprintable() else json.dumps(letter)[1:-1]

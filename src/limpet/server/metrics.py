@@ -1,10 +1,10 @@
 """Metrics: what the server counts, for Prometheus.
 
-Operations, errors, conflicts, latencies and expiries are counted as they happen; what is held (keys, bytes, locks,
-watches) is asked of the engine when somebody looks, and not again for a few seconds.
+Operations, errors, conflicts, latencies and expiries are counted as they happen. Keys, bytes and locks are read from
+the engine when the metrics are scraped, at most once in a few seconds.
 
-A namespace gets a label of its own with the first request that succeeds, as long as there are not too many; the rest
-share ``other``. So nobody fills the memory of Prometheus, or of this server, by making names up.
+A namespace gets its own label with the first request that succeeds, up to `NAMESPACES_MAX`; the others share ``other``.
+So no caller can fill the memory of Prometheus, or of this server, with made-up names.
 
 The names are ``limpet_*``. ``names="rosey"`` has the ``rosey_kv_*`` of earlier dashboards instead, ``"both"`` has both,
 from the same counts.
@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, get_args
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-import limpet
+from limpet import __version__
 from limpet.clock import Clock
 from limpet.errors import Conflict, LimpetError
 from limpet.keys import Span
@@ -31,8 +31,8 @@ from limpet.retry import reason_of
 from limpet.semantic.model import Purpose
 from limpet.semantic.store import Observation
 from limpet.server.dispatch import OWN_NAMESPACE, Call
-from limpet.server.nats_errors import reply_code
 from limpet.server.operations import OPERATIONS
+from limpet.server.outcome import error_code, reply_code
 from limpet.session import Session
 from limpet.sweep import Round
 
@@ -43,9 +43,9 @@ log = logging.getLogger("limpet.server")
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 NAMESPACES_MAX: Final = 100
-LOOK_S: Final = 5.0
-LOOK_S_MAX: Final = 3.0
-LOOKS_MAX: Final = 500
+READ_INTERVAL_S: Final = 5.0
+READ_S_MAX: Final = 3.0
+READS_MAX: Final = 500
 LOCKS_MAX: Final = 1000
 OTHER: Final = "other"
 
@@ -57,7 +57,7 @@ _PURPOSES: Final = frozenset(get_args(Purpose))
 
 
 class _Histogram:
-    """How many took how long."""
+    """Counts of durations, by bucket."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BUCKETS_S) + 1)
@@ -80,8 +80,8 @@ class _Histogram:
         return found
 
 
-class _Held(NamedTuple):
-    """What a namespace held when it was looked at."""
+class _Usage(NamedTuple):
+    """What a namespace held when its status was last read."""
 
     keys: int
     size_bytes: int
@@ -108,15 +108,15 @@ class Metrics:
         self._rounds = _Histogram()
         self._round_s = 0.0
         self._failed_rounds = 0
-        self._held: dict[str, _Held] = {}
-        self._looked_at: float | None = None
-        self._looking = asyncio.Lock()
+        self._usage: dict[str, _Usage] = {}
+        self._read_at: float | None = None
+        self._reading = asyncio.Lock()
         self._is_up = True
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
-    # What is counted as it happens --------------------------------------------
+    # Counted as it happens -----------------------------------------------------
 
     def done(self, call: Call) -> None:
         """Count a request."""
@@ -124,10 +124,10 @@ class Metrics:
         operation = call.operation if call.operation in OPERATIONS else OTHER
         self._operations[call.face, namespace, operation] += 1
         error = call.error
-        if call.asked is not None:
+        if call.request is not None:
             self._latency[operation, namespace].add(call.seconds)
         if error is not None:
-            self._errors[namespace, _code(error)] += 1
+            self._errors[namespace, error_code(error)] += 1
             self._replies[namespace, reply_code(error)] += 1
         if isinstance(error, Conflict) or (call.answer is not None and call.answer.get("swapped") is False):
             self._conflicts[namespace] += 1
@@ -135,7 +135,7 @@ class Metrics:
     def observe(self, observation: Observation) -> None:
         """Count a semantic write, or its conflict."""
         namespace = self._label(observation.namespace, welcome=observation.outcome != "conflict")
-        # What was put by other verbs, and ends by these, may claim to be for anything.
+        # An entry that was put by other verbs, and ends by these, may have any purpose.
         purpose = observation.purpose if observation.purpose in _PURPOSES else OTHER
         self._semantic[namespace, purpose, observation.outcome] += 1
 
@@ -155,43 +155,43 @@ class Metrics:
             return namespace
         return OTHER
 
-    # What is asked when somebody looks ----------------------------------------
+    # Read when metrics are scraped ---------------------------------------------
 
     async def render(self) -> bytes:
         """Everything as Prometheus reads it."""
-        async with self._looking:
+        async with self._reading:
             now = self._clock.monotonic()
-            if self._looked_at is None or now - self._looked_at >= LOOK_S:
-                self._looked_at = now
-                await self._look(now)
+            if self._read_at is None or now - self._read_at >= READ_INTERVAL_S:
+                self._read_at = now
+                await self._read_usage(now)
         return generate_latest(self.registry)
 
-    async def _look(self, now: float) -> None:
-        """Look at the namespaces, those first that were not looked at for longest, and not at all of very many."""
+    async def _read_usage(self, now: float) -> None:
+        """Read what the namespaces hold, the one that was read longest ago first, and `READS_MAX` at most."""
         served = [name for name in self._session.sweeper.namespaces if name != OWN_NAMESPACE]
-        self._held = {name: self._held[name] for name in served if name in self._held}
-        served.sort(key=lambda name: self._held[name].at if name in self._held else float("-inf"))
+        self._usage = {name: self._usage[name] for name in served if name in self._usage}
+        served.sort(key=lambda name: self._usage[name].at if name in self._usage else float("-inf"))
         self._is_up = False
         try:
-            async with asyncio.timeout(LOOK_S_MAX):
+            async with asyncio.timeout(READ_S_MAX):
                 await self._session.engine.status(OWN_NAMESPACE)
                 self._is_up = True
-                for name in served[:LOOKS_MAX]:
-                    held = self._held[name] = await self._look_at(name, now)
-                    # One that holds something was not made up, and is known by its name after a restart, too.
-                    self._label(name, welcome=held.keys > 0)
+                for name in served[:READS_MAX]:
+                    usage = self._usage[name] = await self._read_one(name, now)
+                    # A namespace that holds keys was not made up, so it has its label after a restart too.
+                    self._label(name, welcome=usage.keys > 0)
         except LimpetError as error:
-            log.debug("metrics show what was held before: %s", reason_of(error))
+            log.debug("metrics show earlier numbers of keys and bytes: %s", reason_of(error))
         except TimeoutError:
-            log.debug("metrics show what was held before: the engine takes its time")
+            log.debug("metrics show earlier numbers of keys and bytes: the engine takes too long")
 
-    async def _look_at(self, namespace: str, now: float) -> _Held:
+    async def _read_one(self, namespace: str, now: float) -> _Usage:
         engine = self._session.engine
         status = await engine.status(namespace)
         locks = await engine.scan(namespace, Span("", None), family="lock", values=False, limit=LOCKS_MAX)
-        return _Held(status.keys, status.size_bytes, len(locks.entries), now)
+        return _Usage(status.keys, status.size_bytes, len(locks.entries), now)
 
-    # What is shown ------------------------------------------------------------
+    # Collected for Prometheus --------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         """The metrics, for the registry."""
@@ -201,10 +201,10 @@ class Metrics:
             yield from self._collect_rosey()
 
     def _collect_limpet(self) -> Iterator[Metric]:
-        build = {"version": limpet.__version__, "engine": self._session.engine.traits.engine}
+        build = {"version": __version__, "engine": self._session.engine.traits.engine}
         build["python"] = platform.python_version()
         yield _gauge("limpet_build_info", "What runs here.", tuple(build), {tuple(build.values()): 1})
-        yield _gauge("limpet_engine_up", "Whether the engine answered when it was last asked.", (), {(): self._is_up})
+        yield _gauge("limpet_engine_up", "Whether the engine answered the last time.", (), {(): self._is_up})
         labels = ("face", "namespace", "operation")
         yield _counter("limpet_operations", "Requests, whatever came of them.", labels, self._operations)
         yield _counter("limpet_errors", "Requests that were not granted.", ("namespace", "code"), self._errors)
@@ -254,22 +254,16 @@ class Metrics:
 
     def _watched(self) -> dict[str, list[int]]:
         found: defaultdict[str, list[int]] = defaultdict(list)
-        for namespace, lags in self._session.watched().items():
+        for namespace, lags in self._session.watch_lags().items():
             if namespace != OWN_NAMESPACE:
                 found[self._label(namespace)] += lags
         return found
 
     def _sums(self, member: str) -> dict[tuple[str, ...], int]:
         found: Counter[tuple[str, ...]] = Counter()
-        for namespace, held in self._held.items():
-            found[self._label(namespace),] += getattr(held, member)
+        for namespace, usage in self._usage.items():
+            found[self._label(namespace),] += getattr(usage, member)
         return found
-
-
-def _code(error: Exception) -> str:
-    """The stable code of an error; of one that a face made for itself, its own."""
-    code = getattr(error, "code", None)
-    return code if isinstance(code, str) else "internal"
 
 
 def _each(counts: Mapping[str, float]) -> dict[tuple[str, ...], float]:
@@ -280,14 +274,14 @@ Samples = Mapping[Any, float]
 
 
 def _counter(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
-    return _filled(CounterMetricFamily(name, text, labels=labels), samples.items())
+    return _fill(CounterMetricFamily(name, text, labels=labels), samples.items())
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:
-    return _filled(GaugeMetricFamily(name, text, labels=labels), samples.items())
+    return _fill(GaugeMetricFamily(name, text, labels=labels), samples.items())
 
 
-def _filled(family: Any, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
+def _fill(family: Any, samples: Iterable[tuple[tuple[str, ...], float]]) -> Metric:
     for labels, number in samples:
         family.add_metric(labels, number)
     found: Metric = family

@@ -10,19 +10,12 @@ from __future__ import annotations
 from typing import Any, Final
 
 from limpet import errors
-from limpet.protocol.codes import code_of
 from limpet.semantic.store import InvalidField, InvalidKeyField, VersionConflict
-from limpet.server.audited import conflict_document
-from limpet.server.requests import InvalidJSON, InvalidSubject, MissingField
+from limpet.server.outcome import reply_code
+from limpet.server.requests import MissingField
 from limpet.server.wording import public_error, public_message
 
-__all__ = ["reply_code", "reply_of"]
-
-_BY_SHAPE: Final = {
-    InvalidJSON: "INVALID_JSON",
-    MissingField: "MISSING_FIELD",
-    InvalidSubject: "INVALID_SUBJECT",
-}
+__all__ = ["reply_of"]
 
 _MEMBERS: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
     errors.Conflict: {"key": "key", "reason": "reason", "version": "actual_version", "revision": "actual_revision"},
@@ -42,15 +35,6 @@ _MEMBERS: Final[dict[type[errors.LimpetError], dict[str, str]]] = {
 """The attributes of an error that its reply has, by the name of the member."""
 
 
-def reply_code(error: Exception) -> str:
-    """The ``error_code`` of an error. An error of an interface itself, with a status below 500, is the caller's."""
-    if isinstance(error, errors.LimpetError):
-        return _BY_SHAPE.get(type(error)) or code_of(error).reply
-    status = getattr(error, "status", None) or getattr(error, "status_code", None)
-    is_of_caller = isinstance(status, int) and status < 500
-    return "VALIDATION_ERROR" if is_of_caller else code_of(error).reply
-
-
 def reply_of(error: Exception) -> dict[str, Any]:
     """The reply to a request that failed."""
     reply: dict[str, Any] = {
@@ -60,7 +44,7 @@ def reply_of(error: Exception) -> dict[str, Any]:
     }
     error = public_error(error)
     if isinstance(error, VersionConflict):
-        reply |= conflict_document(error)
+        reply |= error.public_fields()
     elif isinstance(error, errors.LimpetError):
         reply["code"] = error.code
         for member, attribute in _MEMBERS.get(type(error), {}).items():

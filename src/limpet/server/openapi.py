@@ -1,7 +1,7 @@
 """The description of HTTP: an OpenAPI 3.1 document, made from the table of routes and the shapes of the operations.
 
-What a request may hold is told by its shape and by its parameters, which are also what reads them. Only the answers are
-described here by hand, and tests hold the server to them.
+Requests are described by the same shapes and parameters that read them. Only the answers are described here by hand;
+tests check the replies of a server against them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ import msgspec
 import limpet
 from limpet.clock import TTL_S_MAX
 from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
-from limpet.server.http_call import BYTES_TYPE, JSON_TYPE, RECORD_TYPE, VALUE_TYPES, Answered, Endpoint
 from limpet.server.http_errors import PROBLEM_TYPE
+from limpet.server.http_routes import (
+    BYTES_TYPE,
+    JSON_TYPE,
+    RECORD_TYPE,
+    SUMMARIES,
+    VALUE_TYPES,
+    Endpoint,
+    ReplyDoc,
+)
 from limpet.server.operations import OPERATIONS, WAIT_S_MAX
 from limpet.server.parameters import Parameter
 from limpet.server.requests import KV_KEY, Request
@@ -192,7 +200,7 @@ _ANSWERS: Final[dict[str, Schema]] = {
 }
 
 
-# What the code holds requests to, besides the types of their members.
+# Rules of the code that the types of members do not show.
 _KEY: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": KEY_BYTES_MAX}
 _TTL: Final[Schema] = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": TTL_S_MAX}
 _BOUNDS: Final[dict[str, Schema]] = {
@@ -201,6 +209,8 @@ _BOUNDS: Final[dict[str, Schema]] = {
     "field": _KEY,
     "limit": {"type": "integer", "minimum": 1, "maximum": PAGE_MAX},
     "ttl": _TTL,
+    # Base64 as plain text, without the ``contentEncoding`` that msgspec adds.
+    "bytes": _STRING,
     "wait": {"type": "number", "minimum": 0, "maximum": WAIT_S_MAX},
 }
 _ONE_EXPECTATION: Final = [
@@ -221,7 +231,7 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     components = msgspec.json.decode(msgspec.json.encode(components))
     for component in components.values():
         for name in component["properties"].keys() & _BOUNDS.keys():
-            # What a shape says of its own bounds is narrower.
+            # The bounds in a shape itself are narrower.
             if not {"maximum", "maxLength"} & component["properties"][name].keys():
                 component["properties"][name] = _BOUNDS[name]
     components["Expect"]["oneOf"] = _ONE_EXPECTATION
@@ -241,22 +251,22 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "components": {
             "schemas": {**components, **_ANSWERS},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
-            "responses": {"Problem": _response("What went wrong.", Answered("Problem", [PROBLEM_TYPE]))},
+            "responses": {"Problem": _response("What went wrong.", ReplyDoc("Problem", [PROBLEM_TYPE]))},
         },
     }
 
 
 def _open_endpoint(name: str, summary: str, *problems: int) -> dict[str, Any]:
-    answers = {"200": _response("As it is.", Answered("Answer")), **_problems([400, 405, 421, *problems])}
+    answers = {"200": _response("As it is.", ReplyDoc("Answer")), **_problems([400, 405, 421, *problems])}
     return {"operationId": name, "summary": summary, "security": [], "responses": answers}
 
 
 def _endpoint(endpoint: Endpoint, components: Mapping[str, Schema]) -> dict[str, Any]:
     names = re.findall(r"{(\w+)", endpoint.path)
-    answers = {str(status): _response(HTTPStatus(status).phrase, one) for status, one in endpoint.answers.items()}
+    answers = {str(status): _response(HTTPStatus(status).phrase, one) for status, one in endpoint.replies.items()}
     described = {
-        "operationId": endpoint.answer.__name__ + ("_by_body" if _is_second_of_its_name(endpoint) else ""),
-        "summary": (inspect.getdoc(endpoint.answer) or "").splitlines()[0],
+        "operationId": endpoint.name + ("_by_body" if _is_second_of_its_name(endpoint) else ""),
+        "summary": SUMMARIES[endpoint.name],
         "parameters": [
             *(_path_parameter(name, KV_KEY if "/semantic/" in endpoint.path else _KEY) for name in names),
             *map(_parameter, endpoint.parameters),
@@ -288,14 +298,14 @@ def _parameter(parameter: Parameter) -> dict[str, Any]:
     }
 
 
-def _response(text: str, answered: Answered) -> dict[str, Any]:
+def _response(text: str, reply: ReplyDoc) -> dict[str, Any]:
     response: dict[str, Any] = {"description": text}
-    if answered.headers:
-        response["headers"] = {name: {"schema": _STRING, "required": True} for name in answered.headers}
-    if answered.schema is not None:
-        response["content"] = {kind: {"schema": _ref(answered.schema)} for kind in answered.media_types}
-    elif tuple(answered.media_types) != (JSON_TYPE,):
-        response["content"] = {kind: {"schema": _VALUES.get(kind, _STRING)} for kind in answered.media_types}
+    if reply.headers:
+        response["headers"] = {name: {"schema": _STRING, "required": True} for name in reply.headers}
+    if reply.schema is not None:
+        response["content"] = {kind: {"schema": _ref(reply.schema)} for kind in reply.media_types}
+    elif tuple(reply.media_types) != (JSON_TYPE,):
+        response["content"] = {kind: {"schema": _VALUES.get(kind, _STRING)} for kind in reply.media_types}
     return response
 
 

@@ -1,28 +1,27 @@
-"""What comes and goes beside a body: the query parameters and the headers of HTTP, read and written in one place.
+"""The query parameters and the headers of HTTP: a row for each, with the members of a request that it becomes.
 
-Each says which members of a request it becomes. What is malformed is refused by name, and what is given twice, in a
-header and in the query, is refused too: nobody could tell which one was meant.
+A row reads the text that was sent and raises ValueError for a malformed one; `limpet.server.http` adds the name of the
+parameter. The headers of a response are made here too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from email.utils import format_datetime
 from json import dumps
 from typing import Any, Final, Literal, NamedTuple
-from urllib.parse import parse_qsl, unquote_to_bytes
+from urllib.parse import unquote_to_bytes
 
 from limpet.errors import InvalidValue
 from limpet.keys import PAGE_MAX
 from limpet.server.requests import parse
 
-__all__ = ["Parameter", "add", "entry_headers", "gather", "is_current", "percent_decoded", "query_of"]
+__all__ = ["Members", "Parameter", "entry_headers", "is_current", "percent_decode"]
 
 Members = dict[str, Any]
 
-QUERY_MAX: Final = 200
 META_HEADER_MAX: Final = 4096
 
 
@@ -30,7 +29,7 @@ class Parameter(NamedTuple):
     """A query parameter or a header.
 
     Attributes:
-        read: What it becomes; raises ValueError in words that do not show what was given.
+        read: Returns the members that its text becomes. Raises ValueError with a message that does not quote the text.
         repeats: Whether it may be given several times; then each adds to a list.
     """
 
@@ -42,7 +41,7 @@ class Parameter(NamedTuple):
     repeats: bool = False
 
 
-# How they are read ------------------------------------------------------------
+# Readers ----------------------------------------------------------------------
 
 
 def _text(member: str) -> Callable[[str], Members]:
@@ -56,7 +55,7 @@ def _whole(member: str) -> Callable[[str], Members]:
 def _flag(member: str) -> Callable[[str], Members]:
     def read(given: str) -> Members:
         if given not in ("true", "false"):
-            raise ValueError("say true or false")
+            raise ValueError("give true or false")
         return {member: given == "true"}
 
     return read
@@ -108,7 +107,7 @@ def _fence(given: str) -> Members:
     name, mark, token = given.rpartition(";")
     if not mark:
         raise ValueError("write name;token, with the name percent-encoded")
-    return {"fence": {"name": percent_decoded(name.encode("latin-1")), "token": _integer(token.strip())}}
+    return {"fence": {"name": percent_decode(name.encode("latin-1")), "token": _integer(token.strip())}}
 
 
 def _meta(given: str) -> Members:
@@ -120,7 +119,7 @@ _TAG: Final = re.compile(r'\s*(W/)?"([^"\x00-\x20\x7f]*)"\s*(?:,|\Z)')
 
 
 def _tags(given: str) -> list[tuple[bool, str]]:
-    """Entity tags: whether each is weak, and what it says."""
+    """Entity tags: whether each is weak, and its text."""
     found, at = [], 0
     while at < len(given):
         tag = _TAG.match(given, at)
@@ -138,7 +137,7 @@ def _if_match(given: str) -> Members:
     if len(tags) != 1:
         raise ValueError("name one entity tag, or *")
     ((is_weak, tag),) = tags
-    # No entry is ever of revision 0. So a tag that is none of ours meets what is there, and is told what that is.
+    # No entry has revision 0, so a tag that is none of ours is a conflict, which reports the revision found.
     ours = not is_weak and re.fullmatch(r"[1-9][0-9]{0,17}", tag)
     return {"expect": {"revision": int(tag) if ours else 0}}
 
@@ -157,8 +156,8 @@ def is_current(given: str, revision: int) -> bool:
         raise InvalidValue(f"If-None-Match: {problem}") from None
 
 
-def percent_decoded(raw: bytes) -> str:
-    """A part of a URL as text. Raises ValueError for what is no percent-encoding, or no UTF-8."""
+def percent_decode(raw: bytes) -> str:
+    """Decode a part of a URL. Raises ValueError if it is not percent-encoded UTF-8."""
     if re.search(rb"%(?![0-9A-Fa-f]{2})", raw):
         raise ValueError("a percent sign is followed by two hexadecimal digits")
     try:
@@ -167,58 +166,7 @@ def percent_decoded(raw: bytes) -> str:
         raise ValueError("percent-encoded characters are UTF-8") from None
 
 
-def query_of(raw: bytes) -> list[tuple[str, str]]:
-    """The names and values of a query, decoded strictly."""
-    try:
-        # A plus sign is a space in a query, and nowhere else.
-        percent_decoded(raw)
-        return parse_qsl(
-            raw.decode("ascii"), keep_blank_values=True, encoding="utf-8", errors="strict", max_num_fields=QUERY_MAX
-        )
-    except ValueError as problem:
-        told = "it is not UTF-8" if isinstance(problem, UnicodeError) else str(problem)
-        raise InvalidValue(f"the query cannot be read: {told}") from None
-
-
-def gather(
-    parameters: Sequence[Parameter],
-    query: Sequence[tuple[str, str]],
-    headers: Callable[[str], list[str]],
-) -> Members:
-    """The members of a request that parameters give."""
-    known = [parameter.name for parameter in parameters if parameter.place == "query"]
-    if any(name not in known for name, _ in query):
-        raise InvalidValue(f"the query has a parameter that nobody knows; known here: {', '.join(known) or 'none'}")
-    members: Members = {}
-    for parameter in parameters:
-        name = parameter.name
-        given = [value for other, value in query if other == name] if parameter.place == "query" else headers(name)
-        if len(given) > 1 and not parameter.repeats:
-            raise InvalidValue(f"{name} is given {len(given)} times")
-        for value in given:
-            add(members, _read(parameter, value), name, repeats=parameter.repeats)
-    return members
-
-
-def add(members: Members, more: Members, where: str, *, repeats: bool = False) -> None:
-    """Take up members that somebody gives, unless somebody else has given them."""
-    for member, item in more.items():
-        if repeats:
-            members.setdefault(member, []).append(item)
-        elif member in members:
-            raise InvalidValue(f"{member} is given in {where} and elsewhere too")
-        else:
-            members[member] = item
-
-
-def _read(parameter: Parameter, value: str) -> Members:
-    try:
-        return parameter.read(value)
-    except ValueError as problem:
-        raise InvalidValue(f"{parameter.name}: {problem}") from None
-
-
-# Which there are --------------------------------------------------------------
+# The parameters ---------------------------------------------------------------
 
 _STRING: Final = {"type": "string"}
 _INTEGER: Final = {"type": "integer"}
@@ -331,27 +279,27 @@ KV_ONCE: Final = (
     REQUEST_ID._replace(read=_kv_request_id),
     IDEMPOTENCY_KEY._replace(read=_kv_request_id),
 )
-"""What makes a semantic write safe to repeat, beside the member ``requestId`` of its body."""
+"""The headers that make a semantic write safe to repeat, as the member ``requestId`` of its body does."""
 
 CONDITIONS: Final = (IF_MATCH, IF_NONE_MATCH, FENCE, REQUEST_ID, IDEMPOTENCY_KEY)
-"""What every write may say besides."""
+"""What every write may have: conditions, a fence, and a request id."""
 
 
-# What goes back ---------------------------------------------------------------
+# The headers of a response ----------------------------------------------------
 
 
 def entry_headers(entry: Mapping[str, Any]) -> dict[str, str]:
-    """What an entry says of itself in headers."""
+    """The headers of a response that describe an entry."""
     found = {
         "ETag": f'"{entry["revision"]}"',
         "Last-Modified": format_datetime(entry["updated_at"].replace(microsecond=0), usegmt=True),
         "Limpet-Version": str(entry["version"]),
         "Limpet-Revision": str(entry["revision"]),
-        "Limpet-Created-At": _moment(entry["created_at"]),
-        "Limpet-Updated-At": _moment(entry["updated_at"]),
+        "Limpet-Created-At": _timestamp(entry["created_at"]),
+        "Limpet-Updated-At": _timestamp(entry["updated_at"]),
     }
     if entry["expires_at"] is not None:
-        found["Limpet-Expires-At"] = _moment(entry["expires_at"])
+        found["Limpet-Expires-At"] = _timestamp(entry["expires_at"])
     if entry["meta"]:
         meta = dumps(entry["meta"], separators=(",", ":"))
         # Many clients give up at headers of eight thousand bytes.
@@ -360,5 +308,5 @@ def entry_headers(entry: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _moment(at: datetime) -> str:
+def _timestamp(at: datetime) -> str:
     return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

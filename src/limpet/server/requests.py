@@ -1,7 +1,7 @@
-"""The shapes of requests: what may be asked of a namespace, member by member.
+"""The shapes of requests, member by member.
 
-They are checked here and nowhere else, before anything is sent to an engine. A message names the member that is
-wrong and never shows what it held.
+A request is checked against its shape here and nowhere else, before any of it reaches an engine. A message names the
+member that is wrong and never shows its value.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-import limpet
 from limpet.codec import DEPTH_MAX, INT_MAX, INT_MIN
-from limpet.draft import Expectation
+from limpet.draft import Expectation, equals
+from limpet.draft import field as field_test
 from limpet.errors import InvalidValue
-from limpet.model import ABSENT, PRESENT, Filter
+from limpet.model import ABSENT, PRESENT, Filter, Revision, Version
 from limpet.protocol.json import field_of
 from limpet.semantic.keys import KEY_MAX
 from limpet.semantic.model import Held, InvalidField, Semantics, parse_document
 
 TTL = int | float | None
+Bytes = bytes
+"""Raw bytes, which JSON carries as base64: msgspec decodes it."""
 Int64 = Annotated[int, msgspec.Meta(ge=INT_MIN, le=INT_MAX)]
-"""What every engine can compare."""
+"""An integer that every engine can compare."""
 KV_PAGE_MAX: Final = 1000
 REASON_MAX: Final = 500
 KV_KEY: Final = {
@@ -32,16 +34,16 @@ KV_KEY: Final = {
     "pattern": r"^tenant/[a-z0-9._~@:+=-]+/project/[a-z0-9._~@:+=-]+(/[a-z0-9._~@:+=-]+)+$",
     "maxLength": KEY_MAX,
 }
-# For descriptions alone: what is wrong with a key is said by those who know its parts.
+# For descriptions alone: `limpet.semantic.keys` checks a key, and names the part that is wrong.
 KvKey = Annotated[str, msgspec.Meta(extra_json_schema=KV_KEY)]
 
 
 class InvalidJSON(InvalidValue):
-    """What came is not a JSON object."""
+    """The body of a request is not a JSON object."""
 
 
 class MissingField(InvalidValue):
-    """A member that the request needs is not there."""
+    """A member that the request needs is missing."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"Missing required field: {name}")
@@ -49,7 +51,7 @@ class MissingField(InvalidValue):
 
 
 class InvalidSubject(InvalidValue):
-    """There is nothing to ask on that subject, or its reply would go where the caller has no business."""
+    """No operation has this subject, or its reply would go to a subject of another caller."""
 
     def __init__(self, subject: str, problem: str = "Invalid subject format") -> None:
         shown = subject if len(subject) <= 120 else f"{subject[:117]}..."
@@ -57,18 +59,18 @@ class InvalidSubject(InvalidValue):
 
 
 class InvalidReply(InvalidValue):
-    """The answer would go to a subject that is no inbox of the caller. It gets none, and the request is not run."""
+    """The reply subject is no inbox of the caller. It gets no reply, and the request is not run."""
 
     def __init__(self, plugin: str) -> None:
-        super().__init__(f"an answer goes to a subject below _INBOX or _INBOX_{plugin}: choose such a reply subject")
+        super().__init__(f"a reply goes to a subject below _INBOX or _INBOX_{plugin}: choose such a reply subject")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked. Members that nobody knows are ignored, as the first plugins were promised."""
+    """A request. Unknown members are ignored, as the first plugins were promised."""
 
 
 class Strict(Request, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is asked, with a member that nobody knows being an error."""
+    """A request in which an unknown member is an error."""
 
 
 class Expect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,22 +84,22 @@ class Expect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     equals: Any = UNSET
 
     def expectation(self) -> Expectation:
-        """The same for a store."""
+        """The expectation as a store takes it."""
         given = (self.version, self.revision, self.absent, self.value, self.field)
         if sum(one is not UNSET for one in given) != 1 or (self.equals is not UNSET) != (self.field is not UNSET):
             raise InvalidValue(
                 "expect has one of version, revision, absent, value, or field together with equals", path="$.expect"
             )
         if not isinstance(self.version, UnsetType):
-            return limpet.Version(self.version)
+            return Version(self.version)
         if not isinstance(self.revision, UnsetType):
-            return limpet.Revision(self.revision)
+            return Revision(self.revision)
         if not isinstance(self.absent, UnsetType):
             return ABSENT if self.absent else PRESENT
         if not isinstance(self.field, UnsetType):
-            expected: Filter = limpet.field(self.field) == field_of(self.equals)
+            expected: Filter = field_test(self.field) == field_of(self.equals)
             return expected
-        return limpet.equals(self.value)
+        return equals(self.value)
 
 
 class Fence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +110,7 @@ class Fence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Guarded(Strict, frozen=True, kw_only=True):
-    """What every write may say besides."""
+    """A write, with what it expects, its fence and its request id."""
 
     expect: Expect | None = None
     fence: Fence | None = None
@@ -160,7 +162,7 @@ class Put(Guarded, frozen=True, kw_only=True):
     key: str
     value: Any = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
-    bytes: str | UnsetType = UNSET
+    bytes: Bytes | UnsetType = UNSET
     ttl: TTL = None
     keep_ttl: bool = False
     meta: dict[str, Any] | None = None
@@ -233,7 +235,7 @@ class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     key: str
     value: Any = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
-    bytes: str | UnsetType = UNSET
+    bytes: Bytes | UnsetType = UNSET
     by: Int64 = 1
     unset: list[str] = []
     if_exists: bool = False
@@ -258,8 +260,8 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     value: Any = UNSET
 
     def filter(self) -> Filter:
-        """The same for a store."""
-        field = limpet.field(self.field)
+        """The test as a store takes it."""
+        field = field_test(self.field)
         if self.op == "exists":
             return field.exists()
         if self.value is UNSET:
@@ -267,7 +269,7 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.op in ("in", "not_in"):
             if not isinstance(self.value, list):
                 raise InvalidValue(f"{self.op} takes a list of values", path="$.where")
-            # Lazily: what is too many is refused before it is all decoded.
+            # Lazily, so that a list with too many values is refused before all of them are decoded.
             return (field.in_ if self.op == "in" else field.not_in)(map(field_of, self.value))
         compare: Callable[[Any, Any], Filter] = getattr(operator, self.op)
         return compare(field, field_of(self.value))
@@ -292,7 +294,7 @@ class History(Strict, frozen=True, kw_only=True):
 
 
 class Watch(Strict, frozen=True, kw_only=True):
-    """Changes as they happen. A face streams them; there is nothing to run."""
+    """Changes as they happen. They are a stream; there is nothing to run."""
 
     pattern: str = "*"
     after: str | Int64 | None = None
@@ -355,7 +357,7 @@ class Status(Strict, frozen=True, kw_only=True):
 
 
 class Semantic(Strict, frozen=True, kw_only=True, rename="camel"):
-    """What is asked of semantic entries: spelt as their documents are, and what is wrong is said of a member."""
+    """A request for semantic entries, spelt as their documents are. An error names the member that is wrong."""
 
 
 class KvGet(Semantic, frozen=True, kw_only=True):
@@ -425,7 +427,7 @@ class KvBatch(Semantic, frozen=True, kw_only=True):
 
 
 class Primitive(Request, frozen=True, kw_only=True):
-    """A primitive of the engine: ``what`` is a batch, or what `limpet.protocol.engine_msgpack` has for the others."""
+    """A primitive of the engine: ``what`` is a batch, or a request of `limpet.protocol.engine_msgpack`."""
 
     what: Any
     reason: str | None = None
@@ -436,7 +438,7 @@ R = TypeVar("R", bound=Request)
 
 
 def parse(body: bytes) -> Any:
-    """A request's JSON. Raises `InvalidJSON`, which says where and never what."""
+    """Decode the JSON of a request. Raises `InvalidJSON`, which has the position and never the value."""
     try:
         return _decode(body)
     except UnicodeDecodeError:
@@ -451,10 +453,10 @@ _decode = msgspec.json.Decoder().decode
 
 
 def request_of(shape: type[R], members: Any) -> R:
-    """A request of this shape. Raises `MissingField` and `InvalidValue`, naming the member."""
+    """Make a request of this shape out of its members. Raises `MissingField` and `InvalidValue`, naming the member."""
     if not isinstance(members, Mapping):
         raise InvalidJSON("Invalid JSON: a request is an object")
-    for name in _needed(shape):
+    for name in _required(shape):
         if name not in members:
             raise MissingField(name)
     if issubclass(shape, Semantic):
@@ -468,21 +470,21 @@ def request_of(shape: type[R], members: Any) -> R:
         raise InvalidValue(_without_value(str(error))) from None
 
 
-def _needed(shape: type[Request]) -> Sequence[str]:
-    found = _NEEDED.get(shape)
+def _required(shape: type[Request]) -> Sequence[str]:
+    found = _REQUIRED.get(shape)
     if found is None:
-        found = _NEEDED[shape] = [field.encode_name for field in msgspec.structs.fields(shape) if field.required]
+        found = _REQUIRED[shape] = [field.encode_name for field in msgspec.structs.fields(shape) if field.required]
     return found
 
 
-_NEEDED: dict[type[Request], Sequence[str]] = {}
+_REQUIRED: dict[type[Request], Sequence[str]] = {}
 
 
 def _without_value(problem: str) -> str:
-    """What msgspec complains of, without the word it was given where another was expected."""
-    told, at, path = problem.partition(" - at ")
-    if told.startswith("Invalid enum value"):
-        told = "it is not one of the words that are known"
-    elif told.startswith("Object contains unknown field"):
-        told = "the request has a member that nobody knows"
-    return f"{told}{at}{path}"
+    """The message of msgspec, without the word that was sent where another was expected."""
+    text, at, path = problem.partition(" - at ")
+    if text.startswith("Invalid enum value"):
+        text = "it is not one of the known words"
+    elif text.startswith("Object contains unknown field"):
+        text = "the request has an unknown member"
+    return f"{text}{at}{path}"

@@ -25,9 +25,10 @@ from limpet.server.access import Tokens
 from limpet.server.audited import AuditedNamespaces
 from limpet.server.dispatch import OWN_NAMESPACE, Caller, Callers, Dispatcher, Observer, TrustedCaller
 from limpet.server.fronts import put_boundary
-from limpet.server.limits import gates_of, limits_of
+from limpet.server.limits import checks_of, limits_of
 from limpet.server.logs import Logs
 from limpet.server.metrics import Metrics
+from limpet.server.namespaces import WrittenNamespaces
 from limpet.server.settings import CONNECTIONS, ListenAddress, Settings
 from limpet.session import Session
 from limpet.urls import Address
@@ -111,30 +112,33 @@ class Service:
         session = await open_session(settings.url, clock=None, max_value_bytes=VALUE_BYTES_MAX, window=None)
         put_boundary(session)
         self._parts.push_async_callback(session.close)
+        written = WrittenNamespaces(session)
+        self._parts.push_async_callback(written.close)
         metrics = Metrics(session, names=settings.metric_names)
         logs = Logs(session.clock, cleanup_interval_s=settings.cleanup_interval)
-        rates, quotas = gates_of(settings.limits, session.clock)
+        rates, quotas = checks_of(settings.limits, session.clock)
         observers: list[Observer] = [metrics, logs]
         if quotas is not None:
             observers.append(quotas)
         alarm = ConflictAlarm(clock=session.clock)
         audited = AuditedNamespaces(_load_audit(settings), settings.audit, [metrics.observe, alarm])
         options: dict[str, Any] = {
-            "gates": [gate for gate in (audited, rates, quotas) if gate is not None],
+            "checks": [check for check in (audited, rates, quotas) if check is not None],
             "observers": observers,
             "read_only": settings.read_only,
             "semantic": audited.semantic_store,
+            "namespaces": written,
         }
         if not settings.read_only:
             session.sweeper.listeners += [metrics.swept, logs.swept]
             session.sweeper.start()
-            namespaces = await Dispatcher(session, "http").recall()
+            namespaces = await written.load()
             log.info("Sweeping %d namespaces", len(namespaces))
             await enter(audited.sealing(session))
         if settings.http is not None:
             await enter(self._http(session, settings.http, metrics, options))
         if settings.nats is not None:
-            plugins = session.limited(PLUGIN_VALUE_BYTES_MAX)
+            plugins = session.with_value_limit(PLUGIN_VALUE_BYTES_MAX)
             await enter(self._nats(Dispatcher(plugins, "nats", **options), settings.nats))
         await enter(_running(self._probe(session), "limpet-probe"))
         self._is_serving = True
@@ -153,10 +157,10 @@ class Service:
                 # The log was trimmed between the two reads, so the engine works.
                 pass
             except Exception as error:
-                outage.failed(error)
+                outage.record_failure(error)
                 self._is_serving = False
                 continue
-            outage.over()
+            outage.record_success()
             self._is_serving = True
 
     # HTTP -----------------------------------------------------------------------
@@ -199,7 +203,7 @@ class Service:
                 scheme = "https" if self.settings.certificate else "http"
                 bound = ListenAddress(address.host, listening.getsockname()[1])
                 self.addresses["http"] = f"{scheme}://{bound}"
-                await parts.enter_async_context(_running(connections.look_after(), "limpet-connections"))
+                await parts.enter_async_context(_running(connections.check_deadlines(), "limpet-connections"))
                 async with _running(server.serve(sockets=[listening]), "limpet-http", self._failed) as task:
                     while not server.started and not task.done():  # noqa: ASYNC110 - uvicorn sets no event
                         await asyncio.sleep(0.01)

@@ -26,12 +26,12 @@ from limpet.retry import reason_of
 from limpet.server import requests
 from limpet.server.dispatch import Dispatcher, TrustedCaller
 from limpet.server.key_queue import KeyQueue, Slot
-from limpet.server.logs import failure_of
 from limpet.server.nats_errors import reply_of
 from limpet.server.nats_info import MicroService
 from limpet.server.nats_requests import NatsEndpoint, decode_request, request_keys
 from limpet.server.nats_watch import Deliveries, is_answerable
 from limpet.server.operations import OPERATIONS, Operation, Reach
+from limpet.server.outcome import redact
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -285,7 +285,7 @@ class PluginSubjects:
         if not self._tasks and not self._backlog:
             self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a request could not be finished: %s", reason_of(error), exc_info=failure_of(error))
+            log.error("a request could not be finished: %s", reason_of(error), exc_info=redact(error))
 
     def _caller(self, plugin: str) -> TrustedCaller:
         caller = self._callers.get(plugin)
@@ -369,7 +369,7 @@ class PluginSubjects:
         is_known = endpoint is not None and not isinstance(error, InvalidNamespace)
         # Do not keep unvalidated subject text as the name of a caller.
         caller = self._caller(plugin) if is_known else TrustedCaller(f"plugin {plugin[:NAME_SHOWN_MAX]}")
-        self._dispatcher.refused(
+        self._dispatcher.report_refusal(
             caller, plugin[:NAME_SHOWN_MAX], name[:NAME_SHOWN_MAX], error, has_reply=bool(reply), subject=subject
         )
         body = _encode(reply_of(error)) if endpoint is None else self._encode_error(endpoint, error)

@@ -2,7 +2,7 @@
 
 Limpet does not depend on OpenTelemetry. A program that has it hands over a tracer, ``opentelemetry.trace.get_tracer``
 of any name, and puts this among the observers of the dispatcher. Spans have the operation, the namespace
-and the outcome, and neither keys nor values: they go to other places than logs do, and stay longer.
+and the outcome, and neither keys nor values: traces go to other systems than logs do, and stay longer.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from limpet.server.dispatch import Call
-from limpet.server.logs import status_of
 from limpet.server.operations import OPERATIONS
+from limpet.server.outcome import error_code, status_of
 
 __all__ = ["Span", "Tracer", "Traces"]
 
 
 class Span(Protocol):
-    """What a span of OpenTelemetry can do, as far as it is used here."""
+    """The part of an OpenTelemetry span that is used here."""
 
     def set_status(self, status: Any, description: str | None = None) -> None:
-        """Say how it ended."""
+        """Set how it ended."""
         ...
 
     def end(self, end_time: int | None = None) -> None:
@@ -32,7 +32,7 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """What a tracer of OpenTelemetry can do, as far as it is used here."""
+    """The part of an OpenTelemetry tracer that is used here."""
 
     def start_span(
         self, name: str, *, attributes: Mapping[str, str] | None = None, start_time: int | None = None
@@ -58,20 +58,20 @@ class Traces:
             "limpet.face": call.face,
             "limpet.caller": call.caller,
         }
-        code = None if call.error is None else str(getattr(call.error, "code", "internal"))
+        code = None if call.error is None else error_code(call.error)
         if code is not None:
             attributes["error.type"] = code
         now_ns = time.time_ns()
         began_ns = now_ns - round(call.seconds * 1e9)
         span = self._tracer.start_span(f"limpet {operation}", attributes=attributes, start_time=began_ns)
-        # What a caller did wrong is no failure of the server that is traced.
+        # A mistake of a caller is no failure of the server that is traced.
         if call.error is not None and self._error is not None and status_of(call.error) >= 500:
             span.set_status(self._error, code)
         span.end(now_ns)
 
 
 def _error_status() -> Any:
-    """What OpenTelemetry calls a failure; None where only a tracer of somebody else's is."""
+    """OpenTelemetry's status for a failure; None where it is not installed, and the tracer is of another library."""
     try:
         return importlib.import_module("opentelemetry.trace").StatusCode.ERROR
     except ModuleNotFoundError:

@@ -43,7 +43,7 @@ from limpet.engines.nats.stream import (
 )
 from limpet.errors import ValueTooLarge
 from limpet.model import Batch, Change, Commit, Entry
-from limpet.transition import Plan, keep
+from limpet.transition import Plan, make_receipt
 
 __all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "commit_of", "digest_of"]
 
@@ -303,7 +303,7 @@ class Publisher:
         now_ms: int,
     ) -> _Outgoing:
         receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
-        entry = keep(batch, commit, receipt_ms)
+        entry = make_receipt(batch, commit, receipt_ms)
         entry = msgspec.structs.replace(entry, revision=BASE, created_revision=BASE)
         draft = Message(BASE, "put", entry, BASE, BASE, now_ms, None)
         kind, body = _encode_body(draft)

@@ -22,7 +22,7 @@ from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost,
 from limpet.engines.nats.messages import EntryId, Message, Subjects, parse, parse_time
 from limpet.errors import Ambiguous, InvalidValue, Unavailable
 from limpet.model import Entry, Family, live
-from limpet.transition import Receipt, read_receipt, remember
+from limpet.transition import Receipt, encode_receipt, read_receipt
 
 __all__ = [
     "BASE",
@@ -218,7 +218,7 @@ class NamespaceStream:
     def now_ms(self) -> int:
         """The time of the namespace: the server's, or the latest that was seen or recorded here if that is later."""
         now_ms = self._server_ms()
-        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than asking for the time
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than reading the time
             self._latest_ms = now_ms
         return self._latest_ms
 
@@ -433,7 +433,7 @@ def _resolve_receipt(message: Message) -> Message:
     revision = commit.revision if commit.revision < BASE else base + commit.revision
     commit = msgspec.structs.replace(commit, revision=revision, entries=entries)
     assert entry.expires_ms is not None
-    kept = remember(entry.key, receipt.digest, commit, entry.expires_ms - commit.at_ms)
+    kept = encode_receipt(entry.key, receipt.digest, commit, entry.expires_ms - commit.at_ms)
     return msgspec.structs.replace(message, entry=kept)
 
 

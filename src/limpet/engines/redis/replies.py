@@ -27,7 +27,7 @@ from limpet.model import (
     Revision,
     fingerprint,
 )
-from limpet.transition import remember
+from limpet.transition import encode_receipt
 
 __all__ = [
     "check_member",
@@ -181,7 +181,7 @@ def decode_receipt(key: str, kept: list[bytes]) -> Entry:
         entries.append(whole if text[:1] in (b"=", b"+") else None)
         ended.append(whole if text[:1] in (b"-", b"~") else None)
     commit = Commit(int(revision), tuple(entries), tuple(ended), int(at_ms))
-    return remember(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
+    return encode_receipt(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
 
 
 def check_member(batch: Batch, number: int, text: bytes, at_ms: int) -> Batch | Refusal:

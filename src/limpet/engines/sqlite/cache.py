@@ -60,7 +60,7 @@ class CachedFile:
             wal.leave()
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop the cache."""
         self.cache = None
 
     def wal_stamp(self) -> tuple[WalHeader, bytes] | None:
@@ -110,7 +110,7 @@ class CachedFile:
     def carry_over(self, cache: Cache | None, group: GroupPlan) -> None:
         """Go on after a commit of ours with what was valid before it and what it wrote.
 
-        If another process has committed since, the cache begins anew.
+        If another process has committed since, the cache starts empty.
         """
         if self.wal is None:
             self.cache = None

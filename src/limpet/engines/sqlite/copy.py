@@ -49,7 +49,7 @@ class Copy(NamedTuple):
 
 
 def back_up(source: Path, target: Path, *, force: bool = False, progress: Progress = lambda *_: None) -> Copy:
-    """Copy a store that may be in use into a file of its own.
+    """Copy a store that may be in use into another file.
 
     Raises:
         InvalidValue: The target exists, or the source is not a store.

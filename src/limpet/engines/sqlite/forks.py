@@ -30,7 +30,7 @@ class Forkable(Protocol):
         """Let threads in again."""
 
     def start(self) -> None:
-        """Begin anew, as a child must."""
+        """Start again without the locks and connections of the parent, in a child."""
 
 
 _engines: weakref.WeakSet[Forkable] = weakref.WeakSet()

@@ -147,7 +147,7 @@ class GroupWriter:
                 self._commit_all_queued()
 
     def finish(self) -> None:
-        """Commit what is queued, and refuse what comes later."""
+        """Commit all queued batches, and refuse later ones."""
         with self.lock:
             self._commit_all_queued()
             self._connections.closed = self._connections.paused = True
@@ -271,7 +271,7 @@ class GroupWriter:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """A write transaction of its own, apart from the groups."""
+        """A write transaction apart from the groups, for trimming and schema changes."""
         with self.lock:
             self._connections.check_open()
             writer = self.begin()
