@@ -24,7 +24,8 @@ NATS = "LIMPET_TEST_NATS"
 HTTP = "LIMPET_TEST_HTTP"
 KEYS = "LIMPET_TEST_KEYS"
 
-LAYERS_FOLDER = Path(__file__).parent / "tests" / "faces"
+# The folders of the tests of layers over the store.
+LAYERS = [Path(__file__).parent / "tests" / name for name in ("faces", "semantic")]
 
 _running: dict[str, Any] = {}
 
@@ -140,7 +141,7 @@ def _is_slow(item: pytest.Item) -> bool:
 def _runs_on_its_engine(item: pytest.Item) -> bool:
     """Whether a test of a layer over the store runs on the engine that is its parameter."""
     case: Any = getattr(item, "callspec", None)
-    if case is None or item.path.parent != LAYERS_FOLDER or item.path.name == "test_use_cases.py":
+    if case is None or item.path.parent not in LAYERS or item.path.name == "test_use_cases.py":
         return True
     values = [value for value in case.params.values() if isinstance(value, str) and value in ENGINE_NAMES]
     engines = [value.replace("postgres", "postgresql") for value in values]
