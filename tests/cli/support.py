@@ -54,7 +54,7 @@ def start(*words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*words), text=True, start_new_session=True, **{**pipes, **options})
 
 
-def heard(process: subprocess.Popen[str]) -> str:
+def read_line(process: subprocess.Popen[str]) -> str:
     """The next line that a process says."""
     assert process.stdout is not None
     return process.stdout.readline()
@@ -71,7 +71,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 class Terminal:
-    """``limpet`` as somebody sees it who sits in front of it."""
+    """``limpet`` at a terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], keyboard: int) -> None:
         self._process = process

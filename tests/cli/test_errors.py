@@ -1,4 +1,4 @@
-"""What is told when something goes wrong, and how it exits."""
+"""The messages of errors, and their exit codes."""
 
 from __future__ import annotations
 
@@ -511,7 +511,7 @@ def test_odd_arguments_end_in_words_and_not_in_a_traceback(
 
 
 @pytest.mark.parametrize("token", ["", "x", "9" * 5000, "\u0663"])
-def test_an_odd_fencing_token_is_told(token: str, run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_fencing_token_is_reported(token: str, run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMPET_LOCK", "job")
     monkeypatch.setenv("LIMPET_FENCING_TOKEN", token)
 

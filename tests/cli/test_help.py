@@ -145,7 +145,7 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     assert done.returncode in (0, 3, 4, 6, 7, 124, 130), done.stderr
 
 
-def test_the_version_is_told(run: Limpet) -> None:
+def test_the_version_is_printed(run: Limpet) -> None:
     assert run("--version").stdout == f"limpet, version {limpet.__version__}\n"
 
 

@@ -17,7 +17,7 @@ import pytest
 import limpet
 from limpet.cli import running
 from limpet.cli.running import SignalForwarder, run_while_held
-from tests.cli.support import WAIT_S, Limpet, finished, heard, start, terminal
+from tests.cli.support import WAIT_S, Limpet, finished, read_line, start, terminal
 
 PYTHON = [sys.executable, "-c"]
 
@@ -27,7 +27,7 @@ import signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: sys.exit(40 + number))
 print("on", flush=True)
-# A signal that comes just before a sleep begins is heard only when that ends.
+# A signal that comes just before a sleep begins arrives only when that ends.
 for _ in range(600):
     time.sleep(0.1)
 """
@@ -70,7 +70,7 @@ def test_the_holder_is_the_host_and_process_unless_named(url: str) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGTERM, 143), (signal.SIGSEGV, 139)])
-def test_a_command_that_dies_by_a_signal_is_told_as_a_shell_does(url: str, number: int, code: int) -> None:
+def test_a_command_that_dies_by_a_signal_is_reported_as_by_a_shell(url: str, number: int, code: int) -> None:
     died = lock(url, "--", *PYTHON, f"import os; os.kill(os.getpid(), {number})")
 
     assert finished(died)[0] == code
@@ -127,20 +127,20 @@ def test_a_folder_with_a_strange_name_is_found_again(tmp_path: Path, monkeypatch
 
 
 def test_a_lock_that_is_held_exits_with_5_and_runs_nothing(url: str, run: Limpet) -> None:
-    with limpet.sync.open(url) as store, store.lock("nightly", ttl=30, holder="somebody") as held:
+    with limpet.sync.open(url) as store, store.lock("nightly", ttl=30, holder="alice") as held:
         code, stdout, stderr = finished(lock(url, "--", "echo", "ran"))
-        told = run("--json", "lock", "nightly", "--", "echo", "ran")
+        refused = run("--json", "lock", "nightly", "--", "echo", "ran")
         token = held.token
 
     assert (code, stdout) == (5, "")
     first, second = stderr.splitlines()
-    assert first.startswith("limpet: lock 'nightly' is held by somebody for another ")
+    assert first.startswith("limpet: lock 'nightly' is held by alice for another ")
     assert first.endswith(f" s (token {token})")
     assert second == "  COMMAND was not run. Try again later, or wait for the lock with --wait."
-    document = json.loads(told.stderr)
-    assert (told.exit_code, document["error"], document["exit_code"]) == (5, "lock_held", 5)
+    document = json.loads(refused.stderr)
+    assert (refused.exit_code, document["error"], document["exit_code"]) == (5, "lock_held", 5)
     details = document["details"]
-    assert (details["name"], details["holder"], details["token"]) == ("nightly", "somebody", token)
+    assert (details["name"], details["holder"], details["token"]) == ("nightly", "alice", token)
     assert 0 < details["remaining"] <= 30
 
 
@@ -180,7 +180,7 @@ def test_locks_of_other_names_and_namespaces_are_free(url: str) -> None:
 def test_a_command_that_loses_its_lock_is_ended(url: str) -> None:
     """Stopped past its time like a laptop that slept, the wrapper finds the lock gone and ends the command."""
     running = lock(url, "--ttl", "1s", "--", *PYTHON, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     os.kill(running.pid, signal.SIGSTOP)
     with limpet.sync.open(url) as store:
         thief = store.lock("nightly", ttl=30, wait=20).acquire()
@@ -195,7 +195,7 @@ def test_a_command_that_loses_its_lock_is_ended(url: str) -> None:
 def test_what_a_script_has_started_is_ended_with_it(url: str, tmp_path: Path) -> None:
     grandchild = f"{LISTENS}\n".replace("sys.exit(40 + number)", "open('ended', 'w').write(str(number)) and sys.exit()")
     running = lock(url, "--ttl", "1s", "--", "sh", "-c", '"$0" -c "$1"; true', sys.executable, grandchild)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     os.kill(running.pid, signal.SIGSTOP)
     with limpet.sync.open(url) as store:
         store.lock("nightly", ttl=30, wait=20).acquire().release()
@@ -300,7 +300,7 @@ PASSED_ON = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
 def test_a_signal_is_passed_on_to_the_command(url: str, name: str) -> None:
     number = signal.Signals[name]
     running = lock(url, "--", *PYTHON, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
 
     running.send_signal(number)
 
@@ -312,14 +312,14 @@ def test_the_lock_is_held_until_the_command_has_ended(url: str) -> None:
     """A command that takes its time after SIGTERM still has the lock."""
     script = (
         "import os, signal\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'caught\\n'))\n"
         "print('on', flush=True)\n"
         "input()\n"
     )
     running = lock(url, "--", *PYTHON, script, stdin=subprocess.PIPE)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     running.send_signal(signal.SIGTERM)
-    assert heard(running) == "heard\n"
+    assert read_line(running) == "caught\n"
 
     assert locks(url) == ["nightly"]
     assert running.stdin is not None
@@ -330,7 +330,7 @@ def test_the_lock_is_held_until_the_command_has_ended(url: str) -> None:
 
 def test_a_signal_reaches_what_a_script_has_started(url: str) -> None:
     running = lock(url, "--", "sh", "-c", '"$0" -c "$1"; echo $?', sys.executable, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
 
     running.send_signal(signal.SIGINT)
 
@@ -339,7 +339,7 @@ def test_a_signal_reaches_what_a_script_has_started(url: str) -> None:
 
 
 def test_what_is_ignored_stays_ignored(url: str) -> None:
-    """Under nohup nobody ends with the terminal."""
+    """Under nohup no command ends with the terminal."""
     shell = 'trap \'\' HUP; exec "$0" -m limpet.cli --url "$1" lock nightly -- "$0" -c "$2"'
     script = "import signal; print('on', signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True); input()"
     running = subprocess.Popen(
@@ -350,7 +350,7 @@ def test_what_is_ignored_stays_ignored(url: str) -> None:
         text=True,
         start_new_session=True,
     )
-    assert heard(running) == "on True\n"
+    assert read_line(running) == "on True\n"
     running.send_signal(signal.SIGHUP)
 
     code, _, stderr = finished_with(running, "\n")
@@ -368,7 +368,7 @@ def test_a_signal_ends_the_wait_for_the_lock(url: str, name: str) -> None:
     number = signal.Signals[name]
     with limpet.sync.open(url) as store, store.lock("nightly", ttl=30):
         waiting = lock(url, "--wait", "50s", "--", "echo", "ran")
-        # It has asked for the lock once it has the file open.
+        # It has requested the lock once it has the file open.
         wait_until(lambda: has_open(waiting.pid, "state.db-wal"))
         time.sleep(0.3)
         waiting.send_signal(number)
@@ -377,7 +377,7 @@ def test_a_signal_ends_the_wait_for_the_lock(url: str, name: str) -> None:
 
 
 def has_open(pid: int, name: str) -> bool:
-    """Whether a process has a file open; where that cannot be asked, it is given time."""
+    """Whether a process has a file open; where that cannot be read, it is given time."""
     folder = Path(f"/proc/{pid}/fd")
     if not folder.exists():
         time.sleep(1.0)
@@ -415,13 +415,13 @@ def test_the_handlers_of_before_come_back() -> None:
 
 COUNTS = """
 import signal, sys, time
-heard = []
-signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+caught = []
+signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
 print("on", flush=True)
-while not heard:
+while not caught:
     time.sleep(0.01)
 time.sleep(0.5)
-sys.exit(40 + len(heard))
+sys.exit(40 + len(caught))
 """
 
 

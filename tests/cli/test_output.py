@@ -72,7 +72,7 @@ def test_what_was_answered_before_an_error_is_printed(damaged: str) -> None:
     assert stderr == "limpet: a stored value is not JSON\n  Run 'limpet doctor' for details.\n"
 
 
-def test_an_error_is_told_though_nobody_reads_the_answer(damaged: str) -> None:
+def test_an_error_is_printed_though_no_process_reads_the_output(damaged: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = start("--url", damaged, "ls", "--values", stdout=writing)
@@ -85,7 +85,7 @@ def test_an_error_is_told_though_nobody_reads_the_answer(damaged: str) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_full_disk_is_told(url: str, run: Limpet) -> None:
+def test_a_full_disk_is_reported(url: str, run: Limpet) -> None:
     run("put", "k", "1")
     with Path("/dev/full").open("w") as full:
         code, _, stderr = finished(start("--url", url, "get", "k", stdout=full))
@@ -129,13 +129,13 @@ def test_a_duration_is_shown_as_it_is_written(seconds: float, written: str) -> N
 # At a terminal ----------------------------------------------------------------
 
 
-def test_a_terminal_is_told_what_a_write_left(url: str, file: Path) -> None:
+def test_a_terminal_shows_what_a_write_left(url: str, file: Path) -> None:
     assert looked_at("--url", url, "put", "k", "1") == (0, f"limpet: making {file}\nversion 1 at revision 1\n")
     assert looked_at("--url", url, "put", "k", "2") == (0, "version 2 at revision 2\n")
     assert looked_at("--url", url, "field", "set", "r", "a=1") == (0, "version 1 at revision 3\n")
 
 
-def test_a_terminal_is_told_that_there_is_nothing(url: str, run: Limpet) -> None:
+def test_a_terminal_shows_that_there_is_nothing(url: str, run: Limpet) -> None:
     run("put", "k", "1")
 
     assert looked_at("--url", url, "ls", "none/") == (

@@ -129,7 +129,7 @@ async def test_a_butler_whose_role_may_not_use_the_schema_is_refused(pools: Pool
         await state_get(stranger, "key")
 
 
-async def test_a_pool_that_works_in_no_schema_is_told_so(pools: Pools) -> None:
+async def test_a_pool_that_works_in_no_schema_is_refused(pools: Pools) -> None:
     pool = await pools.pool("butler_that_is_not_there")
 
     with pytest.raises(InvalidValue, match="search_path"):
@@ -499,7 +499,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
             await state_get(pool, "key")
 
 
-async def test_a_pool_that_nobody_awaited_is_an_error_of_ours(pools: Pools) -> None:
+async def test_a_pool_that_was_not_awaited_is_an_error_of_ours(pools: Pools) -> None:
     with pytest.raises(LimpetError):
         await state_get(asyncpg.create_pool(pools.url), "key")
 
@@ -513,7 +513,7 @@ async def _age(admin: Any, schema: str) -> None:
 
 
 async def test_the_first_write_through_a_pool_trims_the_log(pools: Pools, schema: str, admin: Any) -> None:
-    """No sweeper runs over somebody's pool, and a log that nobody trims would grow for ever."""
+    """No sweeper runs over a pool of the caller, and a log that no process trims would grow for ever."""
     early = await pools.pool(schema)
     for number in range(5):
         await state_set(early, "key", number)

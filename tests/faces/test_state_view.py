@@ -178,7 +178,7 @@ async def test_two_butlers_have_a_view_each(pools: Pools) -> None:
 async def test_a_state_of_another_program_is_refused_and_left_as_it_is(
     pools: Pools, schema: str, admin: Any, kind: str
 ) -> None:
-    """Two states side by side, one of which nobody looks at, would be worse than an error."""
+    """Two states side by side, one of which no program reads, would be worse than an error."""
     pool = await pools.pool(schema)
     await pool.execute(f"CREATE {kind}")
     before = await pool.fetch("SELECT * FROM state")

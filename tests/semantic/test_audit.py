@@ -67,7 +67,7 @@ def hash_of(namespace: str, key: str, value: Any, secret: bytes = SECRET) -> str
 # What it tells ----------------------------------------------------------------
 
 
-async def test_every_write_of_a_crowd_is_written_and_told(kept: SemanticStore) -> None:
+async def test_every_write_of_a_crowd_is_written_and_recorded(kept: SemanticStore) -> None:
     """Each write stands on the last row of its key, so that of a crowd one would get through at a time."""
     engine, callers = count(kept.store), 150
 
@@ -141,14 +141,14 @@ async def test_an_expiry_leaves_a_row_with_what_it_was_for(kept: SemanticStore) 
     await kept.seal()
     await put(kept, {"by": "w2"}, semantics=lock_of(0.1), expected_version=0)
     await asyncio.sleep(0.15)
-    # Nobody sealed meanwhile: the write that comes first tells of it.
+    # No sealer ran meanwhile: the next write records it.
     await put(kept, {"by": "w3"}, semantics=lock_of(60), expected_version=0)
 
-    told = await shown(kept.store)
+    rows = await shown(kept.store)
 
-    assert [row["op"] for row in told] == ["put", "expire", "put", "expire", "put"]
-    assert (told[1]["semantics"], told[1]["purpose"], told[1]["writer"]) == (lock_of(0.1), "lock", WRITER)
-    assert (told[1]["before"], told[1]["after"], told[1]["requestId"]) == (told[0]["after"], None, None)
+    assert [row["op"] for row in rows] == ["put", "expire", "put", "expire", "put"]
+    assert (rows[1]["semantics"], rows[1]["purpose"], rows[1]["writer"]) == (lock_of(0.1), "lock", WRITER)
+    assert (rows[1]["before"], rows[1]["after"], rows[1]["requestId"]) == (rows[0]["after"], None, None)
     assert (await kept.verify()).problems == ()
 
 
@@ -208,10 +208,10 @@ async def test_a_batch_leaves_a_row_for_each_key(kept: SemanticStore) -> None:
     items = [Put(f"{START}{n}", {"n": n}, Semantics("cursor"), expected_version=0) for n in range(30)]
     await kept.kv_batch([*items, Delete(f"{START}gone", 1)], writer=WRITER, request_id="b-1")
 
-    told = await shown(kept.store, prefix=START)
+    rows = await shown(kept.store, prefix=START)
 
-    assert [row["op"] for row in told] == ["put", *["put"] * 30, "delete"]
-    assert {row["requestId"] for row in told[1:]} == {"b-1"}
+    assert [row["op"] for row in rows] == ["put", *["put"] * 30, "delete"]
+    assert {row["requestId"] for row in rows[1:]} == {"b-1"}
 
 
 async def test_the_trail_is_no_part_of_the_data(kept: SemanticStore) -> None:
@@ -277,7 +277,7 @@ async def test_a_row_is_sealed_by_itself_within_five_seconds(store: limpet.Store
         began = asyncio.get_running_loop().time()
         await put(kept, {"n": 1})
         async with asyncio.timeout(PATIENCE_S):
-            while (await shown(store))[0]["seq"] is None:  # noqa: ASYNC110 - a sealer tells nobody
+            while (await shown(store))[0]["seq"] is None:  # noqa: ASYNC110 - a sealer notifies no one
                 await asyncio.sleep(0.05)
         # Nothing waits but the sealer's own turn, which is two seconds.
         assert asyncio.get_running_loop().time() - began < 5
@@ -319,9 +319,9 @@ async def test_a_key_of_another_name_goes_on_where_the_old_one_ended(store: limp
     await put(later, {"n": 2})
     await later.seal()
 
-    told = await shown(store)
-    assert [row["after"][:4] for row in told] == ["old:", "new:"]
-    assert told[1]["before"] == told[0]["after"]
+    rows = await shown(store)
+    assert [row["after"][:4] for row in rows] == ["old:", "new:"]
+    assert rows[1]["before"] == rows[0]["after"]
     assert (await later.verify()).problems == ()
     # Without the old key nothing can be said of what it signed.
     assert not (await verify(store, Audit(b"b" * 32, key_id="new"))).is_sound
@@ -381,7 +381,7 @@ async def test_what_was_changed_by_other_means_is_found(kept: SemanticStore) -> 
     await store.put(f"{START}a", {"n": 2}, meta=limpet.KEEP)
     await store.delete(f"{START}b")
     await store.put(f"{START}new", {"n": 1})
-    await store.put(f"{START}c", {"n": 1}, meta={"lastWriter": "somebody:else"})
+    await store.put(f"{START}c", {"n": 1}, meta={"lastWriter": "another:writer"})
 
     found = {problem.place for problem in (await kept.verify()).problems if problem.kind == "unaudited"}
     assert found == {f"{START}a", f"{START}b", f"{START}c", f"{START}new"}
@@ -435,7 +435,7 @@ async def test_a_row_taken_out_with_the_help_of_an_older_copy_is_found(
     anchor = (await kept.verify()).anchor
     assert anchor.startswith("4@")
 
-    # Whoever did row 2 has the database, the older end of the chain, and no key.
+    # The attacker has the database, the older end of the chain, and no key.
     links = [one for one in await audit_entries(store, *(f"sealed/{seq:016}" for seq in (2, 3, 4))) if one is not None]
     attack = store.batch().delete(f"{START}victim").include(Remove(f"head/{START}victim", family="audit"))
     for one in links:
@@ -564,7 +564,7 @@ async def test_what_does_not_belong_to_the_trail_is_found(kept: SemanticStore) -
     assert [problem.kind for problem in (await kept.verify()).problems] == ["unknown"]
 
 
-async def test_a_head_that_was_spoilt_is_told_to_writers(kept: SemanticStore) -> None:
+async def test_a_head_that_was_spoilt_is_raised_to_writers(kept: SemanticStore) -> None:
     await put(kept, {"n": 1})
     await kept.store.batch().include(Write(f"head/{KEY}", b"{}", family="audit")).commit()
     with pytest.raises(Corrupt, match="verify"):

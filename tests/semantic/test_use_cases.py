@@ -47,10 +47,10 @@ async def assert_each_once(kept: SemanticStore, items: int) -> None:
     assert {one.key for one in found} == {f"{HOME}/done/{number}" for number in range(items)}
     assert {one.version for one in found} == {1}
     # The trail tells of each effect once, and of the checkpoint in order.
-    told = [row async for row in rows_of(kept.store)]
-    done = [row["key"] for row in told if row["key"].startswith(f"{HOME}/done/")]
+    rows = [row async for row in rows_of(kept.store)]
+    done = [row["key"] for row in rows if row["key"].startswith(f"{HOME}/done/")]
     assert len(done) == len({*done}) == items
-    steps = [row["version"] for row in told if row["key"] == CHECKPOINT]
+    steps = [row["version"] for row in rows if row["key"] == CHECKPOINT]
     assert steps == list(range(1, -(-items // PAGE) + 1))
 
 
@@ -108,7 +108,7 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
 # Flags ------------------------------------------------------------------------
 
 
-async def test_flags_of_a_tenant_are_followed_live_and_others_are_not_told(kept: SemanticStore) -> None:
+async def test_flags_of_a_tenant_are_followed_live_and_others_are_not_notified(kept: SemanticStore) -> None:
     flag = {"purpose": "feature_flag", "producer": "console", "consumerHints": ["web"]}
     flags: dict[str, Any] = {}
     news = asyncio.Event()
