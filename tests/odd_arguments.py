@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Final
 
 import limpet
-from limpet.conformance.oddities import calls, shown
+from limpet.conformance.oddities import calls, format_argument
 from limpet.errors import LimpetError
 
 PATIENCE_S: Final = 120.0
@@ -35,7 +35,7 @@ async def failures(
     found: list[str] = []
     for name, function in functions.items():
         for parameter, odd, arguments in calls(function, good):
-            call = f"{name}({parameter}={shown(odd)})"
+            call = f"{name}({parameter}={format_argument(odd)})"
             before = (await store.status()).revision
             try:
                 async with asyncio.timeout(PATIENCE_S):

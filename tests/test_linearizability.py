@@ -13,7 +13,7 @@ import pytest
 from limpet import codec
 from limpet.conformance.linearizability import (
     UNSEEN,
-    Held,
+    KeyState,
     Operation,
     Recorder,
     check_order,
@@ -40,7 +40,7 @@ def put(
     result: object = None,
 ) -> Operation:
     """A put or add; without a result, one that never got a reply."""
-    left = None if made is None else Held(made[0], made[1], value if result is None else result)
+    left = None if made is None else KeyState(made[0], made[1], value if result is None else result)
     return Operation(
         client="writer",
         key=key,
@@ -80,7 +80,7 @@ def look(
         cause=cause,
         returned=at[1],
         outcome=outcome,
-        seen=None if seen is None else Held(*seen),
+        seen=None if seen is None else KeyState(*seen),
         revision=revision,
     )
 
@@ -234,7 +234,7 @@ def test_an_explanation_shows_the_operations_that_cannot_be() -> None:
     history = [put(1, (1, 2), (1, 1)), put(2, (3, 4), (2, 2)), look((5, 6), (1, 1, 1))]
 
     assert check_register(history) == (
-        "key 'a': no order of its 3 operations explains their answers. The longest that does:\n"
+        "key 'a': no order of its 3 operations explains their replies. The longest that does:\n"
         "  writer put 'a' 1 [1, 2] -> left 1 (version 1, revision 1)\n"
         "  writer put 'a' 2 [3, 4] -> left 2 (version 2, revision 2)\n"
         "leaves 2 (version 2, revision 2), and then this must come:\n"
@@ -343,7 +343,9 @@ def test_the_order_of_an_unknown_place_needs_a_cause_and_a_log() -> None:
 
 def test_the_order_of_a_read_needs_its_revision() -> None:
     with pytest.raises(ValueError, match="shows no revision"):
-        check_order([put(1, (1, 2), (1, 1)), Operation("c", "a", "get", 0, 3, None, None, None, 4, "done", Held(1))])
+        check_order(
+            [put(1, (1, 2), (1, 1)), Operation("c", "a", "get", 0, 3, None, None, None, 4, "done", KeyState(1))]
+        )
 
 
 # Several keys and batches, which only the order of the revisions can judge -----
@@ -429,7 +431,7 @@ def test_a_read_under_another_key_is_reported() -> None:
     found = check_order([put(1, (1, 2), (1, 1)), look((3, 4), (1, 1, 1), key="b")])
 
     assert found is not None
-    assert "nobody wrote there" in found
+    assert "no client wrote there" in found
 
 
 def test_reads_of_nothing_are_given_to_the_gap_that_fits() -> None:
@@ -469,7 +471,7 @@ def test_a_lost_write_that_got_no_revision_is_missing_in_the_log() -> None:
 @pytest.mark.parametrize(
     ("log", "problem"),
     [
-        ([event(1, value=1), event(2, value=2, version=2)], "nobody asked for revision 2"),
+        ([event(1, value=1), event(2, value=2, version=2)], "no client requested revision 2"),
         ([event(1, "delete")], "is a delete of 'a'"),
         ([event(1, value=1, key="b")], "is a put of 'b'"),
         ([event(1, value=2)], "holds 2"),
@@ -519,7 +521,7 @@ def test_a_watch_that_is_right_passes() -> None:
         ([EVENTS[1], EVENTS[0], *EVENTS[2:]], "out of order: revision 2 came after 4"),
         (EVENTS[:1] + EVENTS[2:], "a lost write, acknowledged at revision 4 and not delivered"),
         (EVENTS[:-1], "a lost write, acknowledged at revision 9 and not delivered"),
-        ([event(1, value=9), *EVENTS], "nobody asked for revision 1"),
+        ([event(1, value=9), *EVENTS], "no client requested revision 1"),
         ([event(2, value=7, cause="one"), *EVENTS[1:]], "holds 7"),
         ([*EVENTS[:4], event(8, value=4, version=2), *EVENTS[5:]], "with the wrong commit, 8"),
         ([*EVENTS[:3], event(7, value=3, commit=5), *EVENTS[4:]], "part of an earlier commit"),
@@ -565,7 +567,7 @@ def test_a_watch_of_last_changes_may_skip_the_others() -> None:
         ([*EVENTS[:3], EVENTS[5]], "the last write of its key was never delivered"),
         ([EVENTS[5], EVENTS[4]], "out of order"),
         ([EVENTS[4], EVENTS[5], EVENTS[5]], "delivered twice"),
-        ([event(1, value=9), *EVENTS[4:]], "nobody asked for revision 1"),
+        ([event(1, value=9), *EVENTS[4:]], "no client requested revision 1"),
         ([event(7, value=9), *EVENTS[4:]], "holds 9"),
         ([event(8, value=4, version=2, cause="five"), EVENTS[5]], "with the wrong commit, 8"),
     ],
@@ -599,16 +601,16 @@ def test_the_recorder_notes_moments_that_are_never_equal() -> None:
     part = recorder.call("c", "b", "put", 2, part_of=first)
     lost = recorder.call("e", "a", "delete")
     gone = recorder.call("f", "a", "delete")
-    recorder.done(first, made=Held(1, 7, 1))
+    recorder.done(first, made=KeyState(1, 7, 1))
     recorder.refused(second, None)
-    recorder.done(part, seen=Held(1), revision=8)
+    recorder.done(part, seen=KeyState(1), revision=8)
     recorder.forget(gone)
 
     assert recorder.operations == [first, second, part, lost]
     assert (first.called, second.called, part.called, first.call == part.call) == (1, 2, 1, True)
-    assert (first.outcome, first.revision, first.made) == ("done", 7, Held(1, 7, 1))
+    assert (first.outcome, first.revision, first.made) == ("done", 7, KeyState(1, 7, 1))
     assert (second.outcome, second.seen, second.writes) == ("refused", None, False)
-    assert (part.revision, part.seen, lost.outcome, lost.returned) == (8, Held(1), "unknown", None)
+    assert (part.revision, part.seen, lost.outcome, lost.returned) == (8, KeyState(1), "unknown", None)
     moments = [op.called for op in (first, second, lost)] + [op.returned for op in (first, second, part)]
     assert len(set(moments)) == len(moments)
 
@@ -616,9 +618,9 @@ def test_the_recorder_notes_moments_that_are_never_equal() -> None:
 def test_what_an_entry_shows() -> None:
     shown = entry(5, 2, 9)
 
-    assert Held.of(shown) == Held(2, 9, 5)
-    assert Held.of(shown.without_value()) == Held(2, 9, UNSEEN)
-    assert Held.of(None) is None
+    assert KeyState.of(shown) == KeyState(2, 9, 5)
+    assert KeyState.of(shown.without_value()) == KeyState(2, 9, UNSEEN)
+    assert KeyState.of(None) is None
 
 
 # Histories by chance ----------------------------------------------------------
@@ -633,7 +635,7 @@ class Simulated:
     def __init__(self, seed: int, *, fault: str = "", unknown: float = 0.0, calls: int = 50) -> None:
         self.dice = random.Random(seed)
         self.recorder = Recorder()
-        self.state: dict[str, Held] = {}
+        self.state: dict[str, KeyState] = {}
         self.revision = 0
         self.log: list[Event] = []
         self.values = itertools.count(100)
@@ -642,7 +644,7 @@ class Simulated:
         self.fault_at = self.dice.randrange(1, 4) if fault == "torn" else self.dice.randrange(3, 15)
         self.struck: Operation | None = None
         self.unknown = unknown
-        self.answers: dict[int, tuple[str, list[Held | None], list[Any]]] = {}
+        self.answers: dict[int, tuple[str, list[KeyState | None], list[Any]]] = {}
         self._run(calls)
 
     @property
@@ -709,33 +711,33 @@ class Simulated:
             return parts
         strikes = self._strikes(parts)
         last = self.revision + len(parts)
-        made: list[Held | None] = []
+        made: list[KeyState | None] = []
         for number, (op, held) in enumerate(zip(parts, found, strict=True)):
             if op.op == "get" or (op.op == "delete" and held is None):
                 made.append(held)
                 continue
             if strikes == "torn" and number == 1:
-                made.append(Held(1 if held is None else (held.version or 0) + 1, self.revision + 1, op.argument))
+                made.append(KeyState(1 if held is None else (held.version or 0) + 1, self.revision + 1, op.argument))
                 continue
             self.revision += 1
             value = op.argument if op.op == "put" else (0 if held is None else held.value) + (op.argument or 0)
             after = (
                 None
                 if op.op == "delete"
-                else Held(1 if held is None else (held.version or 0) + 1, self.revision, value)
+                else KeyState(1 if held is None else (held.version or 0) + 1, self.revision, value)
             )
-            made.append(Held(held.version, self.revision, UNSEEN) if after is None and held is not None else after)
+            made.append(KeyState(held.version, self.revision, UNSEEN) if after is None and held is not None else after)
             if strikes == "lost":
                 continue
             self._keep(op, after, last)
             if strikes == "twice" and after is not None:
                 self.revision += 1
                 again = value + op.argument if op.op == "add" else value
-                self._keep(op, Held((after.version or 0) + 1, self.revision, again), self.revision)
+                self._keep(op, KeyState((after.version or 0) + 1, self.revision, again), self.revision)
         self.answers[parts[0].call] = "done", found, made
         return parts
 
-    def _keep(self, op: Operation, after: Held | None, commit: int) -> None:
+    def _keep(self, op: Operation, after: KeyState | None, commit: int) -> None:
         before = self.state.pop(op.key, None)
         if after is None:
             assert before is not None
@@ -748,7 +750,7 @@ class Simulated:
             event(self.revision, "put", after.value, after.version or 0, key=op.key, commit=commit, cause=op.cause)
         )
 
-    def _expected(self, op: Operation, held: Held | None) -> bool:
+    def _expected(self, op: Operation, held: KeyState | None) -> bool:
         match op.expect:
             case None:
                 return True
@@ -814,9 +816,9 @@ def test_the_answers_need_not_tell_the_places() -> None:
         made = Simulated(seed, unknown=0.05)
         for op in made.history:
             if op.op == "add" and op.made is not None:
-                op.made, op.revision = Held(value=op.made.value), None
+                op.made, op.revision = KeyState(value=op.made.value), None
             elif op.op == "delete" and op.seen is not None:
-                op.seen, op.revision = Held(value=op.seen.value), None
+                op.seen, op.revision = KeyState(value=op.seen.value), None
 
         assert check_register(made.history) is None, seed
         assert check_order(made.history, made.log) is None, seed

@@ -10,7 +10,7 @@ import pytest
 
 import limpet
 from limpet import sync
-from limpet.conformance.oddities import calls, shown
+from limpet.conformance.oddities import calls, format_argument
 from limpet.errors import LimpetError
 from limpet.semantic import deadletters
 from limpet.semantic import store as semantic
@@ -73,6 +73,6 @@ def test_semantic_entries_without_await() -> None:
                 except (LimpetError, TypeError):
                     pass
                 except Exception as error:
-                    found.append(f"{name}({parameter}={shown(odd)}): {type(error).__name__}: {error}")
+                    found.append(f"{name}({parameter}={format_argument(odd)}): {type(error).__name__}: {error}")
 
     assert not found, describe(found)

@@ -15,7 +15,7 @@ import pytest
 
 import limpet
 from limpet import errors
-from limpet.conformance.oddities import ODD, calls, shown
+from limpet.conformance.oddities import ODD, calls, format_argument
 from limpet.plugin.client import PluginKV, error_of
 from limpet.server.nats_errors import reply_of
 from tests.server.subjects_support import PATIENCE_S, Plugins, connected, eventually
@@ -553,7 +553,7 @@ async def test_odd_arguments_are_refused_by_an_error_of_ours(sqlite_nats: Plugin
             except (errors.LimpetError, TypeError):
                 pass
             except Exception as error:
-                found.append(f"{verb}({parameter}={shown(odd)}): {type(error).__name__}: {error}")
+                found.append(f"{verb}({parameter}={format_argument(odd)}): {type(error).__name__}: {error}")
     assert not found, "\n".join(found)
 
     with pytest.raises(errors.InvalidValue):

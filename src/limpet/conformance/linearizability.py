@@ -1,20 +1,20 @@
 """Judges of concurrent histories.
 
-A history is what clients asked, when, what they were told, and when. A `Recorder` notes it.
-An operation that never heard back may have happened at any time after its call, or not at
-all; every other one happened at some moment between its call and its return, if the store
-is right. Three judges decide whether it is. Each returns None, or says what is wrong.
+A history is the requests of clients and the replies to them, with the time of each. A `Recorder`
+notes it. An operation without a reply may have happened at any time after its call, or not at
+all. Every other operation happened at some moment between its call and its return, if the store
+is right. Three judges check that. Each returns None, or a text that explains the violation.
 
-- `check_register` looks for an order of the operations of each key that explains all answers,
-  by trying (Wing and Gong, with Lowe's memory of what was tried). It believes nothing, and is
-  for histories of a few hundred operations.
-- `check_order` takes the order from the revisions, which are unique and never return, and only
-  has to see whether each operation fits its place. It judges a whole namespace with its
-  batches, in n log n.
-- `check_watch` holds what a watch delivered against what was acknowledged.
+- `check_register` searches for an order of the operations of each key that explains all replies,
+  by trial (Wing and Gong, with Lowe's cache of states already tried). It assumes nothing about
+  revisions, and is for histories of a few hundred operations.
+- `check_order` takes the order from the revisions, which are unique and never used again, and only
+  has to check that each operation fits there. It judges a whole namespace with its batches, in
+  n log n.
+- `check_watch` compares what a watch delivered with what was acknowledged.
 
-Values are numbers and strings, and no two puts of a history should write the same one: a judge
-cannot tell them apart. Keys have no time to live: no client could say when it was over.
+Values are numbers and strings, and no two puts of a history should write the same value: a judge
+could not distinguish them. Keys have no time to live: no client could know when it ended.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ import msgspec
 
 from limpet.model import ABSENT, PRESENT, Entry, Revision, Sentinel, Version
 
-__all__ = ["UNSEEN", "Held", "Operation", "Recorder", "check_order", "check_register", "check_watch"]
+__all__ = ["UNSEEN", "KeyState", "Operation", "Recorder", "check_order", "check_register", "check_watch"]
 
 Kind = Literal["get", "put", "add", "delete", "check"]
-"""What was asked. A create is a put that expects ABSENT, a take is a delete that saw a value, and
-a check is a guard of a batch on a key that the batch does not write."""
+"""The kind of an operation. A create is a put that expects ABSENT, a take is a delete that saw a
+value, and a check is a guard of a batch on a key that the batch does not write."""
 
 Expected = Literal[Sentinel.ABSENT, Sentinel.PRESENT] | Version | Revision | None
 
@@ -48,19 +48,19 @@ class _Unseen(Enum):
 
 
 UNSEEN: Final = _Unseen.UNSEEN
-"""A value that nobody was shown."""
+"""A value that no reply has shown."""
 
 
-class Held(msgspec.Struct, frozen=True):
-    """What a key held, as far as somebody could see. None stands for a number that was not shown."""
+class KeyState(msgspec.Struct, frozen=True):
+    """The state of a key, as far as a client could see it. None stands for a number that was not shown."""
 
     version: int | None = None
     revision: int | None = None
     value: Any = UNSEEN
 
     @classmethod
-    def of(cls, entry: Entry | None) -> Held | None:
-        """What an entry shows."""
+    def of(cls, entry: Entry | None) -> KeyState | None:
+        """The state that an entry shows."""
         if entry is None:
             return None
         return cls(entry.version, entry.revision, UNSEEN if entry.stored is None else entry.value)
@@ -78,7 +78,7 @@ class Operation(msgspec.Struct, eq=False):
         cause: The request id it carried, by which the log knows it.
         seen: What a get, a delete or a refusal found; None for nothing.
         made: What a put or an add left.
-        revision: The place of a write, where the answer told it.
+        revision: The revision of a write, if the reply gave it.
     """
 
     client: str
@@ -91,8 +91,8 @@ class Operation(msgspec.Struct, eq=False):
     cause: str | None = None
     returned: int | None = None
     outcome: Literal["unknown", "done", "refused"] = "unknown"
-    seen: Held | None = None
-    made: Held | None = None
+    seen: KeyState | None = None
+    made: KeyState | None = None
     revision: int | None = None
 
     @property
@@ -103,22 +103,22 @@ class Operation(msgspec.Struct, eq=False):
         return self.op in ("put", "add") and self.outcome != "refused"
 
     def __str__(self) -> str:
-        asked = f"{self.client} {self.op} {self.key!r}"
+        request = f"{self.client} {self.op} {self.key!r}"
         if self.op in ("put", "add"):
-            asked += f" {self.argument!r}"
+            request += f" {self.argument!r}"
         if self.expect is not None:
-            asked += f" expecting {self.expect!r}"
+            request += f" expecting {self.expect!r}"
         if self.outcome == "unknown":
-            return f"{asked} [{self.called}, ?] -> unknown"
-        told = f"left {self.made}" if self.made is not None else f"found {self.seen or 'nothing'}"
+            return f"{request} [{self.called}, ?] -> unknown"
+        reply = f"left {self.made}" if self.made is not None else f"found {self.seen or 'nothing'}"
         if self.made is None and self.revision is not None:
-            told += f" and became revision {self.revision}"
+            reply += f" and became revision {self.revision}"
         refused = "refused, " if self.outcome == "refused" else ""
-        return f"{asked} [{self.called}, {self.returned}] -> {refused}{told}"
+        return f"{request} [{self.called}, {self.returned}] -> {refused}{reply}"
 
 
 class Recorder:
-    """Notes what clients ask and what they are told, from any task or thread.
+    """Notes the requests of clients and the replies to them, from any task or thread.
 
     Time is a counter, so that no two moments are equal. Processes that write one history
     together need a clock that they share.
@@ -151,31 +151,31 @@ class Recorder:
         self,
         operation: Operation,
         *,
-        seen: Held | None = None,
-        made: Held | None = None,
+        seen: KeyState | None = None,
+        made: KeyState | None = None,
         revision: int | None = None,
     ) -> None:
-        """Note a success just after it was told. What is never noted stays unknown."""
+        """Note a success just after its reply. The outcome of an operation without one stays unknown."""
         operation.returned = self._time()
         operation.outcome, operation.seen, operation.made = "done", seen, made
         operation.revision = made.revision if revision is None and made is not None else revision
 
-    def refused(self, operation: Operation, seen: Held | None) -> None:
+    def refused(self, operation: Operation, seen: KeyState | None) -> None:
         """Note that a guard did not hold, and what was found."""
         operation.returned = self._time()
         operation.outcome, operation.seen = "refused", seen
 
     def forget(self, operation: Operation) -> None:
-        """Take back a call that certainly did not happen and found nothing out."""
+        """Remove a call that certainly was not applied and returned nothing."""
         self.operations.remove(operation)
 
 
 class Logged(Protocol):
-    """What the judges read of a change in the log, or of an event of a watch."""
+    """The part of a change in the log, or of an event of a watch, that the judges read."""
 
     @property
     def op(self) -> str:
-        """What it did."""
+        """The kind of the change."""
         ...
 
     @property
@@ -190,12 +190,12 @@ class Logged(Protocol):
 
     @property
     def revision(self) -> int:
-        """Its place."""
+        """The revision of the change."""
         ...
 
     @property
     def commit(self) -> int:
-        """The last place of its batch."""
+        """The last revision of its batch."""
         ...
 
     @property
@@ -205,31 +205,31 @@ class Logged(Protocol):
 
 
 class _Violation(Exception):
-    """Carries an explanation out of the depths of a judgement."""
+    """Raised with an explanation wherever a judge finds a violation."""
 
 
-# What an operation does to a key ----------------------------------------------
+# The effect of an operation on a key ------------------------------------------
 
 
-def _after(state: Held | None, op: Operation) -> tuple[Held | None, str | None]:
-    """What is left after an operation that meets this state, and what speaks against that, if anything."""
+def _after(state: KeyState | None, op: Operation) -> tuple[KeyState | None, str | None]:
+    """The state after an operation that meets this state, and why it cannot have happened there, or None."""
     holds = _holds(op.expect, state)
     if op.outcome == "refused":
         if holds:
             return state, "it was refused although what it expected was there"
-        return _looked(state, op.seen)
+        return _observe_state(state, op.seen)
     if holds is False:
         return state, "it was not refused although what it expected was not there"
     if op.op == "check":
         return state, None
     if op.op == "get":
-        return _looked(state, op.seen)
+        return _observe_state(state, op.seen)
     if op.op == "delete":
         if op.outcome == "done":
-            return None, _looked(state, op.seen)[1]
+            return None, _observe_state(state, op.seen)[1]
         return None, "there was nothing to delete" if state is None else None
     value = op.argument if op.op == "put" else (0 if state is None else state.value) + op.argument
-    left = Held(1 if state is None else (state.version or 0) + 1, op.revision, value)
+    left = KeyState(1 if state is None else (state.version or 0) + 1, op.revision, value)
     if op.outcome == "done" and not _agree(left, op.made):
         return left, "it should have left another version or value"
     if state is not None and op.revision is not None and (state.revision or 0) >= op.revision:
@@ -237,7 +237,7 @@ def _after(state: Held | None, op: Operation) -> tuple[Held | None, str | None]:
     return left, None
 
 
-def _holds(expect: Expected, state: Held | None) -> bool | None:
+def _holds(expect: Expected, state: KeyState | None) -> bool | None:
     """Whether a guard holds; None when there is none, or when the revision is not known."""
     if expect is None:
         return None
@@ -252,8 +252,8 @@ def _holds(expect: Expected, state: Held | None) -> bool | None:
             return expect is PRESENT
 
 
-def _looked(state: Held | None, seen: Held | None) -> tuple[Held | None, str | None]:
-    """The state after somebody looked: what they were shown may tell its revision."""
+def _observe_state(state: KeyState | None, seen: KeyState | None) -> tuple[KeyState | None, str | None]:
+    """The state after a client saw it. The reply may add the revision, if it was not known."""
     if not _agree(state, seen):
         return state, f"there was {state or 'nothing'}"
     if state is not None and seen is not None and state.revision is None:
@@ -261,8 +261,8 @@ def _looked(state: Held | None, seen: Held | None) -> tuple[Held | None, str | N
     return state, None
 
 
-def _agree(one: Held | None, other: Held | None) -> bool:
-    """Whether two sights can be of the same thing."""
+def _agree(one: KeyState | None, other: KeyState | None) -> bool:
+    """Whether two partly known states can be the same state."""
     if one is None or other is None:
         return one is other
     return (
@@ -278,8 +278,8 @@ def _agree(one: Held | None, other: Held | None) -> bool:
 def check_register(operations: Iterable[Operation], *, steps_max: int = 1_000_000) -> str | None:
     """Whether each key, taken alone, behaved like one register. For short histories.
 
-    A search that takes more than ``steps_max`` steps for a key is given up and reported: undecided
-    is not right.
+    A search that takes more than ``steps_max`` steps for a key is given up and reported: an undecided
+    history does not count as right.
     """
     by_key: dict[str, list[Operation]] = defaultdict(list)
     for operation in operations:
@@ -292,12 +292,12 @@ def check_register(operations: Iterable[Operation], *, steps_max: int = 1_000_00
 
 
 def _search(key: str, history: list[Operation], steps_max: int) -> str | None:
-    """Try orders of one key's operations until one explains all answers.
+    """Try orders of one key's operations until one explains all replies.
 
-    The moments of call and return stand in a linked list. An operation may be next if no other
-    that is still in the list has returned before it was called. Meeting a return means that its
-    operation had to come earlier, so the latest choice was wrong. A set of operations done that
-    leaves the same state was tried before, in another order, and need not be tried again.
+    The moments of call and return are in a linked list. An operation may be next if no other that
+    is still in the list has returned before it was called. Meeting a return means that its
+    operation had to come earlier, so the latest choice was wrong. When the same set of operations
+    has already led to the same state, in another order, the rest need not be tried again.
     """
     moments = sorted(
         [(op.called, 0, number) for number, op in enumerate(history)]
@@ -313,13 +313,13 @@ def _search(key: str, history: list[Operation], steps_max: int) -> str | None:
     def put_back(at: int) -> None:
         following[previous[at]] = previous[following[at]] = at
 
-    state: Held | None = None
-    taken: list[tuple[int, Held | None]] = []
+    state: KeyState | None = None
+    taken: list[tuple[int, KeyState | None]] = []
     done = 0
-    tried: set[tuple[int, Held | None]] = {(0, None)}
-    # What is unknown need not have happened: it is over when all others are explained.
+    tried: set[tuple[int, KeyState | None]] = {(0, None)}
+    # Operations of unknown outcome need not have happened: the search ends when all others are explained.
     left = len(return_of)
-    deepest: tuple[int, list[int], Held | None, Operation] | None = None
+    deepest: tuple[int, list[int], KeyState | None, Operation] | None = None
     at = following[0]
     for _ in range(steps_max):
         if left == 0:
@@ -341,9 +341,9 @@ def _search(key: str, history: list[Operation], steps_max: int) -> str | None:
             at = following[0]
             continue
         if deepest is None or len(taken) > deepest[0]:
-            deepest = len(taken), [moments[place - 1][2] for place, _ in taken], state, history[number]
+            deepest = len(taken), [moments[index - 1][2] for index, _ in taken], state, history[number]
         if not taken:
-            return _unexplained(key, history, deepest)
+            return _describe_failure(key, history, deepest)
         at, state = taken.pop()
         number = moments[at - 1][2]
         done ^= 1 << number
@@ -355,7 +355,9 @@ def _search(key: str, history: list[Operation], steps_max: int) -> str | None:
     return f"key {key!r}: undecided after {steps_max:,} steps. The history is too long, or has too many unknowns."
 
 
-def _unexplained(key: str, history: list[Operation], deepest: tuple[int, list[int], Held | None, Operation]) -> str:
+def _describe_failure(
+    key: str, history: list[Operation], deepest: tuple[int, list[int], KeyState | None, Operation]
+) -> str:
     count, order, state, stuck = deepest
     shown = [f"  {history[number]}" for number in order[-6:]]
     if count > len(shown):
@@ -363,7 +365,7 @@ def _unexplained(key: str, history: list[Operation], deepest: tuple[int, list[in
     reason = _after(state, stuck)[1] or "every way to go on from it fails"
     return "\n".join(
         [
-            f"key {key!r}: no order of its {len(history)} operations explains their answers. The longest that does:",
+            f"key {key!r}: no order of its {len(history)} operations explains their replies. The longest that does:",
             *shown,
             f"leaves {state or 'nothing'}, and then this must come:",
             f"  {stuck}",
@@ -376,32 +378,35 @@ def _unexplained(key: str, history: list[Operation], deepest: tuple[int, list[in
 
 
 def check_order(operations: Sequence[Operation], log: Iterable[Logged] | None = None) -> str | None:
-    """Whether a namespace behaved as its revisions say. For histories of any length.
+    """Whether a namespace behaved in the order of its revisions. For histories of any length.
 
     The revisions put all writes in one order. Each write must fit the state it meets there; the
-    writes of a batch must stand together; every acknowledged write must have one place, and its
-    own; and there must be a moment between call and return for each, in that order, such that
-    everybody saw what was there.
+    writes of a batch must be adjacent; every acknowledged write must have exactly one revision, of
+    its own; and each operation must have a moment between its call and its return, in that order,
+    such that every client saw the state of its moment.
 
     Args:
         operations: The history, from an empty namespace on.
-        log: All changes of the namespace, where the engine keeps every one. It finds writes whose
-            outcome or place nobody was told, by their causes. Without it those are not allowed.
+        log: All changes of the namespace, where the engine keeps every change. It identifies, by
+            their causes, writes whose outcome or revision no reply gave. Without a log such writes
+            are not allowed.
     """
     try:
-        places = _places(operations, None if log is None else list(log), "in the log")
-        _Order(operations, places).judge()
+        by_revision = _writes_by_revision(operations, None if log is None else list(log), "in the log")
+        _Order(operations, by_revision).judge()
     except _Violation as found:
         return str(found)
     return None
 
 
-def _places(operations: Sequence[Operation], log: Sequence[Logged] | None, where: str) -> dict[int, Operation]:
-    """Each write that happened by its revision; with a log, held against it in both directions."""
+def _writes_by_revision(
+    operations: Sequence[Operation], log: Sequence[Logged] | None, where: str
+) -> dict[int, Operation]:
+    """Each write that happened, by its revision; with a log, both must contain the same changes."""
     caused: dict[tuple[str | None, str], list[int]] = defaultdict(list)
     for change in log or ():
         caused[change.cause, change.key].append(change.revision)
-    places: dict[int, Operation] = {}
+    by_revision: dict[int, Operation] = {}
     for op in operations:
         if not op.writes:
             continue
@@ -411,46 +416,46 @@ def _places(operations: Sequence[Operation], log: Sequence[Logged] | None, where
         revision = op.revision or (found[0] if found else None)
         if revision is None:
             if log is None or op.cause is None:
-                raise ValueError(f"needs a cause, and the log to look it up, because nobody told its place: {op}")
+                raise ValueError(f"needs a cause, and the log to look it up, because no reply gave its revision: {op}")
             if op.outcome == "done":
                 raise _Violation(f"a lost write, acknowledged and not {where}:\n  {op}")
             continue
-        if revision in places:
-            raise _Violation(f"two writes have revision {revision}:\n  {places[revision]}\n  {op}")
-        places[revision] = op
+        if revision in by_revision:
+            raise _Violation(f"two writes have revision {revision}:\n  {by_revision[revision]}\n  {op}")
+        by_revision[revision] = op
     if log is not None:
-        _hold_against(places, log, where)
-    return places
+        _compare_with_log(by_revision, log, where)
+    return by_revision
 
 
-def _hold_against(places: dict[int, Operation], log: Sequence[Logged], where: str) -> None:
+def _compare_with_log(by_revision: dict[int, Operation], log: Sequence[Logged], where: str) -> None:
     logged = {change.revision: change for change in log}
-    for revision, op in places.items():
+    for revision, op in by_revision.items():
         if revision not in logged:
             raise _Violation(f"a lost write, acknowledged at revision {revision} and not {where}:\n  {op}")
     for revision, change in logged.items():
-        if revision not in places:
-            raise _Violation(f"nobody asked for revision {revision} {where}: {change.op} of {change.key!r}")
-        _hold_content(places[revision], change, where)
+        if revision not in by_revision:
+            raise _Violation(f"no client requested revision {revision} {where}: {change.op} of {change.key!r}")
+        _compare_change(by_revision[revision], change, where)
 
 
-def _hold_content(op: Operation, change: Logged, where: str) -> None:
-    """A change must be what was asked for and what was answered."""
+def _compare_change(op: Operation, change: Logged, where: str) -> None:
+    """A change must agree with the request and with the reply."""
     wanted = "delete" if op.op == "delete" else "put"
     if (change.key, change.op) != (op.key, wanted):
         raise _Violation(f"revision {change.revision} {where} is a {change.op} of {change.key!r}, not this:\n  {op}")
-    promised = op.made or (Held(value=op.argument) if op.op == "put" else None)
-    if promised is not None and not _agree(Held.of(change.entry), promised):
-        raise _Violation(f"revision {change.revision} {where} holds {Held.of(change.entry)}, not this:\n  {op}")
+    promised = op.made or (KeyState(value=op.argument) if op.op == "put" else None)
+    if promised is not None and not _agree(KeyState.of(change.entry), promised):
+        raise _Violation(f"revision {change.revision} {where} holds {KeyState.of(change.entry)}, not this:\n  {op}")
 
 
 class _Commit:
-    """Writes that happened together: a place in the order, and the moments it must lie between."""
+    """Writes that were applied together, and the moments between which that must have happened."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, Operation]] = []
         self.after: float = -math.inf
-        self.after_whom: Operation | None = None
+        self.after_operation: Operation | None = None
         self.before: float = math.inf
         self.point: float = -math.inf
         self.pushed_by: Operation | None = None
@@ -461,50 +466,50 @@ class _Commit:
         self.before = min(self.before, math.inf if op.returned is None else op.returned)
 
     def follow(self, op: Operation) -> bool:
-        """Let it happen no earlier than this call. Says whether that is news."""
+        """Let the commit happen no earlier than this call. Returns whether that moves its lower bound."""
         if op.called <= self.after:
             return False
-        self.after, self.after_whom = op.called, op
+        self.after, self.after_operation = op.called, op
         return True
 
 
 class _Epoch(msgspec.Struct, frozen=True):
-    """A time in the life of a key: from one commit until that of the next epoch."""
+    """A period of a key in one state: from its commit until the commit of the next epoch."""
 
     number: int
     start: _Commit
-    held: Held | None
+    held: KeyState | None
 
 
 class _Order:
     """A history laid out in the order of its revisions."""
 
-    def __init__(self, operations: Sequence[Operation], places: Mapping[int, Operation]) -> None:
-        self._commits = _together(operations, places)
+    def __init__(self, operations: Sequence[Operation], by_revision: Mapping[int, Operation]) -> None:
+        self._commits = _group_commits(operations, by_revision)
         self._lives = {op.key: [_Epoch(0, _Commit(), None)] for op in operations}
         self._epochs: dict[tuple[str, int], _Epoch] = {}
         self._lay_out(operations)
-        placed = {op.call for op in places.values()}
+        applied = {op.call for op in by_revision.values()}
         self._present: list[tuple[Operation, _Epoch]] = []
         self._absent: list[Operation] = []
         for op in operations:
-            if op.outcome == "unknown" or (op.call in placed and (op.writes or op.op == "check")):
+            if op.outcome == "unknown" or (op.call in applied and (op.writes or op.op == "check")):
                 continue
             self._observe(op)
 
     def _lay_out(self, operations: Sequence[Operation]) -> None:
-        """Find the epochs of every key, holding each write against what it meets."""
+        """Find the epochs of every key, and check each write against the state it meets."""
         checks: dict[int, list[Operation]] = defaultdict(list)
         for op in operations:
             if op.op == "check" and op.outcome == "done":
                 checks[op.call].append(op)
         for commit in self._commits:
             for op in checks[commit.parts[0][1].call]:
-                _expect_no_problem(*_after(self._lives[op.key][-1].held, op), op, "just before its commit")
+                _require_fit(*_after(self._lives[op.key][-1].held, op), op, "just before its commit")
             for revision, op in commit.parts:
                 life = self._lives[op.key]
                 held, problem = _after(life[-1].held, op)
-                _expect_no_problem(held, problem, op, f"after {life[-1].held or 'nothing'}")
+                _require_fit(held, problem, op, f"after {life[-1].held or 'nothing'}")
                 if held is not None:
                     held = msgspec.structs.replace(held, revision=revision)
                 life.append(_Epoch(len(life), commit, held))
@@ -516,33 +521,34 @@ class _Order:
         if op.op == "check" and op.outcome == "done":
             if not isinstance(op.expect, Revision) and op.expect is not ABSENT:
                 return
-            seen = Held(revision=op.expect.number) if isinstance(op.expect, Revision) else None
+            seen = KeyState(revision=op.expect.number) if isinstance(op.expect, Revision) else None
         if seen is None:
-            _expect_no_problem(*_after(None, op), op, "where there was nothing")
+            _require_fit(*_after(None, op), op, "where there was nothing")
             self._absent.append(op)
             return
         if seen.revision is None:
-            raise ValueError(f"shows no revision, so nobody can tell what it saw: {op}")
+            raise ValueError(f"shows no revision, so its state cannot be identified: {op}")
         epoch = self._epochs.get((op.key, seen.revision))
         if epoch is None or epoch.held is None:
-            raise _Violation(f"saw revision {seen.revision}, which nobody wrote there:\n  {op}")
-        _expect_no_problem(*_after(epoch.held, op), op, f"at revision {seen.revision}")
+            raise _Violation(f"saw revision {seen.revision}, which no client wrote there:\n  {op}")
+        _require_fit(*_after(epoch.held, op), op, f"at revision {seen.revision}")
         self._present.append((op, epoch))
 
     def judge(self) -> None:
-        """Look for a moment for everything: the earliest that is possible, commit by commit.
+        """Find a moment for each commit: the earliest possible one, in order.
 
-        A read bounds two commits: what it saw must begin before it returned, and must not end
-        before it was called. A read of nothing may belong to any time without the key. It is
-        given to the latest that could have begun before it returned, which asks the least of the
-        commit that ends it. That may push others later, so it is looked at again until all stand.
+        A read bounds two commits: the epoch it saw must begin before it returned, and must not end
+        before it was called. A read that found nothing may belong to any epoch without the key. It
+        is assigned to the latest that could have begun before it returned, which delays the commit
+        that ends the epoch the least. That may push other commits later, so this is repeated until
+        nothing moves.
         """
         for op, epoch in self._present:
             self._end_after(epoch, op)
         gaps = {key: [epoch for epoch in life if epoch.held is None] for key, life in self._lives.items()}
         moved = True
         while moved:
-            self._place()
+            self._set_points()
             moved = False
             for op in self._absent:
                 assert op.returned is not None
@@ -553,7 +559,7 @@ class _Order:
             assert op.returned is not None
             if epoch.start.point > op.returned:
                 raise _Violation(
-                    f"saw the future:\n  {op}\nreturned before there was\n  {_named(epoch)}\n"
+                    f"saw the future:\n  {op}\nreturned before there was\n  {_write_of(epoch)}\n"
                     f"which cannot have happened before the call of\n  {epoch.start.pushed_by}"
                 )
 
@@ -561,12 +567,12 @@ class _Order:
         life = self._lives[op.key]
         return epoch.number + 1 < len(life) and life[epoch.number + 1].start.follow(op)
 
-    def _place(self) -> None:
+    def _set_points(self) -> None:
         """Give each commit its earliest point."""
         point, pushed_by = -math.inf, None
         for commit in self._commits:
             if commit.after > point:
-                point, pushed_by = commit.after, commit.after_whom
+                point, pushed_by = commit.after, commit.after_operation
             commit.point, commit.pushed_by = point, pushed_by
             if point > commit.before:
                 revision, op = commit.parts[-1]
@@ -578,11 +584,11 @@ class _Order:
                 )
 
 
-def _together(operations: Sequence[Operation], places: Mapping[int, Operation]) -> list[_Commit]:
-    """The commits in order. A batch stands together and is whole."""
+def _group_commits(operations: Sequence[Operation], by_revision: Mapping[int, Operation]) -> list[_Commit]:
+    """The commits in order. The writes of a batch must be adjacent and complete."""
     commits: list[_Commit] = []
     latest, begun = None, set()
-    for revision, op in sorted(places.items()):
+    for revision, op in sorted(by_revision.items()):
         if op.call != latest:
             if op.call in begun:
                 raise _Violation(f"torn: another commit came between the writes of the batch of\n  {op}")
@@ -590,20 +596,20 @@ def _together(operations: Sequence[Operation], places: Mapping[int, Operation]) 
             commits.append(_Commit())
             latest = op.call
         commits[-1].add(revision, op)
-    placed = set(map(id, places.values()))
+    applied = set(map(id, by_revision.values()))
     for op in operations:
-        # A delete that found nothing has no place; any other write has, once its batch happened.
-        if op.call in begun and op.writes and op.op != "delete" and id(op) not in placed:
+        # A delete that found nothing has no revision; any other write has one, once its batch was applied.
+        if op.call in begun and op.writes and op.op != "delete" and id(op) not in applied:
             raise _Violation(f"half a batch: other writes of its batch happened, and this did not:\n  {op}")
     return commits
 
 
-def _named(epoch: _Epoch) -> Operation:
+def _write_of(epoch: _Epoch) -> Operation:
     assert epoch.held is not None
     return next(op for revision, op in epoch.start.parts if revision == epoch.held.revision)
 
 
-def _expect_no_problem(_: Held | None, problem: str | None, op: Operation, where: str) -> None:
+def _require_fit(_: KeyState | None, problem: str | None, op: Operation, where: str) -> None:
     if problem is not None:
         raise _Violation(f"does not fit {where}: {problem}:\n  {op}")
 
@@ -618,20 +624,20 @@ def check_watch(
     *,
     log: Literal["every", "last"] = "every",
 ) -> str | None:
-    """Whether a watch of everything delivered each change once, in order, and nothing else.
+    """Whether a watch of all keys delivered each change once, in order, and nothing else.
 
     Args:
-        events: What it delivered, without what there was before it began.
+        events: The events it delivered, without the initial state.
         operations: All writes since it began.
-        final: What the watched keys hold after the last event.
+        final: The entries of the watched keys after the last event.
         log: The engine's trait. A log of the ``last`` change per key may skip those before it.
     """
     delivered = list(events)
     try:
         _check_sequence(delivered)
         if log == "every":
-            places = _places(operations, delivered, "delivered")
-            _check_batches(delivered, places)
+            by_revision = _writes_by_revision(operations, delivered, "delivered")
+            _check_batches(delivered, by_revision)
         else:
             _check_last(delivered, operations)
         _check_replay(delivered, final, log)
@@ -641,7 +647,7 @@ def check_watch(
 
 
 def _check_sequence(events: Sequence[Logged]) -> None:
-    """Revisions grow, and the changes of a commit come together."""
+    """Check that revisions grow, and that the changes of a commit come together."""
     before: Logged | None = None
     known: set[int] = set()
     for event in events:
@@ -657,35 +663,38 @@ def _check_sequence(events: Sequence[Logged]) -> None:
         before = event
 
 
-def _check_batches(events: Sequence[Logged], places: Mapping[int, Operation]) -> None:
-    """The events of a call, and of no other, carry its last revision as their commit."""
+def _check_batches(events: Sequence[Logged], by_revision: Mapping[int, Operation]) -> None:
+    """Check that the events of a call, and no others, carry its last revision as their commit."""
     last: dict[int, int] = {}
-    for revision, op in places.items():
+    for revision, op in by_revision.items():
         last[op.call] = max(revision, last.get(op.call, 0))
     for event in events:
-        op = places[event.revision]
+        op = by_revision[event.revision]
         if event.commit != last[op.call]:
             raise _Violation(f"revision {event.revision} is delivered with the wrong commit, {event.commit}:\n  {op}")
 
 
 def _check_last(events: Sequence[Logged], operations: Sequence[Operation]) -> None:
-    """What a log of the last change per key owes: that one. What else it delivers must be true."""
+    """Check the events of a log that keeps the last change per key.
+
+    It must deliver that change. Earlier changes are optional, but must agree with the writes.
+    """
     writes = {op.revision: op for op in operations if op.writes and op.revision is not None}
     maybe = {(op.cause, op.key) for op in operations if op.writes and op.revision is None}
     delivered = {event.revision for event in events}
     for event in events:
         if event.revision in writes:
-            _hold_content(writes[event.revision], event, "delivered")
+            _compare_change(writes[event.revision], event, "delivered")
         elif (event.cause, event.key) not in maybe:
-            raise _Violation(f"nobody asked for revision {event.revision} delivered: {event.op} of {event.key!r}")
-    untold = {op.call for op in operations if op.writes and op.revision is None}
-    known = {revision: op for revision, op in writes.items() if op.call not in untold}
+            raise _Violation(f"no client requested revision {event.revision} delivered: {event.op} of {event.key!r}")
+    unknown_calls = {op.call for op in operations if op.writes and op.revision is None}
+    known = {revision: op for revision, op in writes.items() if op.call not in unknown_calls}
     _check_batches([event for event in events if event.revision in known], known)
     last: dict[str, int] = {}
     for revision, op in writes.items():
         last[op.key] = max(revision, last.get(op.key, 0))
     for event in events:
-        # A write whose place nobody was told may be the last one.
+        # A write whose revision no reply gave may be the last one.
         last[event.key] = max(event.revision, last.get(event.key, 0))
     for revision in last.values():
         if revision not in delivered:
@@ -693,10 +702,10 @@ def _check_last(events: Sequence[Logged], operations: Sequence[Operation]) -> No
 
 
 def _check_replay(events: Sequence[Logged], final: Mapping[str, Entry | None], log: str) -> None:
-    """Applying the events to nothing gives what there is."""
-    state: dict[str, Held] = {}
+    """Check that applying the events to an empty namespace gives the final entries."""
+    state: dict[str, KeyState] = {}
     for event in events:
-        held = Held.of(event.entry)
+        held = KeyState.of(event.entry)
         before = state.pop(event.key, None)
         assert held is not None
         version = 0 if before is None else before.version or 0
@@ -709,7 +718,7 @@ def _check_replay(events: Sequence[Logged], final: Mapping[str, Entry | None], l
                 f"the events before it that is {version}: one is missing, or too many"
             )
     for key in sorted({*state, *final}):
-        found = Held.of(final.get(key))
+        found = KeyState.of(final.get(key))
         if found != state.get(key):
             raise _Violation(
                 f"the events leave {key!r} with {state.get(key) or 'nothing'}, and it holds {found or 'nothing'}"

@@ -1,4 +1,4 @@
-"""Odd arguments: what somebody may pass to a function by mistake, and every call of it with one of these."""
+"""Odd arguments: values that a caller may pass by mistake, and every call of a function with one of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any, Final
 import limpet
 from limpet.model import Guard, HeldBy, Put, Touch
 
-__all__ = ["ODD", "Call", "calls", "shown"]
+__all__ = ["ODD", "Call", "calls", "format_argument"]
 
 
-class Colour(str, enum.Enum):  # noqa: UP042 - one that is shown otherwise than it is spelt
+class Colour(str, enum.Enum):  # noqa: UP042 - its str() differs from its value
     RED = "red"
 
 
@@ -26,7 +26,7 @@ class Number(int):
 
 
 class Odd:
-    """Something that is nothing that a verb knows."""
+    """A type that no function of Limpet knows."""
 
 
 ODD: Final[list[object]] = [
@@ -145,11 +145,11 @@ ODD: Final[list[object]] = [
 ]
 
 Call = tuple[str, object, inspect.BoundArguments]
-"""The name of a parameter, what is odd in it, and all arguments."""
+"""The name of a parameter, its odd value, and all arguments."""
 
 
 def calls(function: Callable[..., Any], good: Mapping[str, object], odd: list[object] = ODD) -> Iterator[Call]:
-    """Every call of a function in which one argument is odd. What it needs besides is taken from the good ones."""
+    """Every call of a function in which one argument is odd. Other required arguments are taken from ``good``."""
     signature = inspect.signature(function)
     parameters = [one for one in signature.parameters.values() if one.name != "self"]
     signature = signature.replace(parameters=parameters)
@@ -159,13 +159,13 @@ def calls(function: Callable[..., Any], good: Mapping[str, object], odd: list[ob
         if one.kind is one.VAR_KEYWORD:
             continue
         given = {**needed, one.name: (item,) if one.kind is one.VAR_POSITIONAL else item}
-        # In the order of the parameters: what is passed by its place is passed in order.
+        # BoundArguments passes positional arguments in the order of this dict.
         arguments = signature.bind_partial()
         arguments.arguments = {each.name: given[each.name] for each in parameters if each.name in given}
         yield one.name, item, arguments
 
 
-def shown(item: object) -> str:
-    """Something odd as a message can show it."""
+def format_argument(item: object) -> str:
+    """An odd value as text for a message."""
     text = ascii(item)
     return text if len(text) < 60 else text[:57] + "..."

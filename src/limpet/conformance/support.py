@@ -144,7 +144,7 @@ async def assert_quiet(watch: Any) -> None:
     raise AssertionError(f"unexpected event {event!r}")
 
 
-def tells(store: Any, happened: Sequence[T]) -> list[T]:
+def expected_log(store: Any, happened: Sequence[T]) -> list[T]:
     """What the log of a store, or of an engine, still tells when all this happened.
 
     A log of ``every`` change tells all of it. A log of the ``last`` change of each key tells that one, and
@@ -167,7 +167,7 @@ def _op_and_place(change: Any) -> tuple[str, object]:
     return getattr(change, "op", "put"), (getattr(change, "family", "data"), change.key)
 
 
-def assert_told(store: Any, found: Sequence[object], happened: Sequence[object]) -> None:
+def assert_delivered(store: Any, found: Sequence[object], happened: Sequence[object]) -> None:
     """Fail unless a reader that followed the log while all this happened found what it owes.
 
     A log of ``every`` change owes all of it. A log of the ``last`` change of each key owes what it still tells,
@@ -180,7 +180,7 @@ def assert_told(store: Any, found: Sequence[object], happened: Sequence[object])
         assert change in happened
     places = [happened.index(change) for change in found]
     assert places == sorted(set(places))
-    owed = tells(store, happened)
+    owed = expected_log(store, happened)
     assert [change for change in owed if change in found] == owed
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 
 import limpet
-from limpet.conformance.oddities import calls, shown
+from limpet.conformance.oddities import calls, format_argument
 from limpet.conformance.support import session_of
 from limpet.errors import LimpetError
 from limpet.model import Add, Batch, Commit, Guard, HeldBy, Put, Touch
@@ -68,7 +68,7 @@ class Case:
                 await (owner.release() if self.kind == "Lock" else owner.resign())
 
     def __str__(self) -> str:
-        return f"{self.kind}.{self.verb}({self.parameter}={shown(self.odd)})"
+        return f"{self.kind}.{self.verb}({self.parameter}={format_argument(self.odd)})"
 
 
 async def _finished(made: Any) -> None:

@@ -271,7 +271,7 @@ async def test_a_silent_leader_is_followed_by_another(
     assert leader.token > token
 
 
-async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+async def test_losing_the_lead_is_reported(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
     """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again."""
     first = await leading(store, "first", ttl=TTL_S)
     second = await replaced(store, await open_store(), first, elapse)
@@ -286,7 +286,7 @@ async def test_losing_the_lead_is_told(store: limpet.Store, open_store: OpenStor
     await store.put("plan", "mine again", fence=first)
 
 
-async def test_whoever_hears_of_the_loss_by_a_refused_write_may_campaign_at_once(
+async def test_a_leader_that_learns_of_the_loss_by_a_refused_write_may_campaign_at_once(
     store: limpet.Store, open_store: OpenStore
 ) -> None:
     """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again.

@@ -196,7 +196,7 @@ async def test_meta_cannot_be_moved(sealed: limpet.Store, bare: limpet.Store) ->
 
 
 @pytest.mark.parametrize("part", ["first byte", "nonce", "middle", "last byte", "cut", "half", "header alone", "more"])
-async def test_what_was_altered_is_told(sealed: limpet.Store, bare: limpet.Store, part: str) -> None:
+async def test_an_altered_entry_is_reported(sealed: limpet.Store, bare: limpet.Store, part: str) -> None:
     """Altered or truncated data is Corrupt."""
     await sealed.put("a", "secret" * 10)
     found = await bare.get("a")
@@ -397,7 +397,7 @@ async def test_what_has_expired_is_not_brought_back(open_store: OpenStore, elaps
     assert await store.entry("a") is None
 
 
-async def test_the_use_of_each_key_is_told(open_store: OpenStore) -> None:
+async def test_the_use_of_each_key_is_listed(open_store: OpenStore) -> None:
     """`seals` counts the entries and changes that each key has encrypted, the current key first."""
     before = await open_store(encryption=ring("old"))
     for number in range(3):

@@ -25,7 +25,7 @@ import limpet
 from limpet.conformance.conftest import OpenStore
 from limpet.conformance.linearizability import (
     Expected,
-    Held,
+    KeyState,
     Kind,
     Operation,
     Recorder,
@@ -217,7 +217,7 @@ class Client:
         """Read."""
         op = await self._call(key, "get")
         self.known[key] = await self._store.entry(key)
-        self._recorder.done(op, seen=Held.of(self.known[key]))
+        self._recorder.done(op, seen=KeyState.of(self.known[key]))
 
     async def put(self, key: str) -> None:
         """Write, whatever is there."""
@@ -238,7 +238,7 @@ class Client:
         try:
             if cause is not None:
                 ended = await self._store.delete(key, request_id=cause)
-                self._recorder.done(op, seen=Held() if ended else None)
+                self._recorder.done(op, seen=KeyState() if ended else None)
                 await self._find(op, cause)
             else:
                 self._ended(op, await self._store.batch().delete(key).commit())
@@ -252,7 +252,7 @@ class Client:
         try:
             if cause is not None:
                 value = await self._store.take(key, MISSING, request_id=cause)
-                self._recorder.done(op, seen=None if value is MISSING else Held(value=value))
+                self._recorder.done(op, seen=None if value is MISSING else KeyState(value=value))
                 await self._find(op, cause)
             else:
                 self._ended(op, await self._store.batch().take(key).commit())
@@ -265,11 +265,11 @@ class Client:
         op = await self._call(COUNTER, "add", by, cause=cause)
         try:
             if cause is not None:
-                self._recorder.done(op, made=Held(value=await self._store.add(COUNTER, by, request_id=cause)))
+                self._recorder.done(op, made=KeyState(value=await self._store.add(COUNTER, by, request_id=cause)))
                 await self._find(op, cause)
             else:
                 commit = await self._store.batch().add(COUNTER, by).commit()
-                self._recorder.done(op, made=Held.of(commit.entries[0]))
+                self._recorder.done(op, made=KeyState.of(commit.entries[0]))
         except (Ambiguous, TransientError) as error:
             self._failed(error, op)
 
@@ -295,11 +295,11 @@ class Client:
         except (Conflict, Ambiguous, TransientError) as error:
             self._failed(error, *parts)
             return
-        self._recorder.done(first, made=Held.of(commit.entries[0]))
+        self._recorder.done(first, made=KeyState.of(commit.entries[0]))
         if deletes:
             self._ended(second, commit)
         else:
-            self._recorder.done(second, made=Held.of(commit.entries[1]))
+            self._recorder.done(second, made=KeyState.of(commit.entries[1]))
         for check in parts[2:]:
             self._recorder.done(check)
         self.known[here], self.known[there] = commit.entries
@@ -315,7 +315,7 @@ class Client:
         except (Conflict, Ambiguous, TransientError) as error:
             self._failed(error, op)
             return
-        self._recorder.done(op, made=Held.of(entry))
+        self._recorder.done(op, made=KeyState.of(entry))
         self.known[key] = entry
 
     async def _call(
@@ -357,13 +357,13 @@ class Client:
     def _ended(self, op: Operation, commit: limpet.Commit) -> None:
         """Note a delete, the last write of its commit."""
         ended = commit.ended[-1]
-        self._recorder.done(op, seen=Held.of(ended), revision=None if ended is None else commit.revision)
+        self._recorder.done(op, seen=KeyState.of(ended), revision=None if ended is None else commit.revision)
 
     def _failed(self, error: Exception, *parts: Operation) -> None:
         if isinstance(error, Conflict):
             self.known[error.key] = error.current
             found = next(op for op in parts if op.key == error.key)
-            self._recorder.refused(found, Held.of(error.current))
+            self._recorder.refused(found, KeyState.of(error.current))
             parts = tuple(op for op in parts if op is not found)
         for op in parts:
             if isinstance(error, Ambiguous):

@@ -173,7 +173,7 @@ async def test_an_index_follows_every_kind_of_write(store: limpet.Store) -> None
                 ]
 
 
-async def test_indexes_are_told(store: limpet.Store) -> None:
+async def test_indexes_are_listed(store: limpet.Store) -> None:
     """Making an index that exists, or dropping one that does not, changes nothing."""
     names = ["updated_at", "état d'âme", "a.b", "$text", "a'b"]
     assert await store.indexes() == []

@@ -780,7 +780,7 @@ async def test_pages_go_on_after_keys_at_the_edges(store: limpet.Store) -> None:
     assert await all_pages(store, limit=1) == sorted(keys)
 
 
-async def test_a_page_holds_a_thousand_keys_unless_asked_otherwise(store: limpet.Store) -> None:
+async def test_a_page_holds_a_thousand_keys_by_default(store: limpet.Store) -> None:
     """A page holds 1 to 10,000 keys, 1,000 by default."""
     keys = [f"k/{number:04}" for number in range(1001)]
     await fill(store, keys)
@@ -791,7 +791,7 @@ async def test_a_page_holds_a_thousand_keys_unless_asked_otherwise(store: limpet
     assert (await store.keys(after=page.cursor)).keys == keys[1000:]
 
 
-async def test_a_page_holds_as_many_keys_as_asked_for(store: limpet.Store) -> None:
+async def test_a_page_holds_as_many_keys_as_requested(store: limpet.Store) -> None:
     """A page holds 1 to 10,000 keys, 1,000 by default."""
     keys = [f"k/{number:05}" for number in range(10_001)]
     await fill(store, keys)

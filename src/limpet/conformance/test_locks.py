@@ -861,7 +861,7 @@ async def test_a_lock_given_back_inside_its_body_is_fine(store: limpet.Store) ->
 # Loss -------------------------------------------------------------------------
 
 
-async def test_a_lost_lock_is_told_in_and_after_its_body(
+async def test_a_lost_lock_is_reported_in_and_after_its_body(
     store: limpet.Store, open_store: OpenStore, face: str, elapse: Elapse
 ) -> None:
     """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body."""
@@ -1067,7 +1067,7 @@ async def test_losing_a_lock_cancels_its_body(store: limpet.Store, open_store: O
 
 
 @pytest.mark.face("async")
-async def test_told_not_to_cancel_the_body_goes_on(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
+async def test_with_cancel_off_the_body_goes_on(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
     """Losing a lock cancels the body of `async with`, unless `cancel=False`."""
     other = await open_store()
     lock, done = store.lock("job", ttl=TTL_S, cancel=False), asyncio.Event()
@@ -1170,7 +1170,7 @@ async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None
 
 @pytest.mark.face("async")
 @pytest.mark.parametrize("cancels", [1, 2])
-async def test_a_lock_granted_to_somebody_cancelled_is_given_back(store: limpet.Store, cancels: int) -> None:
+async def test_a_lock_granted_to_a_cancelled_caller_is_given_back(store: limpet.Store, cancels: int) -> None:
     """A caller that is cancelled while acquiring a lock holds nothing afterwards.
 
     The engine has granted it and the answer is on its way: nobody would hold the lock until its time is over.
@@ -1410,7 +1410,7 @@ async def test_many_locks_are_listed_whole(store: limpet.Store) -> None:
     assert [found.name for found in await store.locks()] == names
 
 
-async def test_a_holder_is_named_even_if_nobody_named_it(store: limpet.Store) -> None:
+async def test_a_holder_is_named_even_if_no_name_was_given(store: limpet.Store) -> None:
     """`locks` lists the held locks with their holders."""
     await held(store, "job")
 
@@ -1696,7 +1696,7 @@ async def test_a_lock_that_was_given_back_cannot_fence(store: limpet.Store) -> N
     assert await store.get("a") is None
 
 
-async def test_a_lock_that_somebody_else_holds_cannot_fence(store: limpet.Store) -> None:
+async def test_a_lock_of_another_holder_cannot_fence(store: limpet.Store) -> None:
     """A lock that is not held cannot fence."""
     await held(store, "job")
     lock = store.lock("job", ttl=1)

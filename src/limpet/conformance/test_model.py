@@ -30,7 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import limpet
 import limpet.sync
 from limpet import codec
-from limpet.conformance.support import assert_counted, tells
+from limpet.conformance.support import assert_counted, expected_log
 from limpet.engine import Engine
 from limpet.errors import Ambiguous
 from limpet.keys import Span, prefix_span
@@ -357,7 +357,7 @@ class Beside(RuleBasedStateMachine):
         assert status.keys == len(data)
         if data:
             assert_counted(self.engine, status.size_bytes, sum(entry.weight_bytes for entry in data))
-        assert (status.floor, status.log_changes) == (0, len(tells(self.engine, self.model.log)))
+        assert (status.floor, status.log_changes) == (0, len(expected_log(self.engine, self.model.log)))
 
     def _compare_entries(self, span: Span, where: Filter | None, with_values: bool, limit: int) -> None:
         now_ms = self._now_ms()
@@ -385,7 +385,7 @@ class Beside(RuleBasedStateMachine):
             for change in self.model.log
             if change.revision > after and (span is None or (change.family == "data" and change.key in span))
         ]
-        _same(self._logged(self._changes(after, span, limit)), self._logged(tells(self.engine, expected)))
+        _same(self._logged(self._changes(after, span, limit)), self._logged(expected_log(self.engine, expected)))
 
     # How a batch is made ------------------------------------------------------
 
@@ -513,7 +513,7 @@ class Beside(RuleBasedStateMachine):
             # What a sweeper asks for need not happen together: nobody sees an expired entry before or after.
             expected = [msgspec.structs.replace(change, commit=change.revision) for change in expected]
             expected.sort(key=lambda change: change.revision)
-        _same(self._logged(fresh), self._logged(tells(self.engine, expected)))
+        _same(self._logged(fresh), self._logged(expected_log(self.engine, expected)))
         for change in expected:
             self.model.apply(change)
 

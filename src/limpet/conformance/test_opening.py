@@ -287,7 +287,7 @@ async def test_any_other_namespace_is_refused_from_a_store(store: limpet.Store) 
             store.namespace(name)
 
 
-async def test_a_refused_namespace_is_told_the_rule(store: limpet.Store) -> None:
+async def test_a_refused_namespace_comes_with_the_rule(store: limpet.Store) -> None:
     """A namespace is 1 to 100 characters of `a-z`, `0-9`, `_` and `-`; anything else is InvalidNamespace."""
     with pytest.raises(InvalidNamespace, match=r"'Team A'.*1 to 100.*a-z") as raised:
         store.namespace("Team A")
@@ -460,7 +460,7 @@ async def test_namespaces_that_look_alike_are_apart(store: limpet.Store) -> None
 @pytest.mark.parametrize(
     ("scheme", "nearest"), [("sqlit", "sqlite"), ("sqlite3", "sqlite"), ("memry", "memory"), ("memmory", "memory")]
 )
-async def test_an_unknown_engine_is_told_the_nearest(open_at: OpenStore, scheme: str, nearest: str) -> None:
+async def test_an_unknown_engine_is_answered_with_the_nearest(open_at: OpenStore, scheme: str, nearest: str) -> None:
     """An unknown engine is refused by a message that names the known ones and the nearest."""
     with pytest.raises(InvalidValue) as raised:
         await open_at(f"{scheme}:///state.db")
@@ -472,7 +472,7 @@ async def test_an_unknown_engine_is_told_the_nearest(open_at: OpenStore, scheme:
     assert "sqlite" in said
 
 
-async def test_an_engine_like_no_other_is_told_the_known_ones(open_at: OpenStore) -> None:
+async def test_an_engine_like_no_other_is_answered_with_the_known_ones(open_at: OpenStore) -> None:
     """An unknown engine is refused by a message that names the known ones and the nearest."""
     with pytest.raises(InvalidValue) as raised:
         await open_at("zzzz:somewhere")
@@ -527,7 +527,7 @@ async def told(opening: Awaitable[Any]) -> str:
     return "\n".join(lines)
 
 
-async def test_the_password_of_an_unknown_engine_is_not_told(open_at: OpenStore) -> None:
+async def test_the_password_of_an_unknown_engine_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr."""
     said = await told(open_at(f"postgresq1://alice:{HIDDEN}@db.example/state"))
 
@@ -535,7 +535,7 @@ async def test_the_password_of_an_unknown_engine_is_not_told(open_at: OpenStore)
     assert HIDDEN not in said
 
 
-async def test_the_password_before_an_unknown_option_is_not_told(open_at: OpenStore) -> None:
+async def test_the_password_before_an_unknown_option_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr."""
     said = await told(open_at(f"sqlite://alice:{HIDDEN}@db.example/state.db?no_such_option=1"))
 
@@ -543,7 +543,7 @@ async def test_the_password_before_an_unknown_option_is_not_told(open_at: OpenSt
     assert HIDDEN not in said
 
 
-async def test_a_password_given_as_an_option_is_not_told(open_at: OpenStore, tmp_path: Path) -> None:
+async def test_a_password_given_as_an_option_is_not_shown(open_at: OpenStore, tmp_path: Path) -> None:
     """A password in a URL never appears in an error or a repr.
 
     Many drivers take it behind the question mark, so people write it there.
@@ -554,7 +554,7 @@ async def test_a_password_given_as_an_option_is_not_told(open_at: OpenStore, tmp
     assert HIDDEN not in said
 
 
-async def test_a_password_beside_a_misspelt_option_is_not_told(open_at: OpenStore, tmp_path: Path) -> None:
+async def test_a_password_beside_a_misspelt_option_is_not_shown(open_at: OpenStore, tmp_path: Path) -> None:
     """A password in a URL never appears in an error or a repr."""
     said = await told(open_at(f"sqlite:///{tmp_path}/state.db?synchronous=sometimes&sslpassword={HIDDEN}"))
 
@@ -563,7 +563,7 @@ async def test_a_password_beside_a_misspelt_option_is_not_told(open_at: OpenStor
 
 @pytest.mark.refused_early
 @pytest.mark.parametrize("sign", ["/", "#", "@", ":", "%40", "[", " "])
-async def test_a_password_of_awkward_characters_is_not_told(open_at: OpenStore, sign: str) -> None:
+async def test_a_password_of_awkward_characters_is_not_shown(open_at: OpenStore, sign: str) -> None:
     """A password in a URL never appears in an error or a repr.
 
     A generated password holds signs that a URL wants escaped, and whoever forgot that is the one who sees the error.
@@ -573,7 +573,7 @@ async def test_a_password_of_awkward_characters_is_not_told(open_at: OpenStore, 
     assert HIDDEN not in said
 
 
-async def test_the_password_of_a_url_without_an_engine_is_not_told(open_at: OpenStore) -> None:
+async def test_the_password_of_a_url_without_an_engine_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr.
 
     A variable that was not set leaves the front of the URL empty.

@@ -21,7 +21,7 @@ import pytest_asyncio
 import limpet
 from limpet import codec
 from limpet.conformance.conftest import Elapse, OpenStore, SetBack
-from limpet.conformance.support import PATIENCE_S, Blocking, assert_counted, session_of, stands_still, tells
+from limpet.conformance.support import PATIENCE_S, Blocking, assert_counted, expected_log, session_of, stands_still
 from limpet.engine import Engine
 from limpet.errors import Ambiguous, Closed, Compacted, TransientError
 from limpet.keys import Span, pattern_span, prefix_span
@@ -61,7 +61,7 @@ ALL = Span("", None)
 KEEP_FIVE = Window(changes=5, age_ms_min=0)
 
 
-class Asked:
+class Primitives:
     """An engine and one namespace of it, asked through the face of a store."""
 
     def __init__(self, store: Any) -> None:
@@ -82,12 +82,12 @@ class Asked:
         batch = Batch(guards, writes, options.pop("request_id", limpet.new_request_id()), **options)
         return await self._run(self.engine.commit(self.name, batch))
 
-    async def done(self, *writes: Write, **options: Any) -> Commit:
+    async def must_commit(self, *writes: Write, **options: Any) -> Commit:
         outcome = await self.commit(*writes, **options)
         assert isinstance(outcome, Commit)
         return outcome
 
-    async def refused(self, *writes: Write, **options: Any) -> Refusal:
+    async def must_refuse(self, *writes: Write, **options: Any) -> Refusal:
         outcome = await self.commit(*writes, **options)
         assert isinstance(outcome, Refusal)
         return outcome
@@ -122,9 +122,9 @@ class Asked:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def asked(open_store: OpenStore) -> Asked:
+async def primitives(open_store: OpenStore) -> Primitives:
     """An engine on an empty namespace that nobody sweeps."""
-    return Asked(await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False))
+    return Primitives(await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False))
 
 
 def put(key: str, value: object = 1, **options: Any) -> Put:
@@ -140,143 +140,145 @@ def only(commit: Commit) -> Entry:
 # read -------------------------------------------------------------------------
 
 
-async def test_a_read_sees_what_was_acknowledged(asked: Asked) -> None:
+async def test_a_read_sees_what_was_acknowledged(primitives: Primitives) -> None:
     """A read sees every commit that was acknowledged before it began."""
     for number in range(50):
-        entry = only(await asked.done(put("a", number)))
-        assert await asked.read("a") == [entry]
-    await asked.done(Delete("a"))
-    assert await asked.read("a") == [None]
+        entry = only(await primitives.must_commit(put("a", number)))
+        assert await primitives.read("a") == [entry]
+    await primitives.must_commit(Delete("a"))
+    assert await primitives.read("a") == [None]
 
 
 async def test_a_read_of_another_handle_sees_what_was_acknowledged(open_store: OpenStore) -> None:
     """A read sees every commit that was acknowledged before it began."""
-    writer, reader = Asked(await open_store(sweep=False)), Asked(await open_store(sweep=False))
+    writer, reader = Primitives(await open_store(sweep=False)), Primitives(await open_store(sweep=False))
 
     for number in range(50):
-        entry = only(await writer.done(put("a", number)))
+        entry = only(await writer.must_commit(put("a", number)))
         assert await reader.read("a") == [entry]
 
 
 async def test_reads_among_writers_never_go_back(open_store: OpenStore) -> None:
     """A read sees every commit that was acknowledged before it began."""
-    asked = Asked(await open_store(sweep=False))
+    primitives = Primitives(await open_store(sweep=False))
     acknowledged = 0
 
     async def write() -> None:
         nonlocal acknowledged
         for _ in range(40):
-            number = only(await asked.done(Add("n", 1))).value
+            number = only(await primitives.must_commit(Add("n", 1))).value
             acknowledged = max(acknowledged, number)
 
     async def read() -> None:
         for _ in range(100):
             before = acknowledged
-            (found,) = await asked.read("n")
+            (found,) = await primitives.read("n")
             assert (0 if found is None else found.value) >= before
 
     await asyncio.gather(write(), write(), read(), read())
     assert acknowledged == 80
 
 
-async def test_a_read_answers_in_the_order_asked(asked: Asked) -> None:
+async def test_a_read_answers_in_the_order_of_its_keys(primitives: Primitives) -> None:
     """Several keys in one read come from one moment."""
-    commit = await asked.done(put("a"), put("b", [2]), put("c", b"3"))
+    commit = await primitives.must_commit(put("a"), put("b", [2]), put("c", b"3"))
     a, b, c = commit.entries
 
-    assert await asked.read("c", "a", "missing", "b", "a") == [c, a, None, b, a]
-    assert await asked.read() == []
+    assert await primitives.read("c", "a", "missing", "b", "a") == [c, a, None, b, a]
+    assert await primitives.read() == []
     many = [f"k{number}" for number in range(1000)]
-    assert await asked.read(*many) == [None] * 1000
+    assert await primitives.read(*many) == [None] * 1000
 
 
-async def test_several_keys_are_read_at_one_moment(asked: Asked) -> None:
+async def test_several_keys_are_read_at_one_moment(primitives: Primitives) -> None:
     """Several keys in one read come from one moment."""
     keys = ["a", "b", "c", "d"]
-    await asked.done(*(put(key, 0) for key in keys))
+    await primitives.must_commit(*(put(key, 0) for key in keys))
     over = False
 
     async def write(writer: int) -> None:
         nonlocal over
         for number in range(60):
-            await asked.done(*(put(key, writer * 1000 + number) for key in keys))
+            await primitives.must_commit(*(put(key, writer * 1000 + number) for key in keys))
         over = True
 
     async def read() -> None:
         while not over:
-            found = await asked.read(*keys)
+            found = await primitives.read(*keys)
             assert len({entry and entry.stored for entry in found}) == 1
             await asyncio.sleep(0)
 
     await asyncio.gather(write(1), write(2), read(), read())
 
 
-async def test_what_expired_reads_as_absent(asked: Asked, elapse: Elapse) -> None:
+async def test_what_expired_reads_as_absent(primitives: Primitives, elapse: Elapse) -> None:
     """An expired entry reads as absent, swept or not."""
-    await asked.done(put("short", ttl_ms=300), put("long", ttl_ms=60_000), put("ever"))
-    await asked.done(Put("job", b"{}", ttl_ms=300, family="lock"))
-    assert None not in await asked.read("short", "long", "ever")
+    await primitives.must_commit(put("short", ttl_ms=300), put("long", ttl_ms=60_000), put("ever"))
+    await primitives.must_commit(Put("job", b"{}", ttl_ms=300, family="lock"))
+    assert None not in await primitives.read("short", "long", "ever")
     await elapse(0.4)
 
-    before = [entry is None for entry in await asked.read("short", "long", "ever")]
-    await asked.done(*await asked.due())
-    after = [entry is None for entry in await asked.read("short", "long", "ever")]
+    before = [entry is None for entry in await primitives.read("short", "long", "ever")]
+    await primitives.must_commit(*await primitives.due())
+    after = [entry is None for entry in await primitives.read("short", "long", "ever")]
 
     assert before == after == [True, False, False]
-    assert await asked.read("short") == [None]
-    assert await asked.read("job", family="lock") == [None]
-    assert [entry.key for entry in (await asked.scan()).entries] == ["ever", "long"]
+    assert await primitives.read("short") == [None]
+    assert await primitives.read("job", family="lock") == [None]
+    assert [entry.key for entry in (await primitives.scan()).entries] == ["ever", "long"]
 
 
-async def test_families_do_not_meet(asked: Asked) -> None:
+async def test_families_do_not_meet(primitives: Primitives) -> None:
     """A read sees every commit that was acknowledged before it began."""
-    data = only(await asked.done(put("x", "data")))
-    lock = only(await asked.done(Put("x", codec.encode("lock"), ttl_ms=60_000, family="lock")))
+    data = only(await primitives.must_commit(put("x", "data")))
+    lock = only(await primitives.must_commit(Put("x", codec.encode("lock"), ttl_ms=60_000, family="lock")))
 
-    assert await asked.read("x") == [data]
-    assert await asked.read("x", family="lock") == [lock]
-    assert await asked.read("x", family="receipt") == [None]
+    assert await primitives.read("x") == [data]
+    assert await primitives.read("x", family="lock") == [lock]
+    assert await primitives.read("x", family="receipt") == [None]
 
 
-async def test_a_brief_batch_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
+async def test_a_brief_batch_is_answered_with_all_but_the_fields_of_records(primitives: Primitives) -> None:
     """A brief batch does and returns the same, except that entries of records may lack their value."""
-    await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
+    await primitives.must_commit(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
     patch = Patch("record", {"x": codec.encode_field(2, "x")}, if_exists=True)
     remembered: dict[str, Any] = {"request_id": "mine", "digest": b"digest", "receipt_ms": 600_000}
 
-    done = await asked.done(patch, Add("plain", 1), is_brief=True, **remembered)
+    done = await primitives.must_commit(patch, Add("plain", 1), is_brief=True, **remembered)
 
-    (record, plain) = await asked.read("record", "plain")
+    (record, plain) = await primitives.read("record", "plain")
     assert record is not None
     assert dict(record.value) == {"x": 2, "y": "long"}
-    assert_told_briefly(done.entries[0], record)
+    assert_same_entry(done.entries[0], record)
     assert done.entries[1] == plain
-    again = await asked.done(patch, Add("plain", 1), **remembered)
+    again = await primitives.must_commit(patch, Add("plain", 1), **remembered)
     assert again == msgspec.structs.replace(done, entries=(record, plain), replayed=True)
-    touched = await asked.done(Touch("record", 60_000), is_brief=True)
-    assert_told_briefly(touched.entries[0], (await asked.read("record"))[0])
+    touched = await primitives.must_commit(Touch("record", 60_000), is_brief=True)
+    assert_same_entry(touched.entries[0], (await primitives.read("record"))[0])
 
 
-async def test_a_brief_batch_that_is_refused_is_told_all_but_the_fields_of_records(asked: Asked) -> None:
+async def test_a_brief_batch_that_is_refused_is_answered_with_all_but_the_fields_of_records(
+    primitives: Primitives,
+) -> None:
     """A brief batch does and returns the same, except that entries of records may lack their value."""
-    await asked.done(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
-    (record, plain) = await asked.read("record", "plain")
+    await primitives.must_commit(put("record", limpet.Fields(x=1, y="long")), put("plain", 1))
+    (record, plain) = await primitives.read("record", "plain")
     guards = (Guard("record", FieldEquals("x", codec.encode_field(2, "x"))),)
     patch = Patch("record", {"x": b"3"})
 
-    refused = await asked.refused(patch, guards=guards, is_brief=True)
-    too_large = await asked.refused(patch, is_brief=True, value_bytes_max=1)
-    mismatch = await asked.refused(Patch("plain", {"x": b"3"}), is_brief=True)
+    refused = await primitives.must_refuse(patch, guards=guards, is_brief=True)
+    too_large = await primitives.must_refuse(patch, is_brief=True, value_bytes_max=1)
+    mismatch = await primitives.must_refuse(Patch("plain", {"x": b"3"}), is_brief=True)
 
     assert (refused.reason, refused.guard) == ("guard", guards[0])
-    assert_told_briefly(refused.found, record)
+    assert_same_entry(refused.found, record)
     assert (too_large.reason, too_large.size_bytes) == ("size", 9)
-    assert_told_briefly(too_large.found, record)
+    assert_same_entry(too_large.found, record)
     assert (mismatch.reason, mismatch.found) == ("type", plain)
-    assert await asked.read("record", "plain") == [record, plain]
+    assert await primitives.read("record", "plain") == [record, plain]
 
 
-def assert_told_briefly(told: Entry | None, entry: Entry | None) -> None:
+def assert_same_entry(told: Entry | None, entry: Entry | None) -> None:
     """That an entry was told as it is, with its value or without."""
     assert told is not None
     assert entry is not None
@@ -286,40 +288,44 @@ def assert_told_briefly(told: Entry | None, entry: Entry | None) -> None:
 WRITTEN: tuple[Family, ...] = ("data", "lock", "audit", "recoverable")
 
 
-async def test_the_same_key_in_two_families_is_two_entries(asked: Asked) -> None:
+async def test_the_same_key_in_two_families_is_two_entries(primitives: Primitives) -> None:
     """A commit writes several families together; the same key in two of them is two entries."""
-    commit = await asked.done(*(Put("x", codec.encode(family), 60_000, family=family) for family in WRITTEN))
+    commit = await primitives.must_commit(
+        *(Put("x", codec.encode(family), 60_000, family=family) for family in WRITTEN)
+    )
     guards = tuple(Guard("x", Version(1), family) for family in WRITTEN)
-    again = await asked.done(Put("x", b"2", family="audit"), Delete("x", family="recoverable"), guards=guards)
+    again = await primitives.must_commit(
+        Put("x", b"2", family="audit"), Delete("x", family="recoverable"), guards=guards
+    )
 
     assert [entry.value for entry in commit.entries if entry is not None] == list(WRITTEN)
     revisions = [entry.revision for entry in commit.entries if entry is not None]
     assert revisions == sorted({*revisions})
-    found = {family: await asked.read("x", family=family) for family in WRITTEN}
+    found = {family: await primitives.read("x", family=family) for family in WRITTEN}
     assert found == {
         "data": [commit.entries[0]],
         "lock": [commit.entries[1]],
         "audit": [again.entries[0]],
         "recoverable": [None],
     }
-    assert [(await asked.scan(family=family)).entries for family in WRITTEN] == [
+    assert [(await primitives.scan(family=family)).entries for family in WRITTEN] == [
         [entry for entry in found[family] if entry is not None] for family in WRITTEN
     ]
-    assert [(change.family, change.op) for change in await asked.log()][-2:] == [
+    assert [(change.family, change.op) for change in await primitives.log()][-2:] == [
         ("audit", "put"),
         ("recoverable", "delete"),
     ]
-    refused = await asked.refused(put("x", 3), guards=(Guard("x", Version(1), "audit"),))
-    assert (refused.found, (await asked.status()).keys) == (again.entries[0], 1)
+    refused = await primitives.must_refuse(put("x", 3), guards=(Guard("x", Version(1), "audit"),))
+    assert (refused.found, (await primitives.status()).keys) == (again.entries[0], 1)
 
 
 async def test_what_is_kept_beside_the_data_is_not_shown_with_it(open_store: OpenStore, elapse: Elapse) -> None:
     """The audit trail and recoverable copies appear in no scan, watch or history."""
     store = await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False)
-    asked = Asked(store)
+    primitives = Primitives(store)
     async with store.watch(initial=True) as watch:
         assert (await anext(watch)).op == "synced"
-        await asked.done(
+        await primitives.must_commit(
             put("a"),
             Put("a", b"1", family="audit"),
             Put("b", b"1", family="audit"),
@@ -327,14 +333,14 @@ async def test_what_is_kept_beside_the_data_is_not_shown_with_it(open_store: Ope
         )
         await elapse(0.3)
         await store.sweep()
-        await asked.done(put("end"))
+        await primitives.must_commit(put("end"))
 
         assert [(await anext(watch)).key for _ in range(2)] == ["a", "end"]
     assert [entry.key async for entry in store.scan()] == ["a", "end"]
     assert (await store.keys()).keys == ["a", "end"]
     assert [event.op async for event in store.history("a")] == ["put"]
     assert [event.op async for event in store.history("b")] == []
-    assert await asked.read("b", family="recoverable") == [None]
+    assert await primitives.read("b", family="recoverable") == [None]
 
 
 # scan -------------------------------------------------------------------------
@@ -343,51 +349,53 @@ STRANGE = ["\x01", " ", "%", "*", "A", "Z", "_", "a", "a\x01", "a ", "aa", "a\ud
 STRANGE += ["\U00010000", "\U0010ffff", "\U0010ffff\U0010ffff"]
 
 
-async def test_a_scan_goes_in_code_point_order(asked: Asked) -> None:
+async def test_a_scan_goes_in_code_point_order(primitives: Primitives) -> None:
     """Order is code-point order of the keys.
 
     Code units would put U+10000 before U+E000, and a collation would put É beside e.
     """
     shuffled = random.Random(1).sample(STRANGE, len(STRANGE))
     for key in shuffled:
-        await asked.done(put(key))
+        await primitives.must_commit(put(key))
 
-    found = [entry.key for entry in (await asked.scan()).entries]
+    found = [entry.key for entry in (await primitives.scan()).entries]
 
     assert found == sorted(STRANGE)
     assert sorted(STRANGE) == sorted(STRANGE, key=str.encode)
 
 
 @pytest.mark.parametrize("prefix", ["", "a", "a\ud7ff", "\U0010ffff", "é", "%", "_", "missing"])
-async def test_a_span_is_a_range_of_that_order(asked: Asked, prefix: str) -> None:
+async def test_a_span_is_a_range_of_that_order(primitives: Primitives, prefix: str) -> None:
     """Order is code-point order of the keys."""
-    await asked.done(*(put(key) for key in STRANGE))
+    await primitives.must_commit(*(put(key) for key in STRANGE))
 
-    found = [entry.key for entry in (await asked.scan(prefix_span(prefix))).entries]
+    found = [entry.key for entry in (await primitives.scan(prefix_span(prefix))).entries]
 
     assert found == [key for key in sorted(STRANGE) if key.startswith(prefix)]
 
 
-async def test_keys_that_come_and_go_keep_the_order(asked: Asked) -> None:
+async def test_keys_that_come_and_go_keep_the_order(primitives: Primitives) -> None:
     """Order is code-point order of the keys."""
     dice, model = random.Random(5), set[str]()
     for _ in range(30):
         keys = {f"k{dice.randrange(400):03}" for _ in range(20)}
         gone = {key for key in keys if dice.random() < 0.4}
-        await asked.done(*(Delete(key) if key in gone else put(key) for key in keys))
+        await primitives.must_commit(*(Delete(key) if key in gone else put(key) for key in keys))
         model = (model | keys) - gone
-        assert [entry.key for entry in (await asked.scan()).entries] == sorted(model)
+        assert [entry.key for entry in (await primitives.scan()).entries] == sorted(model)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 10, 50, 500])
-async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
+async def test_slices_join_without_a_seam(primitives: Primitives, limit: int) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
-    entries = [entry for entry in (await asked.done(*(put(f"k{number:02}") for number in range(50)))).entries]
+    entries = [
+        entry for entry in (await primitives.must_commit(*(put(f"k{number:02}") for number in range(50)))).entries
+    ]
 
     found: list[Entry] = []
     start: str | None = ""
     while start is not None:
-        part = await asked.scan(Span(start, None), limit=limit)
+        part = await primitives.scan(Span(start, None), limit=limit)
         assert len(part.entries) <= limit
         found += part.entries
         start = None if part.cursor is None else part.cursor + "\0"
@@ -395,28 +403,28 @@ async def test_slices_join_without_a_seam(asked: Asked, limit: int) -> None:
     assert found == entries
 
 
-async def test_an_empty_span_has_no_cursor(asked: Asked) -> None:
+async def test_an_empty_span_has_no_cursor(primitives: Primitives) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
-    assert await asked.scan() == limpet.model.ScanPage([], None)
-    await asked.done(put("a"), put("z"))
+    assert await primitives.scan() == limpet.model.ScanPage([], None)
+    await primitives.must_commit(put("a"), put("z"))
 
-    assert await asked.scan(Span("b", "c")) == limpet.model.ScanPage([], None)
-    assert (await asked.scan(Span("a", "b"), limit=1)).cursor is None
+    assert await primitives.scan(Span("b", "c")) == limpet.model.ScanPage([], None)
+    assert (await primitives.scan(Span("a", "b"), limit=1)).cursor is None
 
 
-async def test_a_filtered_slice_says_where_to_go_on(asked: Asked) -> None:
+async def test_a_filtered_slice_says_where_to_go_on(primitives: Primitives) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last.
 
     With a filter a slice may be empty and still not be the last.
     """
     for start in range(0, 700, 100):
-        await asked.done(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
+        await primitives.must_commit(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
     where = limpet.field("n").in_([3, 350, 351, 699])
 
     found: list[int] = []
     start_key: str | None = ""
     while start_key is not None:
-        part = await asked.scan(Span(start_key, None), where=where, limit=2)
+        part = await primitives.scan(Span(start_key, None), where=where, limit=2)
         assert len(part.entries) <= 2
         found += [entry.value["n"] for entry in part.entries]
         start_key = None if part.cursor is None else part.cursor + "\0"
@@ -424,30 +432,30 @@ async def test_a_filtered_slice_says_where_to_go_on(asked: Asked) -> None:
     assert found == [3, 350, 351, 699]
 
 
-async def test_expired_entries_do_not_end_a_scan(asked: Asked, elapse: Elapse) -> None:
+async def test_expired_entries_do_not_end_a_scan(primitives: Primitives, elapse: Elapse) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
-    await asked.done(*(put(f"k{number:02}", ttl_ms=300 if number < 40 else None) for number in range(50)))
+    await primitives.must_commit(*(put(f"k{number:02}", ttl_ms=300 if number < 40 else None) for number in range(50)))
     await elapse(0.4)
 
     found: list[str] = []
     start: str | None = ""
     while start is not None:
-        part = await asked.scan(Span(start, None), limit=4)
+        part = await primitives.scan(Span(start, None), limit=4)
         found += [entry.key for entry in part.entries]
         start = None if part.cursor is None else part.cursor + "\0"
 
     assert found == [f"k{number:02}" for number in range(40, 50)]
 
 
-async def test_large_values_come_in_slices_too(asked: Asked) -> None:
+async def test_large_values_come_in_slices_too(primitives: Primitives) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     for number in range(12):
-        await asked.done(put(f"k{number:02}", bytes([number]) * 900_000))
+        await primitives.must_commit(put(f"k{number:02}", bytes([number]) * 900_000))
 
     found: list[bytes] = []
     start: str | None = ""
     while start is not None:
-        part = await asked.scan(Span(start, None))
+        part = await primitives.scan(Span(start, None))
         found += [entry.value[:1] for entry in part.entries]
         start = None if part.cursor is None else part.cursor + "\0"
 
@@ -455,24 +463,24 @@ async def test_large_values_come_in_slices_too(asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 17, "text", b"raw", limpet.Fields(a=1, b=b"2"), {"large": "x" * 10_000}])
-async def test_a_scan_without_values(asked: Asked, value: Any) -> None:
+async def test_a_scan_without_values(primitives: Primitives, value: Any) -> None:
     """Without values, entries come with everything else."""
-    await asked.done(put("a", 0, ttl_ms=60_000))
-    entry = only(await asked.done(put("a", value, ttl_ms=60_000, meta_json=b'{"by":"me"}')))
+    await primitives.must_commit(put("a", 0, ttl_ms=60_000))
+    entry = only(await primitives.must_commit(put("a", value, ttl_ms=60_000, meta_json=b'{"by":"me"}')))
 
-    (found,) = (await asked.scan(values=False)).entries
+    (found,) = (await primitives.scan(values=False)).entries
 
     assert found.stored is None
     assert found == entry.without_value()
     assert (found.version, found.revision, found.created_revision) == (2, entry.revision, entry.created_revision)
-    assert (await asked.scan()).entries == [entry]
+    assert (await primitives.scan()).entries == [entry]
 
 
-async def test_a_filtered_scan_without_values(asked: Asked) -> None:
+async def test_a_filtered_scan_without_values(primitives: Primitives) -> None:
     """Without values, entries come with everything else."""
-    await asked.done(put("a", {"n": 1}), put("b", {"n": 2}), put("c", {"n": 1}))
+    await primitives.must_commit(put("a", {"n": 1}), put("b", {"n": 2}), put("c", {"n": 1}))
 
-    found = (await asked.scan(where=limpet.field("n") == 1, values=False)).entries
+    found = (await primitives.scan(where=limpet.field("n") == 1, values=False)).entries
 
     assert [(entry.key, entry.stored) for entry in found] == [("a", None), ("c", None)]
 
@@ -480,24 +488,24 @@ async def test_a_filtered_scan_without_values(asked: Asked) -> None:
 # commit -----------------------------------------------------------------------
 
 
-async def test_guards_do_not_see_the_writes(asked: Asked) -> None:
+async def test_guards_do_not_see_the_writes(primitives: Primitives) -> None:
     """Guards see the state before the batch."""
-    await asked.done(put("a", 1), put("gone", 1))
+    await primitives.must_commit(put("a", 1), put("gone", 1))
 
-    await asked.done(
+    await primitives.must_commit(
         put("a", 2),
         put("new", 1),
         Delete("gone"),
         guards=(Guard("a", Equals(b"1")), Guard("new", ABSENT), Guard("gone", PRESENT)),
     )
-    refusal = await asked.refused(put("other", 1), put("new", 2), guards=(Guard("other", PRESENT),))
+    refusal = await primitives.must_refuse(put("other", 1), put("new", 2), guards=(Guard("other", PRESENT),))
 
     assert (refusal.reason, refusal.key, refusal.found) == ("guard", "other", None)
 
 
-async def test_every_condition_is_judged_before_the_batch(asked: Asked) -> None:
+async def test_every_condition_is_judged_before_the_batch(primitives: Primitives) -> None:
     """Guards see the state before the batch."""
-    record = only(await asked.done(Patch("r", {"state": b'"new"'})))
+    record = only(await primitives.must_commit(Patch("r", {"state": b'"new"'})))
     holding: list[Condition] = [
         Version(record.version),
         Revision(record.revision),
@@ -518,20 +526,20 @@ async def test_every_condition_is_judged_before_the_batch(asked: Asked) -> None:
     ]
 
     for condition in failing:
-        refusal = await asked.refused(put("x"), guards=(Guard("r", condition),))
+        refusal = await primitives.must_refuse(put("x"), guards=(Guard("r", condition),))
         assert refusal.guard == Guard("r", condition)
-    await asked.done(put("x"), guards=tuple(Guard("r", condition) for condition in holding))
+    await primitives.must_commit(put("x"), guards=tuple(Guard("r", condition) for condition in holding))
     for condition in [*holding, *failing]:
-        missing = await asked.commit(put("y"), guards=(Guard("missing", condition),))
+        missing = await primitives.commit(put("y"), guards=(Guard("missing", condition),))
         assert isinstance(missing, Commit) == (condition is ABSENT)
 
 
-async def test_the_first_guard_that_fails_is_told(asked: Asked) -> None:
+async def test_the_first_guard_that_fails_is_reported(primitives: Primitives) -> None:
     """Guards see the state before the batch."""
-    await asked.done(put("a"))
+    await primitives.must_commit(put("a"))
     guards = (Guard("a", PRESENT), Guard("b", PRESENT), Guard("c", PRESENT), Guard("a", ABSENT))
 
-    refusal = await asked.refused(put("d"), guards=guards)
+    refusal = await primitives.must_refuse(put("d"), guards=guards)
 
     assert (refusal.key, refusal.guard) == ("b", guards[1])
 
@@ -546,26 +554,26 @@ REFUSED: dict[str, tuple[Write, ...]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-async def test_a_write_that_is_refused_refuses_all(asked: Asked, case: str) -> None:
+async def test_a_write_that_is_refused_refuses_all(primitives: Primitives, case: str) -> None:
     """A refused batch leaves no trace: no change, no event, no revision."""
-    await asked.done(put("text", "t"), put("full", 2**63 - 1), Patch("record", {"a": b"1"}))
-    before = await asked.image()
+    await primitives.must_commit(put("text", "t"), put("full", 2**63 - 1), Patch("record", {"a": b"1"}))
+    before = await primitives.image()
 
-    refusal = await asked.refused(
+    refusal = await primitives.must_refuse(
         *REFUSED[case], value_bytes_max=100, receipt_ms=60_000, digest=b"digest", request_id="request-1"
     )
 
     assert refusal.key == REFUSED[case][1].key
-    assert await asked.image() == before
-    assert await asked.read("request-1", family="receipt") == [None]
+    assert await primitives.image() == before
+    assert await primitives.read("request-1", family="receipt") == [None]
 
 
-async def test_a_batch_that_fails_its_guard_leaves_no_trace(asked: Asked) -> None:
+async def test_a_batch_that_fails_its_guard_leaves_no_trace(primitives: Primitives) -> None:
     """A refused batch leaves no trace: no change, no event, no revision."""
-    await asked.done(put("a"), put("b", ttl_ms=60_000))
-    before = await asked.image()
+    await primitives.must_commit(put("a"), put("b", ttl_ms=60_000))
+    before = await primitives.image()
 
-    await asked.refused(
+    await primitives.must_refuse(
         put("a", 2),
         put("new"),
         Delete("b"),
@@ -573,37 +581,37 @@ async def test_a_batch_that_fails_its_guard_leaves_no_trace(asked: Asked) -> Non
         guards=(Guard("a", ABSENT),),
     )
 
-    assert await asked.image() == before
+    assert await primitives.image() == before
 
 
-async def test_a_refused_batch_leaves_the_expired_where_they_are(asked: Asked, elapse: Elapse) -> None:
+async def test_a_refused_batch_leaves_the_expired_where_they_are(primitives: Primitives, elapse: Elapse) -> None:
     """A refused batch leaves no trace: no change, no event, no revision.
 
     A write over an expired key makes its expiry official. A refused one does not.
     """
-    await asked.done(put("old", ttl_ms=300), put("text", "t"))
+    await primitives.must_commit(put("old", ttl_ms=300), put("text", "t"))
     await elapse(0.4)
-    before = await asked.image()
+    before = await primitives.image()
 
-    await asked.refused(put("old", 2), Add("text", 1))
-    assert await asked.image() == before
-    assert len(await asked.due()) == 1
-    commit = await asked.done(put("old", 2))
+    await primitives.must_refuse(put("old", 2), Add("text", 1))
+    assert await primitives.image() == before
+    assert len(await primitives.due()) == 1
+    commit = await primitives.must_commit(put("old", 2))
 
     happened = [("put", "old"), ("put", "text"), ("expire", "old"), ("put", "old")]
-    assert [(change.op, change.key) for change in await asked.log()] == tells(asked.engine, happened)
+    assert [(change.op, change.key) for change in await primitives.log()] == expected_log(primitives.engine, happened)
     assert only(commit).version == 1
 
 
-async def test_every_change_has_a_revision_of_its_own(asked: Asked) -> None:
+async def test_every_change_has_a_revision_of_its_own(primitives: Primitives) -> None:
     """Each change has its own revision, growing in the order of the writes."""
-    await asked.done(put("gone"), put("touched"))
-    start = (await asked.status()).revision
+    await primitives.must_commit(put("gone"), put("touched"))
+    start = (await primitives.status()).revision
 
-    commit = await asked.done(
+    commit = await primitives.must_commit(
         put("z"), Delete("gone"), Touch("touched", 5000), Add("n", 1), Patch("r", {"a": b"1"}), put("a")
     )
-    made = (await asked.changes(start)).changes
+    made = (await primitives.changes(start)).changes
 
     assert [(change.op, change.key) for change in made] == [
         ("put", "z"),
@@ -624,10 +632,10 @@ async def test_every_change_has_a_revision_of_its_own(asked: Asked) -> None:
 
 async def test_concurrent_commits_share_no_revision(open_store: OpenStore) -> None:
     """Each change has its own revision, growing in the order of the writes."""
-    handles = [Asked(await open_store(sweep=False)) for _ in range(2)]
+    handles = [Primitives(await open_store(sweep=False)) for _ in range(2)]
 
     commits = await asyncio.gather(
-        *(handles[number % 2].done(put(f"a{number}"), put(f"b{number}")) for number in range(60))
+        *(handles[number % 2].must_commit(put(f"a{number}"), put(f"b{number}")) for number in range(60))
     )
 
     pairs = [tuple(entry.revision for entry in commit.entries if entry is not None) for commit in commits]
@@ -636,86 +644,86 @@ async def test_concurrent_commits_share_no_revision(open_store: OpenStore) -> No
     assert flat == sorted({*flat})
 
 
-async def test_revisions_only_grow(asked: Asked) -> None:
+async def test_revisions_only_grow(primitives: Primitives) -> None:
     """Revisions may skip numbers; do not count on consecutive ones."""
     seen = [0]
     for number in range(40):
-        commit = await asked.done(Delete("a") if number % 3 == 2 else put("a"))
+        commit = await primitives.must_commit(Delete("a") if number % 3 == 2 else put("a"))
         assert commit.revision > seen[-1]
-        assert (await asked.status()).revision == commit.revision
+        assert (await primitives.status()).revision == commit.revision
         seen.append(commit.revision)
 
 
-async def test_a_gap_between_revisions_is_no_gap_in_the_log(asked: Asked) -> None:
+async def test_a_gap_between_revisions_is_no_gap_in_the_log(primitives: Primitives) -> None:
     """Revisions may skip numbers; do not count on consecutive ones.
 
     Whatever revisions were left out, asking after any of them goes on with the next that exists.
     """
-    commits = [await asked.done(put(f"k{number}")) for number in range(20)]
+    commits = [await primitives.must_commit(put(f"k{number}")) for number in range(20)]
     revisions = [commit.revision for commit in commits]
 
     for after in range(revisions[0], revisions[-1] + 1):
-        feed = await asked.changes(after)
+        feed = await primitives.changes(after)
         assert [change.revision for change in feed.changes] == [each for each in revisions if each > after]
 
 
-async def test_what_changes_nothing_uses_no_revision(asked: Asked) -> None:
+async def test_what_changes_nothing_uses_no_revision(primitives: Primitives) -> None:
     """Revisions may skip numbers; do not count on consecutive ones."""
-    revision = (await asked.done(put("a"))).revision
+    revision = (await primitives.must_commit(put("a"))).revision
 
     for writes in ((Delete("b"),), (Touch("b", 5),), (Expire("a", revision),), (Expire("b", 1),)):
-        commit = await asked.done(*writes)
+        commit = await primitives.must_commit(*writes)
         assert (commit.entries, commit.ended) == ((None,), (None,))
-    check = await asked.done(guards=(Guard("a", PRESENT),))
+    check = await primitives.must_commit(guards=(Guard("a", PRESENT),))
 
     assert check.revision == revision
-    assert (await asked.status()).revision == revision
+    assert (await primitives.status()).revision == revision
 
 
-async def test_a_refusal_carries_the_entry_found(asked: Asked) -> None:
+async def test_a_refusal_carries_the_entry_found(primitives: Primitives) -> None:
     """A refusal carries the entry found, so the caller need not read again."""
-    await asked.done(put("a", {"v": 1}, meta_json=b'{"by":"me"}', ttl_ms=60_000), put("text", "t"))
-    a, text = await asked.read("a", "text")
+    await primitives.must_commit(put("a", {"v": 1}, meta_json=b'{"by":"me"}', ttl_ms=60_000), put("text", "t"))
+    a, text = await primitives.read("a", "text")
 
-    assert (await asked.refused(put("b"), guards=(Guard("a", ABSENT),))).found == a
-    assert (await asked.refused(put("a"), guards=(Guard("a", Version(7)),))).found == a
-    assert (await asked.refused(Add("text", 1))).found == text
-    assert (await asked.refused(Patch("text", {"a": b"1"}))).found == text
-    assert (await asked.refused(put("a"), guards=(Guard("missing", PRESENT),))).found is None
+    assert (await primitives.must_refuse(put("b"), guards=(Guard("a", ABSENT),))).found == a
+    assert (await primitives.must_refuse(put("a"), guards=(Guard("a", Version(7)),))).found == a
+    assert (await primitives.must_refuse(Add("text", 1))).found == text
+    assert (await primitives.must_refuse(Patch("text", {"a": b"1"}))).found == text
+    assert (await primitives.must_refuse(put("a"), guards=(Guard("missing", PRESENT),))).found is None
 
 
-async def test_a_refusal_does_not_find_what_has_expired(asked: Asked, elapse: Elapse) -> None:
+async def test_a_refusal_does_not_find_what_has_expired(primitives: Primitives, elapse: Elapse) -> None:
     """A refusal carries the entry found, so the caller need not read again."""
-    await asked.done(put("a", ttl_ms=300))
+    await primitives.must_commit(put("a", ttl_ms=300))
     await elapse(0.4)
 
-    refusal = await asked.refused(put("a"), guards=(Guard("a", PRESENT),))
+    refusal = await primitives.must_refuse(put("a"), guards=(Guard("a", PRESENT),))
 
     assert refusal.found is None
-    assert refusal.at_ms <= (await asked.status()).now_ms
+    assert refusal.at_ms <= (await primitives.status()).now_ms
 
 
-async def test_what_a_refusal_found_can_be_expected(asked: Asked) -> None:
+async def test_what_a_refusal_found_can_be_expected(primitives: Primitives) -> None:
     """A refusal carries the entry found, so the caller need not read again."""
-    await asked.done(put("a", 1))
-    refusal = await asked.refused(put("a", 2), guards=(Guard("a", ABSENT),))
+    await primitives.must_commit(put("a", 1))
+    refusal = await primitives.must_refuse(put("a", 2), guards=(Guard("a", ABSENT),))
     assert refusal.found is not None
 
-    commit = await asked.done(put("a", 2), guards=(Guard("a", Revision(refusal.found.revision)),))
+    commit = await primitives.must_commit(put("a", 2), guards=(Guard("a", Revision(refusal.found.revision)),))
 
     assert only(commit).version == 2
 
 
-async def test_a_repeated_request_is_answered_from_its_receipt(asked: Asked) -> None:
+async def test_a_repeated_request_is_answered_from_its_receipt(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
-    await asked.done(put("old", "value"), put("touched", "value"))
+    await primitives.must_commit(put("old", "value"), put("touched", "value"))
     writes = (put("a", [1]), Add("n", 5), Delete("old", take=True), Touch("touched", 60_000), Delete("missing"))
     options: dict[str, Any] = {"request_id": "request-1", "digest": b"digest", "receipt_ms": 60_000}
-    first = await asked.done(*writes, **options)
-    await asked.done(put("a", 2), Add("n", 100), put("old", "new"), Delete("touched"))
-    before = await asked.image()
+    first = await primitives.must_commit(*writes, **options)
+    await primitives.must_commit(put("a", 2), Add("n", 100), put("old", "new"), Delete("touched"))
+    before = await primitives.image()
 
-    again = await asked.done(*writes, **options)
+    again = await primitives.must_commit(*writes, **options)
 
     assert again.replayed
     assert not first.replayed
@@ -725,18 +733,18 @@ async def test_a_repeated_request_is_answered_from_its_receipt(asked: Asked) -> 
         first.ended,
         first.at_ms,
     )
-    assert await asked.image() == before
+    assert await primitives.image() == before
 
 
-async def test_another_digest_is_refused(asked: Asked) -> None:
+async def test_another_digest_is_refused(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
-    await asked.done(put("a", 1), request_id="request-1", digest=b"one", receipt_ms=60_000)
-    before = await asked.image()
+    await primitives.must_commit(put("a", 1), request_id="request-1", digest=b"one", receipt_ms=60_000)
+    before = await primitives.image()
 
-    refusal = await asked.refused(put("a", 2), request_id="request-1", digest=b"two", receipt_ms=60_000)
+    refusal = await primitives.must_refuse(put("a", 2), request_id="request-1", digest=b"two", receipt_ms=60_000)
 
     assert (refusal.reason, refusal.key) == ("stale_request", "request-1")
-    assert await asked.image() == before
+    assert await primitives.image() == before
 
 
 RETRIED: dict[str, tuple[Write, ...]] = {
@@ -754,18 +762,18 @@ RETRIED: dict[str, tuple[Write, ...]] = {
 
 
 @pytest.mark.parametrize("case", RETRIED)
-async def test_a_retry_finds_its_first_attempt_in_the_log(asked: Asked, elapse: Elapse, case: str) -> None:
+async def test_a_retry_finds_its_first_attempt_in_the_log(primitives: Primitives, elapse: Elapse, case: str) -> None:
     """A request that was applied before returns its first result and changes nothing.
 
     No receipt was asked for. What the first attempt left in the log tells.
     """
-    await asked.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
+    await primitives.must_commit(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
     await elapse(0.4)
-    since = (await asked.status()).revision
-    first = await asked.done(*RETRIED[case], request_id="request-1")
-    before = await asked.image()
+    since = (await primitives.status()).revision
+    first = await primitives.must_commit(*RETRIED[case], request_id="request-1")
+    before = await primitives.image()
 
-    again = await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
+    again = await primitives.must_commit(*RETRIED[case], request_id="request-1", retry_since=since)
 
     assert again.replayed
     assert (again.revision, again.entries, again.ended, again.at_ms) == (
@@ -774,16 +782,16 @@ async def test_a_retry_finds_its_first_attempt_in_the_log(asked: Asked, elapse: 
         first.ended,
         first.at_ms,
     )
-    assert await asked.image() == before
+    assert await primitives.image() == before
 
 
-async def test_a_retry_that_was_not_applied_is_applied(asked: Asked) -> None:
+async def test_a_retry_that_was_not_applied_is_applied(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
-    await asked.done(put("n", 1))
-    since = (await asked.status()).revision
-    await asked.done(Add("n", 1), request_id="somebody else's")
+    await primitives.must_commit(put("n", 1))
+    since = (await primitives.status()).revision
+    await primitives.must_commit(Add("n", 1), request_id="somebody else's")
 
-    commit = await asked.done(Add("n", 5), request_id="request-1", retry_since=since)
+    commit = await primitives.must_commit(Add("n", 5), request_id="request-1", retry_since=since)
 
     assert not commit.replayed
     assert only(commit).value == 7
@@ -796,35 +804,35 @@ async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: 
     A caller slept for an hour before it asked again. By then an engine may have forgotten, and has to say so.
     """
     store = await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False)
-    asked = Asked(store)
-    await asked.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}))
-    since = (await asked.status()).revision
-    await asked.done(*RETRIED[case], request_id="request-1")
+    primitives = Primitives(store)
+    await primitives.must_commit(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}))
+    since = (await primitives.status()).revision
+    await primitives.must_commit(*RETRIED[case], request_id="request-1")
     if stands_still(store):
         await elapse(3600)
-    await asked.done(put("n", 5))
-    before = await asked.image()
+    await primitives.must_commit(put("n", 5))
+    before = await primitives.image()
 
     try:
-        again = await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
+        again = await primitives.must_commit(*RETRIED[case], request_id="request-1", retry_since=since)
     except Ambiguous:
-        assert asked.engine.traits.log == "last"
+        assert primitives.engine.traits.log == "last"
     else:
         assert again.replayed
 
-    assert await asked.image() == before
+    assert await primitives.image() == before
 
 
-async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(asked: Asked) -> None:
+async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
-    since = (await asked.status()).revision
+    since = (await primitives.status()).revision
     options: dict[str, Any] = {"request_id": "request-1", "guards": (Guard("a", ABSENT),)}
-    first = await asked.done(put("a"), **options)
+    first = await primitives.must_commit(put("a"), **options)
 
-    again = await asked.done(put("a"), retry_since=since, **options)
+    again = await primitives.must_commit(put("a"), retry_since=since, **options)
 
     assert again.entries == first.entries
-    await asked.refused(put("a"), guards=(Guard("a", ABSENT),))
+    await primitives.must_refuse(put("a"), guards=(Guard("a", ABSENT),))
 
 
 @pytest.mark.parametrize("case", RETRIED)
@@ -835,70 +843,72 @@ async def test_a_first_attempt_that_comes_after_its_retry_does_nothing(
 
     A server stood still with the first attempt in its hands, and another one has done what was asked again.
     """
-    first, second = [Asked(await open_store(sweep=False)) for _ in range(2)]
-    await first.done(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
+    first, second = [Primitives(await open_store(sweep=False)) for _ in range(2)]
+    await first.must_commit(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
     await elapse(0.4)
     since = (await first.status()).revision
-    await second.done(*RETRIED[case], request_id="request-1", retry_since=since)
+    await second.must_commit(*RETRIED[case], request_id="request-1", retry_since=since)
     before = await second.image()
 
     with contextlib.suppress(TransientError):
-        assert (await first.done(*RETRIED[case], request_id="request-1")).replayed
+        assert (await first.must_commit(*RETRIED[case], request_id="request-1")).replayed
 
     assert await first.image() == before
-    assert not (await first.done(put("b"), request_id="request-2")).replayed
+    assert not (await first.must_commit(put("b"), request_id="request-2")).replayed
 
 
 async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothing(open_store: OpenStore) -> None:
     """A superseded request, which arrives after its own retry was answered, does nothing."""
-    first, second = [Asked(await open_store(sweep=False)) for _ in range(2)]
-    await first.done(put("a"))
+    first, second = [Primitives(await open_store(sweep=False)) for _ in range(2)]
+    await first.must_commit(put("a"))
     since = (await first.status()).revision
     options: dict[str, Any] = {"request_id": "request-1", "guards": (Guard("a", ABSENT),)}
-    await second.refused(put("a"), retry_since=since, **options)
-    await first.done(Delete("a"))
+    await second.must_refuse(put("a"), retry_since=since, **options)
+    await first.must_commit(Delete("a"))
     before = await second.image()
 
     with contextlib.suppress(TransientError):
-        await first.refused(put("a"), **options)
+        await first.must_refuse(put("a"), **options)
 
     assert await first.image() == before
 
 
-async def test_a_retry_without_a_name_harms_nobody(asked: Asked) -> None:
+async def test_a_retry_without_a_name_harms_no_other_caller(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing.
 
     Nobody can have seen what has no name. Such a batch makes no sense, but a client may send it.
     """
-    await asked.done(put("a"))
+    await primitives.must_commit(put("a"))
     outcomes = await asyncio.gather(
-        asked.commit(put("a", 2), request_id=None, retry_since=0),
-        *(asked.commit(put(f"other/{number}")) for number in range(4)),
+        primitives.commit(put("a", 2), request_id=None, retry_since=0),
+        *(primitives.commit(put(f"other/{number}")) for number in range(4)),
     )
 
     assert [type(outcome) for outcome in outcomes] == [Commit] * 5
 
 
 @pytest.mark.parametrize("case", ["put", "add"])
-async def test_a_first_attempt_that_comes_after_its_retry_fails_nobody_else(asked: Asked, case: str) -> None:
+async def test_a_first_attempt_that_comes_after_its_retry_fails_no_other_caller(
+    primitives: Primitives, case: str
+) -> None:
     """A superseded request, which arrives after its own retry was answered, does nothing.
 
     Whoever commits at the same moment is not concerned, though an engine may let them travel together.
     """
-    await asked.done(put("a"), put("n", 1))
-    since = (await asked.status()).revision
-    await asked.done(*RETRIED[case], request_id="request-1", retry_since=since)
-    before = await asked.read("a", "n")
+    await primitives.must_commit(put("a"), put("n", 1))
+    since = (await primitives.status()).revision
+    await primitives.must_commit(*RETRIED[case], request_id="request-1", retry_since=since)
+    before = await primitives.read("a", "n")
 
     late, *others = await asyncio.gather(
-        asked.commit(*RETRIED[case], request_id="request-1"),
-        *(asked.commit(put(f"other/{number}")) for number in range(8)),
+        primitives.commit(*RETRIED[case], request_id="request-1"),
+        *(primitives.commit(put(f"other/{number}")) for number in range(8)),
         return_exceptions=True,
     )
 
     assert isinstance(late, TransientError) or (isinstance(late, Commit) and late.replayed)
     assert [type(other) for other in others] == [Commit] * 8
-    assert await asked.read("a", "n") == before
+    assert await primitives.read("a", "n") == before
 
 
 # changes ----------------------------------------------------------------------
@@ -910,23 +920,23 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     A reader looks at the log while others write. What it has seen up to some revision stays all
     there ever was up to there.
     """
-    handles = [Asked(await open_store(sweep=False)) for _ in range(2)]
+    handles = [Primitives(await open_store(sweep=False)) for _ in range(2)]
     looks: list[tuple[int, list[int]]] = []
     made: list[tuple[str, str, int]] = []
     over = False
 
     async def write(writer: int) -> None:
         for number in range(40):
-            commit = await handles[writer % 2].done(put(f"{writer}/{number}"), put(f"shared-{number % 3}"))
+            commit = await handles[writer % 2].must_commit(put(f"{writer}/{number}"), put(f"shared-{number % 3}"))
             made.extend(("put", entry.key, entry.revision) for entry in commit.entries if entry is not None)
 
-    async def look(asked: Asked) -> None:
+    async def look(primitives: Primitives) -> None:
         while not over:
-            feed = await asked.changes(0, limit=10_000)
+            feed = await primitives.changes(0, limit=10_000)
             looks.append((feed.next_after, [change.revision for change in feed.changes]))
             await asyncio.sleep(0.001)
 
-    looking = [asyncio.create_task(look(asked)) for asked in handles]
+    looking = [asyncio.create_task(look(primitives)) for primitives in handles]
     await asyncio.gather(*(write(writer) for writer in range(6)))
     over = True
     await asyncio.gather(*looking)
@@ -934,7 +944,7 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
 
     made.sort(key=lambda change: change[-1])
     assert len(made) == 480
-    assert whole == tells(handles[0].engine, made)
+    assert whole == expected_log(handles[0].engine, made)
     assert len(looks) > 2
     revisions, kept = [change[-1] for change in made], {change[-1] for change in whole}
     for head, seen in looks:
@@ -944,13 +954,15 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 500])
-async def test_the_log_is_read_in_pages_without_a_seam(asked: Asked, limit: int) -> None:
+async def test_the_log_is_read_in_pages_without_a_seam(primitives: Primitives, limit: int) -> None:
     """When a revision is readable, every smaller one is readable or will never exist."""
     for number in range(10):
-        await asked.done(put(f"a{number}"), put(f"b{number}"), Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock"))
-    whole = (await asked.changes(0, limit=10_000)).changes
+        await primitives.must_commit(
+            put(f"a{number}"), put(f"b{number}"), Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock")
+        )
+    whole = (await primitives.changes(0, limit=10_000)).changes
 
-    found = await asked.log(limit=limit)
+    found = await primitives.log(limit=limit)
 
     assert found == whole
     assert len(found) == 30
@@ -958,160 +970,160 @@ async def test_the_log_is_read_in_pages_without_a_seam(asked: Asked, limit: int)
 
 
 @pytest.mark.parametrize("limit", [1, 3, 7, 500])
-async def test_no_seam_of_pages_hides_a_value(asked: Asked, limit: int) -> None:
+async def test_no_seam_of_pages_hides_a_value(primitives: Primitives, limit: int) -> None:
     """When a revision is readable, every smaller one is readable or will never exist.
 
     Ten keys are written and then touched. Whoever reads page by page is told every value, wherever a page
     ends, and so is whoever goes on after any change.
     """
     for number in range(10):
-        await asked.done(put(f"k{number}", number, ttl_ms=60_000), put(f"other-{number}"))
-    after = (await asked.status()).revision
+        await primitives.must_commit(put(f"k{number}", number, ttl_ms=60_000), put(f"other-{number}"))
+    after = (await primitives.status()).revision
     for number in range(9, -1, -1):
-        await asked.done(Touch(f"k{number}", 30_000), request_id=f"touch-{number}")
+        await primitives.must_commit(Touch(f"k{number}", 30_000), request_id=f"touch-{number}")
 
-    whole = await asked.log(limit=limit)
+    whole = await primitives.log(limit=limit)
 
     values = {change.key: change.entry.value for change in whole if change.op == "put"}
     assert [values[f"k{number}"] for number in range(10)] == list(range(10))
     touches = [(change.key, change.cause) for change in whole if change.op == "touch"]
     assert touches == [(f"k{number}", f"touch-{number}") for number in range(9, -1, -1)]
     for start, change in enumerate(whole, 1):
-        assert (await asked.changes(change.revision)).changes == whole[start:]
-    assert [change.op for change in (await asked.changes(after)).changes] == ["touch"] * 10
+        assert (await primitives.changes(change.revision)).changes == whole[start:]
+    assert [change.op for change in (await primitives.changes(after)).changes] == ["touch"] * 10
 
 
-async def test_a_span_shows_the_data_of_its_keys(asked: Asked) -> None:
+async def test_a_span_shows_the_data_of_its_keys(primitives: Primitives) -> None:
     """When a revision is readable, every smaller one is readable or will never exist.
 
     With a span a page may be empty. Its head still says how far it has looked.
     """
     for number in range(30):
-        await asked.done(put(f"noise-{number}"))
-    await asked.done(put("a/1"), Put("a/1", b"{}", ttl_ms=60_000, family="lock"), put("b"))
-    status = await asked.status()
+        await primitives.must_commit(put(f"noise-{number}"))
+    await primitives.must_commit(put("a/1"), Put("a/1", b"{}", ttl_ms=60_000, family="lock"), put("b"))
+    status = await primitives.status()
 
-    found = await asked.log(span=prefix_span("a/"), limit=5)
-    nothing = await asked.changes(0, span=pattern_span("missing"))
+    found = await primitives.log(span=prefix_span("a/"), limit=5)
+    nothing = await primitives.changes(0, span=pattern_span("missing"))
 
     assert [(change.family, change.key) for change in found] == [("data", "a/1")]
     assert (nothing.changes, nothing.next_after) == ([], status.revision)
 
 
-async def test_a_feed_names_what_it_follows(asked: Asked) -> None:
+async def test_a_feed_names_what_it_follows(primitives: Primitives) -> None:
     """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
     for number in range(5):
         lock = Put(f"l{number}", b"{}", ttl_ms=60_000, family="lock")
-        await asked.done(put(f"a{number}"), put(f"b{number}"), lock)
-    whole = (await asked.changes(0)).changes
+        await primitives.must_commit(put(f"a{number}"), put(f"b{number}"), lock)
+    whole = (await primitives.changes(0)).changes
     revision, follows = 0, BEGINNING
 
     for change in whole:
         # Revisions may skip: those in between stand for the change before them.
         for after in range(revision, change.revision):
             for options in ({}, {"limit": 0}, {"limit": 1}, {"span": pattern_span("missing")}):
-                assert (await asked.changes(after, **options)).before == follows
+                assert (await primitives.changes(after, **options)).before == follows
         revision, follows = change.revision, fingerprint(change)
-    assert (await asked.changes(revision)).before == follows
+    assert (await primitives.changes(revision)).before == follows
 
 
-async def test_a_feed_that_waited_names_what_it_follows(asked: Asked) -> None:
+async def test_a_feed_that_waited_names_what_it_follows(primitives: Primitives) -> None:
     """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
-    await asked.done(put("a"))
-    (change,) = (await asked.changes(0)).changes
-    waiting = asyncio.create_task(asked.changes(change.revision, span=pattern_span("c"), wait_s=60.0))
+    await primitives.must_commit(put("a"))
+    (change,) = (await primitives.changes(0)).changes
+    waiting = asyncio.create_task(primitives.changes(change.revision, span=pattern_span("c"), wait_s=60.0))
 
-    await asked.done(put("b"))
-    await asked.done(put("c"))
+    await primitives.must_commit(put("b"))
+    await primitives.must_commit(put("c"))
 
     assert (await asyncio.wait_for(waiting, PATIENCE_S)).before == fingerprint(change)
 
 
-async def test_a_feed_of_a_trimmed_log_names_what_it_follows(asked: Asked) -> None:
+async def test_a_feed_of_a_trimmed_log_names_what_it_follows(primitives: Primitives) -> None:
     """A page of the log names the change that it follows: the one at the given revision, or the last one before it."""
-    await asked.done(put("a"), put("b"), put("c"))
-    changes = (await asked.changes(0)).changes
+    await primitives.must_commit(put("a"), put("b"), put("c"))
+    changes = (await primitives.changes(0)).changes
 
-    assert await asked.trim(Window(changes=1, age_ms_min=0)) == 2
-    assert (await asked.changes(changes[1].revision)).before == fingerprint(changes[1])
+    assert await primitives.trim(Window(changes=1, age_ms_min=0)) == 2
+    assert (await primitives.changes(changes[1].revision)).before == fingerprint(changes[1])
 
-    assert await asked.trim(Window(changes=0, age_ms_min=0)) == 1
-    assert (await asked.changes(changes[2].revision)).before == fingerprint(changes[2])
+    assert await primitives.trim(Window(changes=0, age_ms_min=0)) == 1
+    assert (await primitives.changes(changes[2].revision)).before == fingerprint(changes[2])
 
 
-async def test_a_trimmed_revision_is_compacted(asked: Asked) -> None:
+async def test_a_trimmed_revision_is_compacted(primitives: Primitives) -> None:
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
-    revisions = [(await asked.done(put(f"k{number:02}"))).revision for number in range(20)]
-    assert await asked.trim(KEEP_FIVE) == 15
-    floor = (await asked.status()).floor
+    revisions = [(await primitives.must_commit(put(f"k{number:02}"))).revision for number in range(20)]
+    assert await primitives.trim(KEEP_FIVE) == 15
+    floor = (await primitives.status()).floor
 
     for after in [0, *revisions[:14]]:
         with pytest.raises(Compacted) as caught:
-            await asked.changes(after)
+            await primitives.changes(after)
         assert caught.value.oldest == floor
-    assert len((await asked.changes(floor)).changes) == 5
+    assert len((await primitives.changes(floor)).changes) == 5
 
 
 @pytest.mark.parametrize("ahead", [1, 1000, 2**60])
-async def test_a_future_revision_is_compacted(asked: Asked, ahead: int) -> None:
+async def test_a_future_revision_is_compacted(primitives: Primitives, ahead: int) -> None:
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
-    revision = (await asked.done(put("a"))).revision
+    revision = (await primitives.must_commit(put("a"))).revision
 
     with pytest.raises(Compacted):
-        await asked.changes(revision + ahead)
+        await primitives.changes(revision + ahead)
 
-    assert (await asked.changes(revision)).changes == []
+    assert (await primitives.changes(revision)).changes == []
 
 
-async def test_a_namespace_that_was_never_written_is_at_zero(asked: Asked) -> None:
+async def test_a_namespace_that_was_never_written_is_at_zero(primitives: Primitives) -> None:
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
-    feed = await asked.changes(0)
+    feed = await primitives.changes(0)
 
     assert (feed.changes, feed.next_after) == ([], 0)
     with pytest.raises(Compacted):
-        await asked.changes(1)
+        await primitives.changes(1)
 
 
 @pytest.mark.face("async")
-async def test_a_wait_ends_when_a_change_arrives(asked: Asked) -> None:
+async def test_a_wait_ends_when_a_change_arrives(primitives: Primitives) -> None:
     """A wait ends early when a change arrives, from this process or another."""
     for number in range(5):
-        after = (await asked.status()).revision
-        waiting = asyncio.create_task(asked.changes(after, wait_s=60.0))
+        after = (await primitives.status()).revision
+        waiting = asyncio.create_task(primitives.changes(after, wait_s=60.0))
         await asyncio.sleep(0.02)
         assert not waiting.done()
 
-        await asked.done(put("a", number))
+        await primitives.must_commit(put("a", number))
 
         feed = await asyncio.wait_for(waiting, 2)
         assert [change.entry.value for change in feed.changes] == [number]
 
 
 @pytest.mark.face("async")
-async def test_a_wait_ends_when_another_handle_writes(asked: Asked, open_store: OpenStore) -> None:
+async def test_a_wait_ends_when_another_handle_writes(primitives: Primitives, open_store: OpenStore) -> None:
     """A wait ends early when a change arrives, from this process or another."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    waiting = asyncio.create_task(primitives.changes(0, wait_s=60.0))
     await asyncio.sleep(0.05)
 
-    await other.done(put("a"))
+    await other.must_commit(put("a"))
 
     assert len((await asyncio.wait_for(waiting, 5)).changes) == 1
 
 
 @pytest.mark.face("async")
-async def test_a_wait_ends_when_another_process_writes(asked: Asked, url: str) -> None:
+async def test_a_wait_ends_when_another_process_writes(primitives: Primitives, url: str) -> None:
     """A wait ends early when a change arrives, from this process or another.
 
     Where no other process can reach the place, another thread with a loop of its own writes.
     """
-    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    waiting = asyncio.create_task(primitives.changes(0, wait_s=60.0))
     await asyncio.sleep(0.05)
 
-    if asked.engine.traits.durability == "none":
-        await asyncio.to_thread(write_elsewhere, url, asked.name)
+    if primitives.engine.traits.durability == "none":
+        await asyncio.to_thread(write_elsewhere, url, primitives.name)
     else:
-        call = f"from {__name__} import write_elsewhere; write_elsewhere({url!r}, {asked.name!r})"
+        call = f"from {__name__} import write_elsewhere; write_elsewhere({url!r}, {primitives.name!r})"
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", call)
         assert await process.wait() == 0
 
@@ -1125,25 +1137,25 @@ def write_elsewhere(url: str, namespace: str) -> None:
 
 
 @pytest.mark.face("async")
-async def test_a_wait_for_nothing_ends_in_time(asked: Asked) -> None:
+async def test_a_wait_for_nothing_ends_in_time(primitives: Primitives) -> None:
     """A wait ends early when a change arrives, from this process or another."""
-    revision = (await asked.done(put("a"))).revision
+    revision = (await primitives.must_commit(put("a"))).revision
     loop = asyncio.get_running_loop()
     begun = loop.time()
 
-    feed = await asyncio.wait_for(asked.changes(revision, wait_s=0.2), PATIENCE_S)
+    feed = await asyncio.wait_for(primitives.changes(revision, wait_s=0.2), PATIENCE_S)
 
     assert (feed.changes, feed.next_after) == ([], revision)
     assert loop.time() - begun >= 0.15
 
 
 @pytest.mark.face("async")
-async def test_a_change_in_another_namespace_is_no_news(asked: Asked, open_store: OpenStore) -> None:
+async def test_a_change_in_another_namespace_is_no_news(primitives: Primitives, open_store: OpenStore) -> None:
     """A wait ends early when a change arrives, from this process or another."""
-    other = Asked(await open_store(namespace=f"{asked.name}-b", sweep=False))
-    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    other = Primitives(await open_store(namespace=f"{primitives.name}-b", sweep=False))
+    waiting = asyncio.create_task(primitives.changes(0, wait_s=60.0))
     await asyncio.sleep(0.02)
-    await other.done(put("a"))
+    await other.must_commit(put("a"))
     await asyncio.sleep(0.1)
 
     assert not waiting.done() or waiting.result().changes == []
@@ -1151,20 +1163,20 @@ async def test_a_change_in_another_namespace_is_no_news(asked: Asked, open_store
 
 
 @pytest.mark.face("async")
-async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: Asked) -> None:
+async def test_a_change_between_looking_and_waiting_is_not_slept_through(primitives: Primitives) -> None:
     """A wait ends early when a change arrives, from this process or another."""
     dice = random.Random(11)
 
     async def write() -> None:
         for number in range(100):
-            await asked.done(put(f"a{number}", number))
+            await primitives.must_commit(put(f"a{number}", number))
             await asyncio.sleep(dice.choice((0, 0, 0.001)))
 
     writing = asyncio.create_task(write())
     seen: list[int] = []
     head = 0
     while len(seen) < 100:
-        feed = await asyncio.wait_for(asked.changes(head, wait_s=60.0), 5)
+        feed = await asyncio.wait_for(primitives.changes(head, wait_s=60.0), 5)
         seen += [change.entry.value for change in feed.changes]
         head = feed.next_after
     await writing
@@ -1175,235 +1187,237 @@ async def test_a_change_between_looking_and_waiting_is_not_slept_through(asked: 
 # due --------------------------------------------------------------------------
 
 
-async def test_an_entry_is_due_from_its_moment_on(asked: Asked, elapse: Elapse) -> None:
+async def test_an_entry_is_due_from_its_moment_on(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before."""
-    entry = only(await asked.done(put("a", ttl_ms=500)))
+    entry = only(await primitives.must_commit(put("a", ttl_ms=500)))
     assert entry.expires_ms is not None
-    assert await asked.due() == []
+    assert await primitives.due() == []
     await elapse(0.48)
 
     for _ in range(60):
-        before = (await asked.status()).now_ms
-        found = await asked.due()
-        after = (await asked.status()).now_ms
+        before = (await primitives.status()).now_ms
+        found = await primitives.due()
+        after = (await primitives.status()).now_ms
         if after < entry.expires_ms:
             assert found == []
         if before >= entry.expires_ms:
             assert found == [Expire("a", entry.revision)]
         await elapse(0.001)
 
-    assert await asked.due() == [Expire("a", entry.revision)]
+    assert await primitives.due() == [Expire("a", entry.revision)]
 
 
 @pytest.mark.parametrize("family", ["lock", "audit", "recoverable"])
-async def test_every_family_is_due_but_receipts_are_not(asked: Asked, elapse: Elapse, family: Family) -> None:
+async def test_every_family_is_due_but_receipts_are_not(primitives: Primitives, elapse: Elapse, family: Family) -> None:
     """An entry is due from the millisecond it expires, and not before."""
-    entry = only(await asked.done(Put("job", b"{}", ttl_ms=300, family=family)))
-    await asked.done(put("ever"), request_id="request-1", digest=b"d", receipt_ms=300)
+    entry = only(await primitives.must_commit(Put("job", b"{}", ttl_ms=300, family=family)))
+    await primitives.must_commit(put("ever"), request_id="request-1", digest=b"d", receipt_ms=300)
     await elapse(0.4)
 
-    assert await asked.due() == [Expire("job", entry.revision, family)]
+    assert await primitives.due() == [Expire("job", entry.revision, family)]
 
 
-async def test_what_was_written_again_is_due_at_its_new_moment(asked: Asked, elapse: Elapse) -> None:
+async def test_what_was_written_again_is_due_at_its_new_moment(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before."""
-    await asked.done(put("longer", ttl_ms=300), put("for ever", ttl_ms=300), put("gone", ttl_ms=300))
-    await asked.done(put("kept", ttl_ms=300))
-    await asked.done(Touch("longer", 60_000), put("for ever"), Delete("gone"))
-    kept = only(await asked.done(put("kept", 2, ttl_ms=KEEP)))
+    await primitives.must_commit(put("longer", ttl_ms=300), put("for ever", ttl_ms=300), put("gone", ttl_ms=300))
+    await primitives.must_commit(put("kept", ttl_ms=300))
+    await primitives.must_commit(Touch("longer", 60_000), put("for ever"), Delete("gone"))
+    kept = only(await primitives.must_commit(put("kept", 2, ttl_ms=KEEP)))
     await elapse(0.4)
 
-    assert await asked.due() == [Expire("kept", kept.revision)]
+    assert await primitives.due() == [Expire("kept", kept.revision)]
 
 
-async def test_what_was_made_again_at_the_same_moment_is_due_once(asked: Asked, elapse: Elapse) -> None:
+async def test_what_was_made_again_at_the_same_moment_is_due_once(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before.
 
     Made, ended and made again within a millisecond, it has the same moment twice.
     """
     for _ in range(3):
-        await asked.done(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
-        assert await asked.due() == []
-        await asked.done(Delete("a"), Delete("job", family="lock"))
-    commit = await asked.done(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
+        await primitives.must_commit(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
+        assert await primitives.due() == []
+        await primitives.must_commit(Delete("a"), Delete("job", family="lock"))
+    commit = await primitives.must_commit(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
     await elapse(0.4)
 
-    due = await asked.due()
+    due = await primitives.due()
 
     first, second = (entry.revision for entry in commit.entries if entry is not None)
     assert sorted(due, key=lambda each: each.key) == [Expire("a", first), Expire("job", second, "lock")]
 
 
-async def test_only_what_is_still_due_is_ended(asked: Asked, elapse: Elapse) -> None:
+async def test_only_what_is_still_due_is_ended(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before."""
-    await asked.done(put("a", ttl_ms=300), put("b", ttl_ms=300))
+    await primitives.must_commit(put("a", ttl_ms=300), put("b", ttl_ms=300))
     await elapse(0.4)
-    due = await asked.due()
-    await asked.done(put("a", "written again"))
+    due = await primitives.due()
+    await primitives.must_commit(put("a", "written again"))
 
-    commit = await asked.done(*sorted(due, key=lambda each: each.key))
+    commit = await primitives.must_commit(*sorted(due, key=lambda each: each.key))
 
     assert [ended and ended.key for ended in commit.ended] == [None, "b"]
-    assert [entry.value for entry in (await asked.scan()).entries] == ["written again"]
+    assert [entry.value for entry in (await primitives.scan()).entries] == ["written again"]
     happened = [("put", "a"), ("expire", "a"), ("put", "a")]
-    assert [(change.op, change.key) for change in await asked.log(span=pattern_span("a"))] == tells(
-        asked.engine, happened
+    assert [(change.op, change.key) for change in await primitives.log(span=pattern_span("a"))] == expected_log(
+        primitives.engine, happened
     )
-    again = await asked.done(*due)
+    again = await primitives.must_commit(*due)
     assert again.ended == (None, None)
 
 
-async def test_not_more_is_due_than_asked_for(asked: Asked, elapse: Elapse) -> None:
+async def test_not_more_is_due_than_requested(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before."""
-    await asked.done(*(put(f"k{number:02}", ttl_ms=300) for number in range(30)))
+    await primitives.must_commit(*(put(f"k{number:02}", ttl_ms=300) for number in range(30)))
     await elapse(0.4)
     ended: set[str] = set()
 
-    while due := await asked.due(limit=7):
+    while due := await primitives.due(limit=7):
         assert len(due) <= 7
-        await asked.done(*due)
+        await primitives.must_commit(*due)
         ended |= {each.key for each in due}
 
     assert len(ended) == 30
-    assert (await asked.status()).keys == 0
+    assert (await primitives.status()).keys == 0
 
 
-async def test_asking_what_is_due_changes_nothing(asked: Asked, elapse: Elapse, open_store: OpenStore) -> None:
+async def test_asking_what_is_due_changes_nothing(
+    primitives: Primitives, elapse: Elapse, open_store: OpenStore
+) -> None:
     """Listing them changes nothing; two callers get the same list."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    await asked.done(*(put(f"k{number:02}", ttl_ms=300) for number in range(10)))
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    await primitives.must_commit(*(put(f"k{number:02}", ttl_ms=300) for number in range(10)))
     await elapse(0.4)
-    before = await asked.image()
+    before = await primitives.image()
 
-    first, second, third = await asked.due(), await asked.due(), await other.due()
-    part = await asked.due(limit=3)
+    first, second, third = await primitives.due(), await primitives.due(), await other.due()
+    part = await primitives.due(limit=3)
 
     assert len(first) == 10
     assert sorted(map(repr, first)) == sorted(map(repr, second)) == sorted(map(repr, third))
     assert len(part) == 3
-    assert {each.key for each in await asked.due()} == {each.key for each in first}
-    assert await asked.image() == before
+    assert {each.key for each in await primitives.due()} == {each.key for each in first}
+    assert await primitives.image() == before
 
 
 # trim -------------------------------------------------------------------------
 
 
-async def test_the_oldest_changes_go_first(asked: Asked) -> None:
+async def test_the_oldest_changes_go_first(primitives: Primitives) -> None:
     """The oldest changes go first, and changes younger than the minimum stay."""
     for number in range(20):
-        await asked.done(put(f"k{number:02}"))
+        await primitives.must_commit(put(f"k{number:02}"))
 
-    assert await asked.trim(KEEP_FIVE) == 15
+    assert await primitives.trim(KEEP_FIVE) == 15
 
-    assert [change.key for change in await asked.log()] == [f"k{number}" for number in range(15, 20)]
-    assert (await asked.status()).log_changes == 5
-    assert await asked.trim(KEEP_FIVE) == 0
+    assert [change.key for change in await primitives.log()] == [f"k{number}" for number in range(15, 20)]
+    assert (await primitives.status()).log_changes == 5
+    assert await primitives.trim(KEEP_FIVE) == 0
 
 
-async def test_what_is_young_stays(asked: Asked, elapse: Elapse) -> None:
+async def test_what_is_young_stays(primitives: Primitives, elapse: Elapse) -> None:
     """The oldest changes go first, and changes younger than the minimum stay."""
-    await asked.done(put("old-1"), put("old-2"))
+    await primitives.must_commit(put("old-1"), put("old-2"))
     await elapse(0.6)
-    await asked.done(put("young-1"), put("young-2"))
+    await primitives.must_commit(put("young-1"), put("young-2"))
     greedy = Window(age_ms=1, changes=0, size_bytes=0, age_ms_min=500)
 
-    assert await asked.trim(greedy) == 2
-    assert [change.key for change in await asked.log()] == ["young-1", "young-2"]
+    assert await primitives.trim(greedy) == 2
+    assert [change.key for change in await primitives.log()] == ["young-1", "young-2"]
     await elapse(0.6)
-    assert await asked.trim(greedy) == 2
-    assert await asked.log() == []
+    assert await primitives.trim(greedy) == 2
+    assert await primitives.log() == []
 
 
-async def test_each_bound_of_a_window_counts(asked: Asked, elapse: Elapse) -> None:
+async def test_each_bound_of_a_window_counts(primitives: Primitives, elapse: Elapse) -> None:
     """The oldest changes go first, and changes younger than the minimum stay."""
     for number in range(10):
-        await asked.done(put(f"k{number}", bytes(98)))
-    each_bytes = (await asked.status()).log_bytes // 10
-    assert_counted(asked.engine, each_bytes, 100)
+        await primitives.must_commit(put(f"k{number}", bytes(98)))
+    each_bytes = (await primitives.status()).log_bytes // 10
+    assert_counted(primitives.engine, each_bytes, 100)
     await elapse(0.2)
 
-    assert await asked.trim(Window(age_ms_min=0)) == 0
-    assert await asked.trim(Window(changes=8, age_ms_min=0)) == 2
-    assert await asked.trim(Window(size_bytes=5 * each_bytes, age_ms_min=0)) == 3
-    assert (await asked.status()).log_bytes == 5 * each_bytes
-    assert await asked.trim(Window(age_ms=100, age_ms_min=0)) == 5
+    assert await primitives.trim(Window(age_ms_min=0)) == 0
+    assert await primitives.trim(Window(changes=8, age_ms_min=0)) == 2
+    assert await primitives.trim(Window(size_bytes=5 * each_bytes, age_ms_min=0)) == 3
+    assert (await primitives.status()).log_bytes == 5 * each_bytes
+    assert await primitives.trim(Window(age_ms=100, age_ms_min=0)) == 5
 
 
-async def test_trimming_lets_go_of_receipts_past_their_time(asked: Asked, elapse: Elapse) -> None:
+async def test_trimming_lets_go_of_receipts_past_their_time(primitives: Primitives, elapse: Elapse) -> None:
     """The oldest changes go first, and changes younger than the minimum stay."""
-    await asked.done(put("a"), request_id="short", digest=b"d", receipt_ms=300)
-    await asked.done(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)
+    await primitives.must_commit(put("a"), request_id="short", digest=b"d", receipt_ms=300)
+    await primitives.must_commit(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)
     await elapse(0.4)
 
-    await asked.trim(KEEP_FIVE)
+    await primitives.trim(KEEP_FIVE)
 
-    assert await asked.read("short", family="receipt") == [None]
-    assert (await asked.done(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)).replayed
-    assert not (await asked.done(put("a"), request_id="short", digest=b"d", receipt_ms=300)).replayed
+    assert await primitives.read("short", family="receipt") == [None]
+    assert (await primitives.must_commit(put("a"), request_id="long", digest=b"d", receipt_ms=60_000)).replayed
+    assert not (await primitives.must_commit(put("a"), request_id="short", digest=b"d", receipt_ms=300)).replayed
 
 
-async def test_a_large_log_is_trimmed_to_its_bound(asked: Asked) -> None:
+async def test_a_large_log_is_trimmed_to_its_bound(primitives: Primitives) -> None:
     """The oldest changes go first, and changes younger than the minimum stay."""
     for start in range(0, 6000, 100):
-        await asked.done(*(put(f"k{number:04}") for number in range(start, start + 100)))
+        await primitives.must_commit(*(put(f"k{number:04}") for number in range(start, start + 100)))
 
     total = 0
-    while dropped := await asked.trim(KEEP_FIVE):
+    while dropped := await primitives.trim(KEEP_FIVE):
         total += dropped
 
     assert total == 5995
-    assert [change.key for change in await asked.log()] == [f"k{number}" for number in range(5995, 6000)]
+    assert [change.key for change in await primitives.log()] == [f"k{number}" for number in range(5995, 6000)]
 
 
-async def test_trimming_moves_the_floor(asked: Asked) -> None:
+async def test_trimming_moves_the_floor(primitives: Primitives) -> None:
     """Trimming moves the floor, so that a watcher behind it gets Compacted."""
-    revisions = [(await asked.done(put(f"k{number:02}"))).revision for number in range(20)]
-    assert (await asked.status()).floor == 0
+    revisions = [(await primitives.must_commit(put(f"k{number:02}"))).revision for number in range(20)]
+    assert (await primitives.status()).floor == 0
 
-    await asked.trim(KEEP_FIVE)
+    await primitives.trim(KEEP_FIVE)
 
-    status = await asked.status()
+    status = await primitives.status()
     assert revisions[14] <= status.floor < revisions[15]
     assert status.revision == revisions[-1]
     with pytest.raises(Compacted) as caught:
-        await asked.changes(revisions[3], span=pattern_span("k19"))
+        await primitives.changes(revisions[3], span=pattern_span("k19"))
     assert caught.value.oldest == status.floor
 
 
-async def test_trimming_everything_leaves_the_revision(asked: Asked) -> None:
+async def test_trimming_everything_leaves_the_revision(primitives: Primitives) -> None:
     """Trimming moves the floor, so that a watcher behind it gets Compacted."""
-    commit = await asked.done(put("a"), put("b"))
+    commit = await primitives.must_commit(put("a"), put("b"))
 
-    assert await asked.trim(Window(changes=0, age_ms_min=0)) == 2
+    assert await primitives.trim(Window(changes=0, age_ms_min=0)) == 2
 
-    status = await asked.status()
+    status = await primitives.status()
     assert (status.floor, status.revision, status.log_changes) == (commit.revision, commit.revision, 0)
-    assert (await asked.changes(commit.revision)).changes == []
+    assert (await primitives.changes(commit.revision)).changes == []
     with pytest.raises(Compacted):
-        await asked.changes(commit.revision - 1)
-    assert (await asked.done(put("c"))).revision > commit.revision
+        await primitives.changes(commit.revision - 1)
+    assert (await primitives.must_commit(put("c"))).revision > commit.revision
 
 
-async def test_trimming_nothing_moves_nothing(asked: Asked) -> None:
+async def test_trimming_nothing_moves_nothing(primitives: Primitives) -> None:
     """Trimming moves the floor, so that a watcher behind it gets Compacted."""
-    assert await asked.trim(KEEP_FIVE) == 0
-    await asked.done(put("a"), put("b"))
-    before = await asked.image()
+    assert await primitives.trim(KEEP_FIVE) == 0
+    await primitives.must_commit(put("a"), put("b"))
+    before = await primitives.image()
 
-    assert await asked.trim(KEEP_FIVE) == 0
+    assert await primitives.trim(KEEP_FIVE) == 0
 
-    assert await asked.image() == before
-    assert (await asked.status()).floor == 0
+    assert await primitives.image() == before
+    assert (await primitives.status()).floor == 0
 
 
 @pytest.mark.face("async")
-async def test_who_waits_is_told_of_trimming_or_gets_what_is_left(asked: Asked) -> None:
+async def test_a_waiter_is_notified_of_trimming_or_gets_what_is_left(primitives: Primitives) -> None:
     """Trimming moves the floor, so that a watcher behind it gets Compacted."""
-    waiting = asyncio.create_task(asked.changes(0, wait_s=60.0))
+    waiting = asyncio.create_task(primitives.changes(0, wait_s=60.0))
     await asyncio.sleep(0.02)
     for number in range(20):
-        await asked.done(put(f"k{number:02}"))
-    await asked.trim(KEEP_FIVE)
+        await primitives.must_commit(put(f"k{number:02}"))
+    await primitives.trim(KEEP_FIVE)
 
     try:
         feed = await asyncio.wait_for(waiting, 5)
@@ -1416,88 +1430,90 @@ async def test_who_waits_is_told_of_trimming_or_gets_what_is_left(asked: Asked) 
 # status -----------------------------------------------------------------------
 
 
-async def test_the_revision_is_that_of_the_latest_change(asked: Asked) -> None:
+async def test_the_revision_is_that_of_the_latest_change(primitives: Primitives) -> None:
     """The revision is that of the latest change."""
-    assert (await asked.status()).revision == 0
+    assert (await primitives.status()).revision == 0
     writes: list[Write] = [put("a"), Touch("a", 60_000), Add("n", 1), Delete("a"), Patch("r", {"a": b"1"})]
     writes.append(Put("job", b"{}", ttl_ms=60_000, family="lock"))
     for write in writes:
-        commit = await asked.done(write)
-        assert (await asked.status()).revision == commit.revision == (await asked.log())[-1].revision
-    await asked.refused(put("x"), guards=(Guard("x", PRESENT),))
-    assert (await asked.status()).revision == commit.revision
+        commit = await primitives.must_commit(write)
+        assert (await primitives.status()).revision == commit.revision == (await primitives.log())[-1].revision
+    await primitives.must_refuse(put("x"), guards=(Guard("x", PRESENT),))
+    assert (await primitives.status()).revision == commit.revision
 
 
-async def test_the_revision_of_one_namespace_is_not_another_ones(asked: Asked, open_store: OpenStore) -> None:
+async def test_the_revision_of_one_namespace_is_not_another_ones(primitives: Primitives, open_store: OpenStore) -> None:
     """The revision is that of the latest change."""
-    other = Asked(await open_store(namespace=f"{asked.name}-b", sweep=False))
-    await asked.done(put("a"), put("b"))
+    other = Primitives(await open_store(namespace=f"{primitives.name}-b", sweep=False))
+    await primitives.must_commit(put("a"), put("b"))
 
     assert (await other.status()).revision == 0
-    assert ((await asked.status()).keys, (await other.status()).keys) == (2, 0)
+    assert ((await primitives.status()).keys, (await other.status()).keys) == (2, 0)
 
 
 async def test_the_time_is_what_decides_about_expiry(
-    asked: Asked, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+    primitives: Primitives, open_store: OpenStore, elapse: Elapse, set_back: SetBack
 ) -> None:
     """`now_ms` is the time that decides about expiry, and it never goes back."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    entry = only(await asked.done(put("a", ttl_ms=1000)))
-    await asked.done(put("b", ttl_ms=60_000))
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    entry = only(await primitives.must_commit(put("a", ttl_ms=1000)))
+    await primitives.must_commit(put("b", ttl_ms=60_000))
     assert entry.expires_ms is not None
-    assert (await asked.status()).now_ms < entry.expires_ms
+    assert (await primitives.status()).now_ms < entry.expires_ms
     await elapse(1.5)
-    assert await asked.read("a", "b", "c") == [None, *await asked.read("b"), None]
-    before = await asked.status()
+    assert await primitives.read("a", "b", "c") == [None, *await primitives.read("b"), None]
+    before = await primitives.status()
     assert before.now_ms >= entry.expires_ms
-    (due,) = await asked.due()
-    await asked.done(due)
+    (due,) = await primitives.due()
+    await primitives.must_commit(due)
 
     await set_back(60)
 
-    after = await asked.status()
+    after = await primitives.status()
     assert after.now_ms >= before.now_ms
     assert (await other.status()).now_ms >= entry.expires_ms
-    assert only(await other.done(put("a"))).created_ms >= entry.expires_ms
+    assert only(await other.must_commit(put("a"))).created_ms >= entry.expires_ms
 
 
-async def test_it_tells_for_how_long_time_stands_still(asked: Asked, elapse: Elapse, set_back: SetBack) -> None:
+async def test_it_tells_for_how_long_time_stands_still(
+    primitives: Primitives, elapse: Elapse, set_back: SetBack
+) -> None:
     """`behind_ms` is how far the engine's clock is behind that time, which stands still meanwhile."""
-    before = await asked.status()
+    before = await primitives.status()
     assert before.behind_ms < 1000
-    await asked.done(put("a"))
+    await primitives.must_commit(put("a"))
 
     is_set_back = await set_back(3600)
 
-    after = await asked.status()
+    after = await primitives.status()
     assert after.behind_ms == 3_600_000 or not is_set_back
     await elapse(1)
-    assert (await asked.status()).behind_ms == 3_599_000 or not is_set_back
+    assert (await primitives.status()).behind_ms == 3_599_000 or not is_set_back
 
 
 async def test_what_was_read_as_expired_is_due_after_the_clock_was_set_back(
-    asked: Asked, elapse: Elapse, set_back: SetBack
+    primitives: Primitives, elapse: Elapse, set_back: SetBack
 ) -> None:
     """An expired entry reads as absent, swept or not."""
-    await asked.done(put("a", ttl_ms=1000), put("b"), Put("a", b"{}", ttl_ms=1000, family="lock"))
+    await primitives.must_commit(put("a", ttl_ms=1000), put("b"), Put("a", b"{}", ttl_ms=1000, family="lock"))
     await elapse(1.5)
-    assert await asked.read("a", "x") == [None, None]
+    assert await primitives.read("a", "x") == [None, None]
 
     await set_back(60)
 
-    assert await asked.read("a", "x") == [None, None]
-    assert await asked.read("a") == [None]
-    assert await asked.read("a", family="lock") == [None]
-    assert [entry.key for entry in (await asked.scan()).entries] == ["b"]
-    assert sorted((one.family, one.key) for one in await asked.due()) == [("data", "a"), ("lock", "a")]
-    await asked.refused(Touch("b", None), guards=(Guard("a", PRESENT),))
+    assert await primitives.read("a", "x") == [None, None]
+    assert await primitives.read("a") == [None]
+    assert await primitives.read("a", family="lock") == [None]
+    assert [entry.key for entry in (await primitives.scan()).entries] == ["b"]
+    assert sorted((one.family, one.key) for one in await primitives.due()) == [("data", "a"), ("lock", "a")]
+    await primitives.must_refuse(Touch("b", None), guards=(Guard("a", PRESENT),))
 
 
-async def test_the_revision_outlives_a_handle(asked: Asked, open_store: OpenStore) -> None:
+async def test_the_revision_outlives_a_handle(primitives: Primitives, open_store: OpenStore) -> None:
     """The revision is that of the latest change."""
-    commit = await asked.done(put("a"), put("b"))
-    before = await asked.status()
-    again = Asked(await open_store(namespace=asked.name, sweep=False))
+    commit = await primitives.must_commit(put("a"), put("b"))
+    before = await primitives.status()
+    again = Primitives(await open_store(namespace=primitives.name, sweep=False))
 
     after = await again.status()
 
@@ -1505,19 +1521,19 @@ async def test_the_revision_outlives_a_handle(asked: Asked, open_store: OpenStor
     assert (after.store_id, after.epoch, after.keys) == (before.store_id, before.epoch, before.keys)
 
 
-async def test_keys_and_bytes_are_counted(asked: Asked) -> None:
+async def test_keys_and_bytes_are_counted(primitives: Primitives) -> None:
     """Keys and bytes count what is stored."""
-    await asked.done(put("é", b"12345"), put("ab", {"a": 1}), Patch("r", {"x": b"12", "yy": b"\x00123"}))
+    await primitives.must_commit(put("é", b"12345"), put("ab", {"a": 1}), Patch("r", {"x": b"12", "yy": b"\x00123"}))
 
-    status = await asked.status()
+    status = await primitives.status()
 
     assert status.keys == 3
     # é is two bytes and its value five; {"a":1} is seven; a record counts its names and fields.
-    assert_counted(asked.engine, status.size_bytes, (2 + 5) + (2 + 7) + (1 + 1 + 2 + 2 + 3))
+    assert_counted(primitives.engine, status.size_bytes, (2 + 5) + (2 + 7) + (1 + 1 + 2 + 2 + 3))
     assert (status.log_changes, status.log_bytes) == (3, status.size_bytes)
 
 
-async def test_counts_follow_every_kind_of_write(asked: Asked, elapse: Elapse) -> None:
+async def test_counts_follow_every_kind_of_write(primitives: Primitives, elapse: Elapse) -> None:
     """Keys and bytes count what is stored."""
     dice = random.Random(9)
     for _ in range(60):
@@ -1531,89 +1547,89 @@ async def test_counts_follow_every_kind_of_write(asked: Asked, elapse: Elapse) -
             Add(f"n{key}", dice.randrange(1000)),
             Patch(f"r{key}", {"f": b'"' + b"y" * dice.randrange(9) + b'"'}, unset=("g",)),
         ]
-        await asked.done(dice.choice(writes))
+        await primitives.must_commit(dice.choice(writes))
         if dice.random() < 0.1:
             await elapse(0.1)
-            await asked.done(*await asked.due())
+            await primitives.must_commit(*await primitives.due())
     await elapse(0.4)
-    await asked.done(*await asked.due())
+    await primitives.must_commit(*await primitives.due())
 
-    entries = (await asked.scan()).entries
-    status = await asked.status()
+    entries = (await primitives.scan()).entries
+    status = await primitives.status()
 
     assert status.keys == len(entries) > 5
-    assert_counted(asked.engine, status.size_bytes, sum(entry.weight_bytes for entry in entries))
-    assert status.log_changes == len(await asked.log())
+    assert_counted(primitives.engine, status.size_bytes, sum(entry.weight_bytes for entry in entries))
+    assert status.log_changes == len(await primitives.log())
 
 
-async def test_what_has_expired_counts_until_it_is_swept(asked: Asked, elapse: Elapse) -> None:
+async def test_what_has_expired_counts_until_it_is_swept(primitives: Primitives, elapse: Elapse) -> None:
     """Keys and bytes count what is stored."""
-    await asked.done(put("a", ttl_ms=300), put("b"))
+    await primitives.must_commit(put("a", ttl_ms=300), put("b"))
     await elapse(0.4)
-    assert (await asked.status()).keys == 2
+    assert (await primitives.status()).keys == 2
 
-    await asked.done(*await asked.due())
+    await primitives.must_commit(*await primitives.due())
 
-    status = await asked.status()
+    status = await primitives.status()
     assert status.keys == 1
-    assert_counted(asked.engine, status.size_bytes, 2)
+    assert_counted(primitives.engine, status.size_bytes, 2)
 
 
-async def test_locks_and_receipts_are_not_counted(asked: Asked) -> None:
+async def test_locks_and_receipts_are_not_counted(primitives: Primitives) -> None:
     """Keys and bytes count what is stored."""
-    await asked.done(put("a"), request_id="request-1", digest=b"d", receipt_ms=60_000)
-    await asked.done(Put("job", b"{}", ttl_ms=60_000, family="lock"))
+    await primitives.must_commit(put("a"), request_id="request-1", digest=b"d", receipt_ms=60_000)
+    await primitives.must_commit(Put("job", b"{}", ttl_ms=60_000, family="lock"))
 
-    status = await asked.status()
+    status = await primitives.status()
 
     assert status.keys == 1
-    assert_counted(asked.engine, status.size_bytes, 2)
+    assert_counted(primitives.engine, status.size_bytes, 2)
 
 
 # close ------------------------------------------------------------------------
 
-CALLS: dict[str, Callable[[Asked], Awaitable[Any]]] = {
-    "read": lambda asked: asked.read("a"),
-    "read several": lambda asked: asked.read("a", "b"),
-    "scan": lambda asked: asked.scan(),
-    "scan far": lambda asked: asked.scan(limit=5000),
-    "scan with a filter": lambda asked: asked.scan(where=limpet.field("a") == 1),
-    "commit": lambda asked: asked.commit(put("a", 2)),
-    "changes": lambda asked: asked.changes(0),
-    "changes with a wait": lambda asked: asked.changes(0, wait_s=60.0),
-    "due": lambda asked: asked.due(),
-    "trim": lambda asked: asked.trim(KEEP_FIVE),
-    "status": lambda asked: asked.status(),
+CALLS: dict[str, Callable[[Primitives], Awaitable[Any]]] = {
+    "read": lambda primitives: primitives.read("a"),
+    "read several": lambda primitives: primitives.read("a", "b"),
+    "scan": lambda primitives: primitives.scan(),
+    "scan far": lambda primitives: primitives.scan(limit=5000),
+    "scan with a filter": lambda primitives: primitives.scan(where=limpet.field("a") == 1),
+    "commit": lambda primitives: primitives.commit(put("a", 2)),
+    "changes": lambda primitives: primitives.changes(0),
+    "changes with a wait": lambda primitives: primitives.changes(0, wait_s=60.0),
+    "due": lambda primitives: primitives.due(),
+    "trim": lambda primitives: primitives.trim(KEEP_FIVE),
+    "status": lambda primitives: primitives.status(),
 }
 
 
 @pytest.mark.face("async")
 @pytest.mark.parametrize("call", CALLS)
-async def test_later_calls_raise_closed(asked: Asked, open_store: OpenStore, call: str) -> None:
+async def test_later_calls_raise_closed(primitives: Primitives, open_store: OpenStore, call: str) -> None:
     """Commits that began are finished; later calls raise Closed."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    entry = only(await asked.done(put("a")))
-    await CALLS[call](asked)
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    entry = only(await primitives.must_commit(put("a")))
+    await CALLS[call](primitives)
     before = await other.read("a")
 
-    await asked.engine.close()
-    await asked.engine.close()
+    await primitives.engine.close()
+    await primitives.engine.close()
 
     with pytest.raises(Closed):
-        await asyncio.wait_for(CALLS[call](asked), PATIENCE_S)
+        await asyncio.wait_for(CALLS[call](primitives), PATIENCE_S)
     assert await other.read("a") == before
     assert before[0] is not None
     assert before[0].created_revision == entry.created_revision
 
 
 @pytest.mark.face("async")
-async def test_commits_that_began_are_finished(asked: Asked, open_store: OpenStore) -> None:
+async def test_commits_that_began_are_finished(primitives: Primitives, open_store: OpenStore) -> None:
     """Commits that began are finished; later calls raise Closed."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    begun = [asyncio.create_task(asked.commit(put(f"k{number}"), put(f"l{number}"))) for number in range(10)]
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    begun = [asyncio.create_task(primitives.commit(put(f"k{number}"), put(f"l{number}"))) for number in range(10)]
     await asyncio.sleep(0)
 
-    await asked.engine.close()
+    await primitives.engine.close()
 
     commits = await asyncio.wait_for(asyncio.gather(*begun), PATIENCE_S)
     assert all(isinstance(commit, Commit) for commit in commits)
@@ -1621,24 +1637,24 @@ async def test_commits_that_began_are_finished(asked: Asked, open_store: OpenSto
 
 
 @pytest.mark.face("async")
-async def test_a_commit_that_closing_met_is_done_or_not_done(asked: Asked, open_store: OpenStore) -> None:
+async def test_a_commit_that_closing_met_is_done_or_not_done(primitives: Primitives, open_store: OpenStore) -> None:
     """Commits that began are finished; later calls raise Closed.
 
     Writers go on while the engine closes. Who was answered is in the store, who was told Closed is not.
     """
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
     answered: set[str] = set()
 
     async def write(writer: int) -> None:
         for number in range(10_000):
             key = f"{writer}/{number:04}"
-            await asked.done(put(key))
+            await primitives.must_commit(put(key))
             answered.add(key)
             await asyncio.sleep(0)
 
     writing = [asyncio.create_task(write(writer)) for writer in range(5)]
     await asyncio.sleep(0.03)
-    await asked.engine.close()
+    await primitives.engine.close()
     ends = await asyncio.wait_for(asyncio.gather(*writing, return_exceptions=True), PATIENCE_S)
 
     assert [type(end) for end in ends] == [Closed] * 5
@@ -1647,20 +1663,20 @@ async def test_a_commit_that_closing_met_is_done_or_not_done(asked: Asked, open_
 
 
 @pytest.mark.face("async")
-async def test_who_waits_is_told_of_closing(asked: Asked, open_store: OpenStore) -> None:
+async def test_a_waiter_is_notified_of_closing(primitives: Primitives, open_store: OpenStore) -> None:
     """Callers that wait for changes are woken and get Closed."""
-    other = Asked(await open_store(namespace=asked.name, sweep=False))
-    commit = await asked.done(put("a"))
-    waiting = [asyncio.create_task(asked.changes(commit.revision, wait_s=60.0)) for _ in range(3)]
-    waiting.append(asyncio.create_task(asked.changes(commit.revision, wait_s=60.0, span=pattern_span("b"))))
+    other = Primitives(await open_store(namespace=primitives.name, sweep=False))
+    commit = await primitives.must_commit(put("a"))
+    waiting = [asyncio.create_task(primitives.changes(commit.revision, wait_s=60.0)) for _ in range(3)]
+    waiting.append(asyncio.create_task(primitives.changes(commit.revision, wait_s=60.0, span=pattern_span("b"))))
     elsewhere = asyncio.create_task(other.changes(commit.revision, wait_s=60.0))
     await asyncio.sleep(0.05)
 
-    await asked.engine.close()
+    await primitives.engine.close()
 
     ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
     assert [type(end) for end in ends] == [Closed] * 4
-    later = await other.done(put("b"))
+    later = await other.must_commit(put("b"))
     feed = await asyncio.wait_for(elsewhere, 5)
     assert feed.next_after in (commit.revision, later.revision)
 

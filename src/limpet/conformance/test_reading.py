@@ -198,7 +198,7 @@ async def test_times_follow_each_other(store: limpet.Store, elapse: Elapse) -> N
 # Freshness --------------------------------------------------------------------
 
 
-async def test_a_read_sees_what_another_store_was_just_told(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_a_read_sees_what_another_store_has_just_written(store: limpet.Store, open_store: OpenStore) -> None:
     """A read sees every commit that was acknowledged before it began."""
     other = await open_store()
 
@@ -208,7 +208,9 @@ async def test_a_read_sees_what_another_store_was_just_told(store: limpet.Store,
         assert await store.entry("k") == written
 
 
-async def test_scans_and_pages_see_what_another_store_was_just_told(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_scans_and_pages_see_what_another_store_has_just_written(
+    store: limpet.Store, open_store: OpenStore
+) -> None:
     """A read sees every commit that was acknowledged before it began."""
     other = await open_store()
     expected: list[str] = []

@@ -872,7 +872,7 @@ async def test_of_all_who_swap_one_wins(store: limpet.Store, open_store: OpenSto
     assert await store.record("job").fields() == {"state": won.index(True), "by": won.index(True)}
 
 
-async def test_a_field_that_is_passed_on_misses_nobody(store: limpet.Store) -> None:
+async def test_a_field_that_is_passed_on_misses_no_record(store: limpet.Store) -> None:
     """Of all callers that swap the same field at once, one wins.
 
     Each waits for its own turn, so every number is written exactly once, one after the other.

@@ -219,7 +219,7 @@ async def test_a_repeated_create_does_not_conflict(store: limpet.Store) -> None:
         await store.create("a", 1, request_id="request-2")
 
 
-async def test_a_repeated_delete_tells_what_the_first_told(store: limpet.Store) -> None:
+async def test_a_repeated_delete_is_answered_as_the_first_was(store: limpet.Store) -> None:
     """A repeated put, create, delete, touch and set give their first results."""
     await store.put("a", 1)
     assert await store.delete("a", request_id="request-1") is True
@@ -432,7 +432,7 @@ async def test_the_outcome_of_a_write_is_its_commit(store: limpet.Store) -> None
     assert outcome.ended[2].value == "value"
 
 
-async def test_what_was_never_asked_has_no_outcome(store: limpet.Store) -> None:
+async def test_a_request_that_was_never_made_has_no_outcome(store: limpet.Store) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
     await store.put("request-1", "a key of that name")
     await store.namespace(f"{store.name}-b").put("a", 1, request_id="request-1")
@@ -886,7 +886,7 @@ CONFLICTS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
 
 
 @pytest.mark.parametrize("write", CONFLICTS)
-async def test_a_conflict_is_told_at_once(store: limpet.Store, write: str) -> None:
+async def test_a_conflict_is_raised_at_once(store: limpet.Store, write: str) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
     line = fail(store)
@@ -897,7 +897,7 @@ async def test_a_conflict_is_told_at_once(store: limpet.Store, write: str) -> No
     assert line.commits == 1
 
 
-async def test_other_refusals_are_told_at_once(store: limpet.Store) -> None:
+async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
     await store.lock("job", ttl=60).acquire()

@@ -21,7 +21,15 @@ import pytest
 import pytest_asyncio
 
 import limpet
-from limpet.conformance.support import PATIENCE_S, assert_told, fail, next_event, session_of, stands_still, tells
+from limpet.conformance.support import (
+    PATIENCE_S,
+    assert_delivered,
+    expected_log,
+    fail,
+    next_event,
+    session_of,
+    stands_still,
+)
 from limpet.errors import Conflict, Corrupt, InvalidTTL, LimpetError, LockLost, NotFound, Unavailable
 from limpet.model import Batch
 
@@ -953,7 +961,7 @@ async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event
         assert await store.sweep() == 0
         events = await events_until_now(store, watch)
 
-    assert [(event.op, event.key) for event in events] == tells(store, [("expire", "key"), (op, "key")])
+    assert [(event.op, event.key) for event in events] == expected_log(store, [("expire", "key"), (op, "key")])
     assert second is not None
     revisions = [first.revision, *(event.revision for event in events)]
     assert revisions == sorted(set(revisions))
@@ -964,7 +972,7 @@ async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event
     assert (second.version, second.meta, second.created_revision) == (1, {}, second.revision)
 
 
-async def test_an_expiry_that_was_written_over_is_told_by_the_write(store: limpet.Store, elapse: Elapse) -> None:
+async def test_an_expiry_that_was_written_over_is_reported_by_the_write(store: limpet.Store, elapse: Elapse) -> None:
     """Where the log keeps the last change of each key, an expiry followed by a write appears only as the write.
 
     A watcher knows the new life by its version and by its first revision. What nobody wrote over is told as ever.
@@ -978,7 +986,7 @@ async def test_an_expiry_that_was_written_over_is_told_by_the_write(store: limpe
         events = await events_until_now(store, watch)
 
     happened = [("expire", "over"), ("put", "over"), ("expire", "swept")]
-    assert [(event.op, event.key) for event in events] == tells(store, happened)
+    assert [(event.op, event.key) for event in events] == expected_log(store, happened)
     assert [event.entry for event in events if event.op == "put"] == [again]
     assert (again.version, again.created_revision) == (1, again.revision)
 
@@ -1016,11 +1024,11 @@ async def test_every_life_of_a_key_has_its_own_expire_event(store: limpet.Store,
                 await store.sweep()
                 ops += [event.op for event in await events_until_now(store, watch)]
 
-    written_over = [op for op, _ in tells(store, [("expire", "key"), ("put", "key")])]
+    written_over = [op for op, _ in expected_log(store, [("expire", "key"), ("put", "key")])]
     assert ops == ["put", *written_over, "expire"] * 2
 
 
-async def test_a_key_that_nobody_could_end_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
+async def test_a_key_that_could_not_be_ended_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
     Deleting, taking or touching what has expired does nothing, and says nothing.
@@ -1055,7 +1063,7 @@ async def test_writers_who_race_for_an_expired_key_tell_one_expiry(
         events = await events_until_now(store, watch)
 
     happened = [("expire", "key", None), *(("put", "key", number) for number in range(1, 13))]
-    assert_told(store, [(event.op, event.key, event.value) for event in events], happened)
+    assert_delivered(store, [(event.op, event.key, event.value) for event in events], happened)
     assert await store.get("key") == 12
 
 

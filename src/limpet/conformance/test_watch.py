@@ -17,7 +17,14 @@ import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import assert_quiet, assert_told, next_event, next_events, stands_still, tells
+from limpet.conformance.support import (
+    assert_delivered,
+    assert_quiet,
+    expected_log,
+    next_event,
+    next_events,
+    stands_still,
+)
 from limpet.errors import Compacted, InvalidKey, LimpetError
 
 # Less than the hub waits before it looks by itself: what is promised is a wake-up.
@@ -157,7 +164,7 @@ async def test_eight_writers_of_a_few_keys_are_seen_in_one_order(store: limpet.S
 
     assert ascend(events)
     made.sort(key=lambda entry: entry.revision)
-    assert_told(store, [event.entry for event in events], made)
+    assert_delivered(store, [event.entry for event in events], made)
 
 
 async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
@@ -183,7 +190,7 @@ async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
     await store.put("zz-end", 1)
 
     async with store.watch("k*", after=start.revision) as watch:
-        owed = tells(store, happened)
+        owed = expected_log(store, happened)
         events = await next_events(watch, len(owed))
         await assert_quiet(watch)
 
@@ -320,7 +327,7 @@ async def test_a_watch_begins_when_it_is_entered(store: limpet.Store) -> None:
         assert (await next_event(watch)).key == "after"
 
 
-async def test_a_watch_begins_when_it_is_first_asked(store: limpet.Store) -> None:
+async def test_a_watch_begins_with_its_first_request(store: limpet.Store) -> None:
     """A watch begins when it is entered or first read, and delivers the changes after that."""
     watch = store.watch()
     await store.put("before", 1)
@@ -526,7 +533,7 @@ async def test_each_event_has_the_value_of_its_own_time(store: limpet.Store) -> 
         await store.put("end", 1)
         events = await until_key(watch, "end")
 
-    assert_told(store, [event.entry for event in events[:-1]], entries)
+    assert_delivered(store, [event.entry for event in events[:-1]], entries)
 
 
 async def test_a_touch_carries_no_value(store: limpet.Store) -> None:
@@ -575,7 +582,7 @@ async def test_a_take_shows_its_value_to_the_taker_alone(store: limpet.Store) ->
     assert (event.entry.version, event.entry.meta) == (1, {"by": "me"})
     assert event.entry.stored is None
     happened = [("put", "a", "secret"), ("delete", "a", None)]
-    assert [(past.op, past.key, past.value) for past in await history(store, "a")] == tells(store, happened)
+    assert [(past.op, past.key, past.value) for past in await history(store, "a")] == expected_log(store, happened)
 
 
 async def test_an_expiry_carries_what_ended(store: limpet.Store, elapse: Elapse) -> None:
@@ -643,7 +650,7 @@ async def test_batches_of_several_writers_are_not_interleaved(store: limpet.Stor
 
     made.sort(key=lambda change: change[2])
     assert len(made) == 300
-    assert_told(store, [(event.op, event.key, event.revision, event.commit) for event in events], made)
+    assert_delivered(store, [(event.op, event.key, event.revision, event.commit) for event in events], made)
     batches = [[*events] for _, events in itertools.groupby(events, key=lambda event: event.commit)]
     assert len(batches) == 100
     assert all(len({event.cause for event in batch}) == 1 for batch in batches)
@@ -733,7 +740,7 @@ async def test_a_watch_resumes_after_every_event(store: limpet.Store) -> None:
             events.append(await next_event(watch))
 
     for done, event in enumerate(events, 1):
-        left = tells(store, events[done:])
+        left = expected_log(store, events[done:])
         async with store.watch(after=event.position) as resumed:
             assert await next_events(resumed, len(left)) == left
     async with store.watch(after=events[-1].position) as resumed:
@@ -881,7 +888,7 @@ async def trimmed(open_store: OpenStore) -> tuple[limpet.Store, list[limpet.Even
     return store, events
 
 
-async def test_a_trimmed_position_is_told(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
+async def test_a_trimmed_position_is_reported(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
     """A position that was trimmed is Compacted, never a silent gap."""
     store, events = trimmed
     for event in events[:14]:
@@ -889,7 +896,7 @@ async def test_a_trimmed_position_is_told(trimmed: tuple[limpet.Store, list[limp
             await next_event(store.watch(after=event.position))
 
 
-async def test_a_trimmed_revision_is_told(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
+async def test_a_trimmed_revision_is_reported(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
     """A position that was trimmed is Compacted, never a silent gap."""
     store, events = trimmed
     for revision in (0, events[0].revision, events[13].revision):
@@ -917,7 +924,7 @@ async def test_a_new_watch_does_not_mind_trimming(trimmed: tuple[limpet.Store, l
         assert len(await until_key(whole, "new")) in (21, 22)
 
 
-async def test_a_watcher_that_trimming_overtakes_is_told(open_store: OpenStore) -> None:
+async def test_a_watcher_that_falls_behind_trimming_gets_an_error(open_store: OpenStore) -> None:
     """A position that was trimmed is Compacted, never a silent gap.
 
     A watcher fell behind by more than the log keeps. It may still get everything, and if it does
@@ -940,7 +947,7 @@ async def test_a_watcher_that_trimming_overtakes_is_told(open_store: OpenStore) 
             assert named(events[:-1]) == made
 
 
-async def test_a_position_of_another_namespace_is_told(store: limpet.Store) -> None:
+async def test_a_position_of_another_namespace_is_reported(store: limpet.Store) -> None:
     """A position of another store or namespace is Compacted."""
     other = store.namespace(elsewhere())
     for each in (store, other):
@@ -953,7 +960,7 @@ async def test_a_position_of_another_namespace_is_told(store: limpet.Store) -> N
         assert (await next_event(watch)).key == "k00003"
 
 
-async def test_a_position_of_another_store_is_told(store: limpet.Store) -> None:
+async def test_a_position_of_another_store_is_reported(store: limpet.Store) -> None:
     """A position of another store or namespace is Compacted."""
     await fill(store, 5)
     async with limpet.open("memory:", namespace=store.name) as other:
@@ -965,7 +972,7 @@ async def test_a_position_of_another_store_is_told(store: limpet.Store) -> None:
 
 
 @pytest.mark.parametrize("shape", ["", " ", ":", "1", "::::", "nonsense", "{}x", " {}", "{} ", "{}:1", "-{}", "{}é"])
-async def test_what_is_no_position_is_told(store: limpet.Store, shape: str) -> None:
+async def test_an_invalid_position_is_reported(store: limpet.Store, shape: str) -> None:
     """A position of another store or namespace is Compacted."""
     await fill(store, 5)
     (event,) = await history(store, "k00002")
@@ -975,7 +982,7 @@ async def test_what_is_no_position_is_told(store: limpet.Store, shape: str) -> N
 
 
 @pytest.mark.parametrize("ahead", [1, 1000, 2**62])
-async def test_a_revision_from_the_future_is_told(store: limpet.Store, ahead: int) -> None:
+async def test_a_revision_from_the_future_is_reported(store: limpet.Store, ahead: int) -> None:
     """A position or revision from the future is Compacted."""
     entry = await store.put("a", 1)
 
@@ -989,7 +996,7 @@ async def test_a_revision_of_an_empty_namespace_is_in_the_future(store: limpet.S
         await next_event(store.watch(after=1))
 
 
-async def test_a_position_from_the_future_is_told(store: limpet.Store) -> None:
+async def test_a_position_from_the_future_is_reported(store: limpet.Store) -> None:
     """A position or revision from the future is Compacted.
 
     Such a position is left over when a place was set back to an older copy of itself.
@@ -1012,7 +1019,7 @@ def of_another_history(position: str | None) -> str:
     return f"{rest}-{int(digest, 16) ^ 1:012x}"
 
 
-async def test_a_position_of_another_history_is_told(store: limpet.Store) -> None:
+async def test_a_position_of_another_history_is_reported(store: limpet.Store) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
     The store has its old name and counts on from an old revision. So the revision of the position is there, but it
@@ -1029,7 +1036,7 @@ async def test_a_position_of_another_history_is_told(store: limpet.Store) -> Non
             assert named(await next_events(resumed, 20 - done)) == made[done:]
 
 
-async def test_a_batch_of_another_history_is_told(store: limpet.Store) -> None:
+async def test_a_batch_of_another_history_is_reported(store: limpet.Store) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted."""
     async with store.watch() as watch:
         await store.batch().put("a", 1).put("b", 2).put("c", 3).commit()
@@ -1172,7 +1179,7 @@ async def test_a_history_is_the_same_after_opening_again(open_store: OpenStore) 
         assert await next_event(resumed) == events[2]
 
 
-async def test_a_position_that_names_no_change_is_told(store: limpet.Store) -> None:
+async def test_a_position_that_names_no_change_is_reported(store: limpet.Store) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
     It cannot be compared with the log.
@@ -1234,7 +1241,7 @@ async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.
     assert named(events) == made
 
 
-async def test_a_watcher_that_never_reads_holds_up_nobody(store: limpet.Store) -> None:
+async def test_a_watcher_that_never_reads_holds_up_no_other_caller(store: limpet.Store) -> None:
     """A slow watcher misses nothing and delays no other."""
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(5):
@@ -1287,7 +1294,7 @@ async def test_a_dropping_watcher_that_keeps_up_drops_nothing(store: limpet.Stor
         assert watch.dropped == 0
 
 
-async def test_a_watcher_drops_only_when_told_to(store: limpet.Store) -> None:
+async def test_a_watcher_drops_only_on_request(store: limpet.Store) -> None:
     """With `overflow="drop"` a slow watcher skips changes, and counts how many it dropped."""
     async with store.watch() as watch:
         await fill(store, 300)
@@ -1477,7 +1484,7 @@ async def test_history_gives_the_changes_of_a_key(store: limpet.Store) -> None:
 
     events = await history(store, "a")
 
-    assert [event.entry for event in events] == tells(store, entries)
+    assert [event.entry for event in events] == expected_log(store, entries)
     assert ascend(events)
     assert await history(store, "never") == []
 
@@ -1491,7 +1498,7 @@ async def test_a_long_history_is_given_whole(store: limpet.Store) -> None:
     events = await history(store, "n")
 
     happened = [("put", "n", value) for value in range(1, 651)]
-    assert [(event.op, event.key, event.value) for event in events] == tells(store, happened)
+    assert [(event.op, event.key, event.value) for event in events] == expected_log(store, happened)
     assert ascend(events)
 
 
@@ -1504,7 +1511,7 @@ async def test_history_starts_where_the_log_starts(open_store: OpenStore) -> Non
     await store.trim()
 
     happened = [("put", "a", 7), ("put", "a", 8), ("put", "a", 9)]
-    assert [(event.op, event.key, event.value) for event in await history(store, "a")] == tells(store, happened)
+    assert [(event.op, event.key, event.value) for event in await history(store, "a")] == expected_log(store, happened)
     await fill(store, 6)
     await store.trim()
     assert await history(store, "a") == []
@@ -1536,7 +1543,7 @@ async def test_history_and_watch_tell_the_same(store: limpet.Store) -> None:
         for write in writes:
             await write()
             events.append(await next_event(watch))
-            assert await history(store, "r") == tells(store, events)
+            assert await history(store, "r") == expected_log(store, events)
 
 
 async def test_history_shows_deletions(store: limpet.Store) -> None:
@@ -1556,9 +1563,9 @@ async def test_history_shows_deletions(store: limpet.Store) -> None:
         ("put", "a", 3, 1),
         ("delete", "a", None, 1),
     ]
-    assert [(event.op, event.key, event.value, event.entry and event.entry.version) for event in events] == tells(
-        store, happened
-    )
+    assert [
+        (event.op, event.key, event.value, event.entry and event.entry.version) for event in events
+    ] == expected_log(store, happened)
 
 
 async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store) -> None:
@@ -1568,7 +1575,7 @@ async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store)
 
     assert await store.entry("a") is None
     happened = [("put", "a"), ("delete", "a")]
-    assert [(event.op, event.key) for event in await history(store, "a")] == tells(store, happened)
+    assert [(event.op, event.key) for event in await history(store, "a")] == expected_log(store, happened)
 
 
 async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> None:
@@ -1586,7 +1593,9 @@ async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> No
     events = await history(store, "a")
 
     happened = [(op, "a", 1) for op in ("put", "expire", "put", "expire", "put")]
-    assert [(event.op, event.key, event.entry and event.entry.version) for event in events] == tells(store, happened)
+    assert [(event.op, event.key, event.entry and event.entry.version) for event in events] == expected_log(
+        store, happened
+    )
 
 
 # What is nobody's business ----------------------------------------------------
@@ -1650,7 +1659,7 @@ async def test_no_history_shows_locks_and_receipts(store: limpet.Store, elapse: 
 # The window of the log --------------------------------------------------------
 
 
-def test_the_window_is_a_day_unless_asked_otherwise() -> None:
+def test_the_window_is_a_day_by_default() -> None:
     """The log keeps 24 hours, 100,000 changes or 256 MB, and always the last 60 seconds."""
     window = limpet.Window()
 

@@ -304,7 +304,7 @@ async def test_no_revision_is_used_again_when_everything_was_deleted(
     assert (await again.put("a", 1)).revision > last
 
 
-async def test_a_refused_write_lends_its_revision_to_nobody(store: limpet.Store) -> None:
+async def test_a_refused_write_lends_its_revision_to_no_other_write(store: limpet.Store) -> None:
     """A revision is never used twice, not even across delete and recreation."""
     revisions = []
     for number in range(10):
@@ -583,7 +583,7 @@ async def test_delete_ends_every_kind_of_value(store: limpet.Store) -> None:
         assert await store.entry("k") is None
 
 
-async def test_of_all_who_delete_at_once_one_is_told_true(open_store: OpenStore) -> None:
+async def test_of_all_who_delete_at_once_one_gets_true(open_store: OpenStore) -> None:
     """`delete` returns whether the key existed."""
     stores = [await open_store() for _ in range(4)]
     await stores[0].put("k", 1)
@@ -819,7 +819,7 @@ async def test_update_gives_none_for_an_expired_key(store: limpet.Store, elapse:
     assert (written.value, written.version, written.expires_at) == ([None], 1, None)
 
 
-async def test_update_deletes_when_told_absent(store: limpet.Store) -> None:
+async def test_update_deletes_when_the_function_returns_absent(store: limpet.Store) -> None:
     """`update` deletes the key when the function returns ABSENT, and then returns None."""
     await store.put("k", 1)
     await store.put("other", 1)
@@ -1389,7 +1389,7 @@ async def test_updates_of_two_keys_inside_each_other_get_through(open_store: Ope
 
 
 @pytest.mark.face("async")
-async def test_a_slow_function_is_overtaken_and_gets_through(
+async def test_a_slow_function_loses_races_and_gets_through(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many callers of one opened store update the same key at once, every update succeeds.
