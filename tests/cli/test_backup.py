@@ -17,7 +17,7 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.errors import Compacted, Conflict, LockLost
-from tests.cli.support import Limpet, finished, start, terminal
+from tests.cli.support import Limpet, start, terminal, wait_for_end
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_backup_is_a_store(run: Limpet, saved: Path) -> None:
 
 
 def test_a_backup_is_its_owners_alone(run: Limpet, saved: Path) -> None:
-    """Values may be secrets, whatever the umask says."""
+    """Values may be secrets, whatever the umask is."""
     run("put", "token", "secret")
     before = os.umask(0)
     try:
@@ -298,7 +298,7 @@ def test_a_store_in_use_is_not_restored(run: Limpet, file: Path, url: str, saved
         assert run.json("stat")["epoch"] == 1
     finally:
         process.terminate()
-        finished(process)
+        wait_for_end(process)
     assert run("restore", str(saved)).exit_code == 0
 
 

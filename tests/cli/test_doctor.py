@@ -1,4 +1,4 @@
-"""``limpet doctor`` and ``limpet stat``: what an operator asks at night. Every ailment here is a real one."""
+"""``limpet doctor`` and ``limpet stat``: the health of a store. Every problem here is a real one."""
 
 from __future__ import annotations
 

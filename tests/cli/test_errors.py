@@ -337,9 +337,9 @@ ALL = [
     (errors.Contention("k", attempts=64), 6, "'k' changed under 64 attempts in a row", LATER),
     (errors.RateLimited("too many", retry_after=2), 6, "too many; try again in 2.0 s", LATER),
     (
-        errors.Ambiguous("cannot tell"),
+        errors.Ambiguous("unknown outcome"),
         6,
-        "cannot tell",
+        "unknown outcome",
         "It may have been written, once. Repeat it with the same --request-id, or read the key first.",
     ),
     (errors.Corrupt("a stored value is not JSON"), 6, "a stored value is not JSON", "Run 'limpet doctor' for details."),

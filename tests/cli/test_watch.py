@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import limpet
-from tests.cli.support import Limpet, finished, read_line, start
+from tests.cli.support import Limpet, read_line, start, wait_for_end
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -70,7 +70,7 @@ def test_a_change_of_another_process_is_shown_at_once(url: str) -> None:
 
         assert cells(read_line(watching))[2:] == ["put", "2", "k", '"zwei"']
     watching.terminate()
-    code, _, stderr = finished(watching)
+    code, _, stderr = wait_for_end(watching)
     assert (code, stderr) == (-signal.SIGTERM, "")
 
 
@@ -79,7 +79,7 @@ def test_an_expiry_is_shown_though_no_other_process_has_the_store_open(url: str,
 
     watching = start("--url", url, "watch", "--after", "0", "--count", "2")
 
-    _, stdout, _ = finished(watching)
+    _, stdout, _ = wait_for_end(watching)
     first, second = map(cells, stdout.splitlines())
     assert (first[2], second[2]) == ("put", "expire")
     assert re.fullmatch(TIME, second[1])
@@ -93,5 +93,5 @@ def test_an_interrupt_ends_a_watch_quietly(url: str, run: Limpet, words: list[st
 
     watching.send_signal(signal.SIGINT)
 
-    code, _, stderr = finished(watching)
+    code, _, stderr = wait_for_end(watching)
     assert (code, stderr) == (130, "")

@@ -67,5 +67,5 @@ def quoted(name: str) -> str:
 
 
 def exactly(value: object) -> str:
-    """A value as text that tells 1 from 1.0 and true, and -0.0 from 0.0. The order of members tells nothing."""
+    """A value as text that differs for 1, 1.0 and true, and for -0.0 and 0.0, and not for the order of members."""
     return json.dumps(value, sort_keys=True)

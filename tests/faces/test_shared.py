@@ -64,7 +64,7 @@ async def store(agent: OpenAgent) -> StateStore:
 async def until(fact: Callable[[], Awaitable[bool]]) -> None:
     """Wait until something is so."""
     async with asyncio.timeout(PATIENCE_S):
-        while not await fact():  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while not await fact():  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.01)
 
 

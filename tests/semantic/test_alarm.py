@@ -63,7 +63,7 @@ def test_after_a_pause_it_raises_another(caplog: pytest.LogCaptureFixture) -> No
     [
         ([(10, 1)] * 12, "it is at the bound, and not above"),
         ([(2, 1)] + [(0, 0)] * 11 + [(1, 0)], "one conflict of two"),
-        ([(3, 1)] * 12, "there are fewer writes than tell anything"),
+        ([(3, 1)] * 12, "there are too few writes for an alert"),
         ([(1000, 1000)] + [(10, 0)] * 11, "a burst, however large"),
         ([(1000, 1000)] + [(0, 0)] * 8 + [(10, 10)] * 3, "silence lies between"),
         ([(10, 9), (10, 0)] * 6, "every other minute is quiet"),

@@ -52,7 +52,7 @@ async def write(kept: SemanticStore, rows: int, *, keys: int = 5, first: int = 0
         await put(kept, f"{number % keys}", number)
 
 
-async def shown(kept: SemanticStore) -> list[dict[str, Any]]:
+async def load_rows(kept: SemanticStore) -> list[dict[str, Any]]:
     return [row async for row in rows_of(kept.store)]
 
 
@@ -85,7 +85,7 @@ async def test_what_is_left_of_a_pruned_trail_is_sound(kept: SemanticStore) -> N
     await kept.kv_delete(f"{START}ended", writer=WRITER)
     await kept.seal()
     await asyncio.sleep(0.02)
-    (last,) = (await shown(kept))[-1:]
+    (last,) = (await load_rows(kept))[-1:]
     await asyncio.sleep(0.02)
     await write(kept, 10)
     await kept.seal()
@@ -101,7 +101,7 @@ async def test_what_is_left_of_a_pruned_trail_is_sound(kept: SemanticStore) -> N
     report = await kept.verify()
     assert (report.problems, report.sealed, report.unsealed, report.keys) == ((), 10, 3, 6)
     assert (report.pruned, report.pruned_to_ms) == (72, last["at_ms"])
-    assert [row["seq"] for row in await shown(kept)] == [*range(73, 83), None, None, None]
+    assert [row["seq"] for row in await load_rows(kept)] == [*range(73, 83), None, None, None]
     # All goes on: writing, sealing, pruning again.
     await put(kept, "ended", 2)
     await kept.seal()
@@ -125,7 +125,7 @@ async def test_rows_are_pruned_by_age_and_only_when_they_are_sealed(
 
     assert (await kept.prune(before=timedelta(days=4, hours=12))).rows == 2
     assert (await kept.prune(before=ALL)).rows == 4
-    assert [row["seq"] for row in await shown(kept)] == [None] * 4
+    assert [row["seq"] for row in await load_rows(kept)] == [None] * 4
     assert (await kept.verify()).problems == ()
     with pytest.raises(InvalidValue, match="time zone"):
         await kept.prune(before=datetime(2026, 1, 1))
@@ -146,7 +146,7 @@ async def test_what_expired_is_recorded_and_recovered_after_its_row_was_pruned(
     report = await kept.verify()
     assert (report.problems, report.pending) == ((), 1)
     assert (await kept.recover(f"{START}brief", writer="operator")).value == {"n": 1}
-    assert [row["op"] for row in await shown(kept)] == ["expire", "recover"]
+    assert [row["op"] for row in await load_rows(kept)] == ["expire", "recover"]
     assert (await kept.verify()).problems == ()
 
 

@@ -162,7 +162,7 @@ async def test_the_clock_is_turned_to_the_second() -> None:
 
 async def asleep(clock: limpet.ManualClock) -> None:
     async with asyncio.timeout(120):
-        while not clock.sleepers:  # noqa: ASYNC110 - nothing tells of a sleeper
+        while not clock.sleepers:  # noqa: ASYNC110 - no event for a sleeper
             await asyncio.sleep(0)
 
 
@@ -290,7 +290,7 @@ async def test_a_letter_that_cannot_be_kept_is_said_to_be_lost(
 # Letters ----------------------------------------------------------------------
 
 
-async def escalated(kept: SemanticStore) -> str:
+async def escalate(kept: SemanticStore) -> str:
     with pytest.raises(Escalated) as given_up:
         await advance(kept, Rival(kept, 7))
     assert given_up.value.letter is not None
@@ -298,7 +298,7 @@ async def escalated(kept: SemanticStore) -> str:
 
 
 async def test_a_letter_is_replayed_onto_the_version_that_is_named(kept: SemanticStore) -> None:
-    letters, name = kept.dead_letters, await escalated(kept)
+    letters, name = kept.dead_letters, await escalate(kept)
     assert letters is not None
     with pytest.raises(VersionConflict):
         await letters.replay(name, kept)
@@ -315,7 +315,7 @@ async def test_a_letter_is_replayed_onto_the_version_that_is_named(kept: Semanti
 
 
 async def test_a_letter_is_for_one_namespace_and_can_be_dropped(kept: SemanticStore) -> None:
-    letters, name = kept.dead_letters, await escalated(kept)
+    letters, name = kept.dead_letters, await escalate(kept)
     assert letters is not None
     other = SemanticStore(kept.store.namespace(unique("other")))
     with pytest.raises(InvalidValue, match="meant for namespace"):
@@ -328,7 +328,7 @@ async def test_a_letter_is_for_one_namespace_and_can_be_dropped(kept: SemanticSt
 
 
 async def test_letters_are_no_part_of_the_data_and_are_not_kept_for_ever(kept: SemanticStore) -> None:
-    name = await escalated(kept)
+    name = await escalate(kept)
     assert kept.dead_letters is not None
 
     assert kept.dead_letters.store.name == f"{kept.store.name}-deadletters"

@@ -59,7 +59,7 @@ async def put(kept: SemanticStore, value: dict[str, Any], key: str = KEY, **opti
 
 async def gone(kept: SemanticStore, key: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while await kept.kv_get(key) is not None:  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while await kept.kv_get(key) is not None:  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.01)
 
 
@@ -562,9 +562,9 @@ def expiries(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if record.__dict__.get("event") == "kvExpire"]
 
 
-async def logged(caplog: pytest.LogCaptureFixture) -> None:
+async def wait_for_expiry_log(caplog: pytest.LogCaptureFixture) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not expiries(caplog):  # noqa: ASYNC110 - nothing tells of a line in the log
+        while not expiries(caplog):  # noqa: ASYNC110 - no event for a line in the log
             await asyncio.sleep(0.02)
 
 
@@ -583,7 +583,7 @@ async def test_an_expiry_is_logged_with_what_it_was_for(
             # As if the process that put it were gone.
             putting._copies.check_later = lambda *_: None  # type: ignore[method-assign]
         await put(putting, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
-        await logged(caplog)
+        await wait_for_expiry_log(caplog)
     (expiry,) = expiries(caplog)
     assert expiry.__dict__["version"] == 1
     assert (expiry.__dict__["purpose"], expiry.__dict__["directive"]) == ("lock", "nightly-sync")

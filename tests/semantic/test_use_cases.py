@@ -46,7 +46,7 @@ async def assert_each_once(kept: SemanticStore, items: int) -> None:
     found = await effects(kept)
     assert {one.key for one in found} == {f"{HOME}/done/{number}" for number in range(items)}
     assert {one.version for one in found} == {1}
-    # The trail tells of each effect once, and of the checkpoint in order.
+    # The trail has each effect once, and of the checkpoint in order.
     rows = [row async for row in rows_of(kept.store)]
     done = [row["key"] for row in rows if row["key"].startswith(f"{HOME}/done/")]
     assert len(done) == len({*done}) == items
@@ -82,10 +82,10 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
         start()
         async with asyncio.timeout(10 * PATIENCE_S + ITEMS / 10):
             while listening:
-                said, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
-                for answer in said:
+                printed, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
+                for answer in printed:
                     speaker = listening.pop(answer)
-                    # One that was killed says no more.
+                    # One that was killed prints no more.
                     if answer.exception() is not None or answer.result() == "done":
                         continue
                     pages += 1
@@ -159,7 +159,7 @@ async def test_a_lock_outlives_the_crash_of_its_holder_and_no_longer(kept: Seman
     assert crashed is not None
     assert await acquire("b", 60) is None
     async with asyncio.timeout(PATIENCE_S):
-        while (second := await acquire("b", 60)) is None:  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while (second := await acquire("b", 60)) is None:  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.02)
     await report("b", second)
     with pytest.raises(LockLost):
