@@ -386,7 +386,7 @@ def open_folder() -> Iterator[Path]:
 AS_NOBODY = f"""
 import os
 from limpet.cli import health, main
-from limpet.engines import sqlite
+from limpet.engines.sqlite import engine, examine
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid({NOBODY})
