@@ -386,7 +386,7 @@ def open_folder() -> Iterator[Path]:
 AS_OTHER_USER = f"""
 import os
 from limpet.cli import health, main
-from limpet.engines.sqlite import examine
+from limpet.engines.sqlite import engine, examine
 if os.geteuid() == 0:
     os.setgroups([])
     os.setgid({OTHER_USER})
