@@ -190,4 +190,4 @@ class Process(processes.Process):
 
     async def receive(self) -> Any:
         """The next message of the process, while this loop goes on."""
-        return await asyncio.to_thread(self.hear)
+        return await asyncio.to_thread(self.receive)

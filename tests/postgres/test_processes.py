@@ -73,7 +73,7 @@ async def run_writers(url: str, server: Postgres | None = None) -> None:
             here = asyncio.create_task(watched(store, events))
 
             for process in writers:
-                process.tell("begin")
+                process.send("begin")
             for how in ("fast", "immediate"):
                 # When the first writer has done another third of its work.
                 await writers[0].receive()
@@ -130,7 +130,7 @@ async def test_processes_that_open_an_empty_schema_at_once_make_one_store() -> N
         for _ in range(40 if LONG else 5):
             schema = new_schema()
             for opener in openers:
-                opener.tell(url_of(schema))
+                opener.send(url_of(schema))
             answers = [await opener.receive() for opener in openers]
 
             assert [problem for _, problem in answers] == [None] * 8

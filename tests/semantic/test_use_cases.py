@@ -73,7 +73,7 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
     with contextlib.ExitStack() as working:
 
         def listen(harvester: Harvester) -> None:
-            listening[asyncio.ensure_future(harvester.heard())] = harvester
+            listening[asyncio.ensure_future(harvester.receive_async())] = harvester
 
         def start() -> None:
             listen(working.enter_context(Harvester(url, name, unique("h"), ITEMS)))
