@@ -180,7 +180,7 @@ BANNED = re.compile(
 )
 # What is written in plain words by now. In the end: src/limpet, tests, bench, docs and every file beside them.
 PLAIN = [
-    *("CONTRIBUTING.md", "README.md", "conftest.py", "dev", ".ci/run", "pyproject.toml", "Makefile"),
+    *("CONTRIBUTING.md", "README.md", "conftest.py", "dev", "pyproject.toml", "Makefile"),
     *("src/limpet/encryption", "src/limpet/faces", "src/limpet/isolation", "src/limpet/schema", "src/limpet/semantic"),
     *("src/limpet/checks.py", "src/limpet/clock.py", "src/limpet/codec.py", "src/limpet/engine.py"),
     *("src/limpet/errors.py", "src/limpet/index.py", "src/limpet/keys.py", "src/limpet/model.py"),
