@@ -22,7 +22,7 @@ from limpet.engines.sqlite.cache import Cache
 from limpet.model import Entry
 from tests.sqlite.cache_support import UNCACHED, by_hand, disable_cache, engine_of
 from tests.sqlite.support import Process, in_place
-from tests.sqlite.workers import await_moment, receive, in_child, say
+from tests.sqlite.workers import await_moment, in_child, receive, say
 
 
 class Peer(Process):
