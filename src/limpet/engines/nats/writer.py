@@ -38,7 +38,7 @@ from limpet.engines.nats.stream import (
     seqs_of,
 )
 from limpet.errors import Ambiguous
-from limpet.model import Batch, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write
+from limpet.model import Batch, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write, live
 from limpet.retry import jitter_s
 from limpet.transition import plan
 
@@ -449,8 +449,8 @@ def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: i
     named = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
     outcome = plan(named, _always(receipt.held), now_ms=receipt.at_ms, revision=BASE)
     if isinstance(outcome, Refusal):
-        # Another request had this id: it is refused now, not at the time of the receipt.
-        return msgspec.structs.replace(outcome, at_ms=now_ms)
+        # Another request had this id: it is refused now, not at the time of the receipt, unless that has expired.
+        return None if live(receipt.held, now_ms) is None else msgspec.structs.replace(outcome, at_ms=now_ms)
     return outcome.commit
 
 
