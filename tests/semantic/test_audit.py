@@ -523,6 +523,7 @@ async def evidence(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 async def test_each_of_200_random_edits_removals_and_reorderings_is_found(evidence: Path, tmp_path: Path) -> None:
     file, original = tmp_path / "tampered.db", content_of(evidence)
     clock = limpet.ManualClock(1_700_000_010)

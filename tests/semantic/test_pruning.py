@@ -361,6 +361,7 @@ async def test_changes_by_other_means_do_not_stop_pruning_and_are_counted(cut: S
     assert (await cut.verify()).problems == ()
 
 
+@pytest.mark.slow
 async def test_each_of_50_random_tamperings_after_a_pruning_is_found(tmp_path: Path) -> None:
     evidence, file = tmp_path / "evidence.db", tmp_path / "tampered.db"
     clock = limpet.ManualClock()

@@ -64,6 +64,7 @@ async def test_two_harvesters_work_on_every_item_once(kept: SemanticStore, capsy
     await assert_each_once(kept, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sqlite", "postgres"])
 async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice(engine: str, tmp_path: Path) -> None:
     """Two work at a time. Whenever some pages were done, one of them is killed, and another takes its place."""
