@@ -38,7 +38,7 @@ def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
 async def far(url: str) -> AsyncIterator[Process]:
     """A process that puts each value that it receives."""
     with Process("puts", url) as process:
-        assert await process.receive() == "ready"
+        assert await process.receive_async() == "ready"
         yield process
 
 
@@ -47,7 +47,7 @@ async def test_a_change_of_another_process_notifies(no_polling: None, store: lim
         for value in range(5):
             far.send(value)
             event = await next_event(events)
-            assert (event.key, event.value, event.revision) == ("key", value, await far.receive())
+            assert (event.key, event.value, event.revision) == ("key", value, await far.receive_async())
 
 
 async def test_a_planned_commit_notifies_as_well(no_polling: None, store: limpet.Store, url: str) -> None:
