@@ -97,23 +97,24 @@ def runs(test: SuiteTest, case: int, engine: str, face: str) -> bool:
     same in front of every engine, so each gets one case by turns: of every test, of every second, and of every third.
     A test of a layer over the store (tests/faces, tests/semantic) runs on memory and on one other engine by turns.
 
-    The whole run has all cases on every engine and on a server, and all cases through the sync API and with
-    encryption on one engine by turns.
+    The whole run has all cases on every engine that a request reaches, and the layers on all of them.
     """
     place, turn = SCHEMES.index(engine.partition(":")[0]), zlib.crc32(test.name.encode())
     is_memory, is_server = place == 0, place == len(SCHEMES) - 1
-    is_one_of_them = WHOLE or case == (turn + place) % test.cases
+    is_its_turn = case == (turn + place) % test.cases
     if _is_encrypted(engine) and not os.environ.get("LIMPET_ENCRYPTED"):
-        return is_one_of_them and face == "async" and turn % (5 if WHOLE else 15) == place
+        return is_its_turn and face == "async" and turn % 15 == place
     if face == "sync" and "face" not in test.marks:
-        return is_one_of_them and turn % 5 == place
-    if is_server and not WHOLE:
-        return is_one_of_them and turn % 2 == 0
-    if "layer" in test.marks and not WHOLE:
-        return is_memory or turn % 4 == place - 1
+        return is_its_turn and turn % 5 == place
+    if is_server:
+        return is_its_turn and turn % 2 == 0
     if "refused_early" in test.marks and not is_memory:
-        return is_one_of_them
-    return WHOLE or is_memory or test.cases < 3 or case % 3 == place % 3
+        return is_its_turn
+    if WHOLE:
+        return True
+    if "layer" in test.marks:
+        return is_memory or turn % 4 == place - 1
+    return is_memory or test.cases < 3 or case % 3 == place % 3
 
 
 @pytest.hookimpl
