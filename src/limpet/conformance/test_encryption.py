@@ -1,4 +1,4 @@
-"""Encryption: what an engine is given to keep, and who can read it."""
+"""Encryption: what an engine stores, and which keys can read it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def sealed(open_store: OpenStore) -> limpet.Store:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def bare(open_store: OpenStore, url: str, monkeypatch: pytest.MonkeyPatch) -> limpet.Store:
-    """The same place as somebody sees it who has no keys."""
+    """The same database, opened without encryption keys."""
     if "encryption=" in url:
         pytest.skip("there is no way around encryption that the URL asks for")
     monkeypatch.delenv("LIMPET_ENCRYPTION_KEYS", raising=False)
@@ -43,7 +43,7 @@ async def bare(open_store: OpenStore, url: str, monkeypatch: pytest.MonkeyPatch)
 
 
 async def put_back(bare: limpet.Store, entry: limpet.Entry, key: str | None = None, **changed: Any) -> None:
-    """Write what is stored, under its own or another key, as somebody could who may write the database."""
+    """Write a stored value under its own or another key, as an attacker with write access to the database could."""
     assert entry.stored is not None
     put = Put(key or entry.key, changed.get("stored", entry.stored), meta_json=changed.get("meta", entry.meta_json))
     engine = session_of(bare).engine
@@ -234,7 +234,7 @@ async def test_a_missing_key_is_named(open_store: OpenStore) -> None:
 async def test_what_cannot_be_read_is_not_lost(open_store: OpenStore) -> None:
     """Data encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id.
 
-    Whoever lacks it may delete an entry, and let it expire, but not take it.
+    A caller without the key may delete an entry, and let it expire, but not take it.
     """
     owner, store = await open_store(encryption=ring("old")), await open_store(encryption=ring("new"))
     for key in ("taken", "counted", "deleted"):
@@ -405,11 +405,11 @@ async def test_the_use_of_each_key_is_listed(open_store: OpenStore) -> None:
     both = await open_store(encryption=ring("new", "old"))
     await both.put("3", 3)
 
-    told = {seal.key_id: (seal.is_current, seal.entries) for seal in await both.seals()}
+    found = {seal.key_id: (seal.is_current, seal.entries) for seal in await both.seals()}
     await both.reseal()
     after = await both.seals()
 
-    assert told == {"new": (True, 1), "old": (False, 3)}
+    assert found == {"new": (True, 1), "old": (False, 3)}
     assert [(seal.key_id, seal.entries) for seal in after] == [("new", 4), ("old", 0)]
     assert after[1].changes == (3 if both.traits.log == "every" else 0)
 

@@ -1,4 +1,4 @@
-"""Reading: get, entry, scan, and what a read may count on."""
+"""Reading: get, entry, scan, and what a read guarantees."""
 
 # The contract, which the docstrings quote, writes `null` small.
 # ruff: noqa: D403
@@ -389,7 +389,7 @@ async def test_a_scan_goes_on_while_others_write(store: limpet.Store, open_store
         found.append(entry.key)
         if len(found) % 100 == 0:
             number = len(found)
-            # Behind, ahead, and right beside where the scan stands.
+            # Before, after, and right next to the position of the scan.
             await other.put(f"k/{number - 50:04}/behind", 1)
             await other.put(f"k/{number + 650:04}/ahead", 1)
             await other.put(f"{entry.key}/beside", 1)

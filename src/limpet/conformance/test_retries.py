@@ -37,7 +37,7 @@ WRITES: dict[str, Act] = {
     ),
 }
 
-# With those that take no request id.
+# The writes above, and those that take no request id.
 ALL_WRITES: dict[str, Act] = {
     **WRITES,
     "update": lambda store, _: store.update("n", lambda found: found * 2),
@@ -53,17 +53,17 @@ async def prepare(store: limpet.Store) -> None:
     await store.record("record").put({"a": 1, "c": b"3"})
 
 
-def shown(result: Any) -> Any:
-    """What does not depend on revisions and times, so that two stores can be compared."""
+def comparable(result: Any) -> Any:
+    """The part of a result that does not depend on revisions and times, so that two stores can be compared."""
     if isinstance(result, limpet.Commit):
-        return [[shown(entry) for entry in result.entries], [shown(entry) for entry in result.ended]]
+        return [[comparable(entry) for entry in result.entries], [comparable(entry) for entry in result.ended]]
     if isinstance(result, limpet.Entry):
         return (result.key, result.value, result.version, result.meta, result.expires_at is None)
     return result
 
 
 async def state(store: limpet.Store) -> list[Any]:
-    return [shown(entry) async for entry in store.scan()]
+    return [comparable(entry) async for entry in store.scan()]
 
 
 async def while_time_passes(elapse: Elapse, work: Awaitable[Any]) -> Any:
@@ -87,7 +87,7 @@ async def test_every_write_can_be_repeated(store: limpet.Store, write: str) -> N
 
     again = await WRITES[write](store, {"request_id": "request-1"})
 
-    assert shown(again) == shown(first)
+    assert comparable(again) == comparable(first)
     if isinstance(first, limpet.Entry):
         assert again == first
     assert await state(store) == after
@@ -142,7 +142,7 @@ async def test_request_ids_of_two_namespaces_do_not_meet(store: limpet.Store) ->
 async def test_a_fenced_write_can_be_repeated_after_its_lock(store: limpet.Store) -> None:
     """A write with a request id can be repeated: it returns the first result and applies nothing.
 
-    It was done under a lock that is gone by now. A new holder repeats it under its own token.
+    It was done under a lock that was released since. A new holder repeats it under its own token.
     """
     lock = store.lock("job", ttl=60)
     await lock.acquire()
@@ -279,16 +279,16 @@ async def test_a_repeated_batch_is_answered_as_a_whole(store: limpet.Store) -> N
     """A repeated batch returns its whole first result."""
     await prepare(store)
 
-    async def ask() -> limpet.Commit:
+    async def send() -> limpet.Commit:
         draft = store.batch(request_id="request-1").expect("text", limpet.PRESENT)
         draft.add("n", 5).put("new", {"a": 1}).take("text").delete("missing").set("record", a=2)
         return await draft.commit()
 
-    first = await ask()
+    first = await send()
     await store.batch().put("n", 0).delete("new").put("text", "again").delete("record").commit()
     after = await state(store)
 
-    again = await ask()
+    again = await send()
 
     assert (again.revision, again.entries, again.ended, again.at_ms) == (
         first.revision,
@@ -479,8 +479,8 @@ async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: El
 async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied.
 
-    The caller gave no id. The error names the one that the store made, and under it the write can be
-    asked for and repeated.
+    The caller gave no id. The error has the id that the store made, and with it the outcome can be
+    read and the write repeated.
     """
     fail(store, after=5)
     with pytest.raises(Ambiguous) as caught:
@@ -595,7 +595,7 @@ async def test_a_receipt_survives_a_restart(open_store: OpenStore) -> None:
 async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, write: str, lost: int) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    The same write on a store without failures tells what is right.
+    The same write on a store without failures gives the right result.
     """
     act = ALL_WRITES[write]
     calm = store.namespace(f"{store.name}-calm")
@@ -606,7 +606,7 @@ async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, wri
 
     result = await while_time_passes(elapse, act(store, {}))
 
-    assert shown(result) == shown(right)
+    assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
     assert (await store.status()).log_changes == (await calm.status()).log_changes
     assert line.commits == lost + 1
@@ -624,7 +624,7 @@ async def test_a_lost_answer_under_an_id_is_settled(store: limpet.Store, elapse:
     result = await while_time_passes(elapse, WRITES[write](store, {"request_id": "request-1"}))
     again = await WRITES[write](store, {"request_id": "request-1"})
 
-    assert shown(result) == shown(again) == shown(right)
+    assert comparable(result) == comparable(again) == comparable(right)
     assert await state(store) == await state(calm)
     assert line.commits == 4
 
@@ -634,7 +634,7 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
 ) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    It was applied, the answer was lost, and somebody else wrote before the store could ask again.
+    The write was applied, its reply was lost, and another caller wrote before the store could retry.
     """
     other = await open_store()
     line = fail(store, after=1)
@@ -677,7 +677,7 @@ async def test_concurrent_lost_adds_all_count_once(store: limpet.Store, elapse: 
 async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    Acquiring must not find its own first attempt in the way.
+    Acquiring must not be refused because of its own first attempt.
     """
     lock = store.lock("job", ttl=60)
     line = fail(store, after=1)
@@ -698,7 +698,7 @@ async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse
 async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    Five times it asks and five times the answer is lost. Then it says that it does not know.
+    The store tries five times and five times the reply is lost. Then it raises Ambiguous.
     """
     line = fail(store, after=100)
 
@@ -713,7 +713,7 @@ async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elaps
 async def test_a_failure_after_a_lost_answer_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    The first answer was lost and then nothing could be sent. That is not "not applied".
+    The first reply was lost and then nothing could be sent. So the write may have been applied.
     """
     line = fail(store, after=1)
     async with store.watch("n") as watch:
@@ -743,7 +743,7 @@ async def test_a_failure_that_passes_is_not_seen(store: limpet.Store, elapse: El
 
     result = await while_time_passes(elapse, act(store, {}))
 
-    assert shown(result) == shown(right)
+    assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
     assert line.commits == 5
 
@@ -790,7 +790,7 @@ async def test_failures_of_both_kinds_are_settled(store: limpet.Store, elapse: E
 
 
 class FailingReads:
-    """An engine in front of another, of which one way to read fails a given number of times."""
+    """An engine in front of another, one of whose reading primitives fails a given number of times."""
 
     def __init__(self, engine: Any, failing: str, failures: int) -> None:
         self._engine = engine
@@ -917,7 +917,7 @@ async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
 def interfering(
     face: str, calls: list[Any], meanwhile: Callable[[], Awaitable[Any]], times: int
 ) -> Callable[[Any], Any]:
-    """A function for `update`, during whose first so many calls somebody else writes."""
+    """A function for `update`. During its first so many calls another caller writes."""
     loop = asyncio.get_running_loop()
 
     async def write() -> None:
@@ -967,8 +967,8 @@ async def test_update_without_conflict_runs_once(store: limpet.Store, face: str)
 async def test_a_lost_answer_does_not_run_update_again(store: limpet.Store, face: str, elapse: Elapse) -> None:
     """A conflict is never retried by the store, except in `update`.
 
-    The first attempt has changed the entry that it expected. Asking again must not take that for
-    somebody else's write.
+    The first attempt has changed the entry that it expected. The retry must not take that for the
+    write of another caller.
     """
     calls: list[Any] = []
     await store.put("n", 0)
