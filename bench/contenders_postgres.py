@@ -76,7 +76,7 @@ class LimpetPostgres(OnPostgres):
 class ByHand(LimpetPostgres):
     """The very function of ours on the server, called for 64 callers with nothing of the store above it.
 
-    No key is checked, no entry made: this is what the server and the driver leave room for.
+    No key is checked, no entry made: this is the limit of the server and the driver.
     """
 
     name = "our statement by hand"

@@ -306,7 +306,7 @@ class RawBatched(BlockingContender):
 
 
 class RawSameWork(RawBatched):
-    """As above, and also what a version, a revision and a log ask for: a read, a log row, a counter."""
+    """As above, with the work that a version, a revision and a log need: a read, a log row, a counter."""
 
     name = "sqlite3, the same work"
     note = "64 a transaction; reads the row, writes it and a log row, moves a counter"

@@ -47,7 +47,7 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 
 
 def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
-    """Draw what the result has figures for, and tell which files were written."""
+    """Draw the pictures that the result has figures for. Returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     ratios = [line for line in findings.lines if line.unit in ("x", "of") and line.passing is not None and line.rounds]

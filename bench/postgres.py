@@ -48,11 +48,11 @@ def measure(run: Run) -> None:
 
 def _races(run: Run, url: str) -> None:
     keys = run.options.scaled(KEYS, 200)
-    dispatcher, findings = run.dispatcher("postgres-contenders"), run.findings
-    with dispatcher.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
+    setup, findings = run.setup("postgres-contenders"), run.findings
+    with setup.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
         present = {one.name for one in contenders}
-        found = races(run, "PostgreSQL", contenders, dispatcher.checks, keys, ours=OURS, limits=(RAW, IN_HAND))
+        found = races(run, "PostgreSQL", contenders, setup.checks, keys, ours=OURS, limits=(RAW, IN_HAND))
     for verb in ("put", "get"):
         what, many = f"PostgreSQL {verb}@64", found[f"{verb}@64"]
         by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]

@@ -1,4 +1,4 @@
-"""What a run found: kept whole as JSON, printed as tables, and written into the documentation."""
+"""The findings of a run: saved as JSON, printed as tables, and written into the documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END: Final = "<!-- figures: end -->"
 
 @dataclass
 class Line:
-    """One judged figure: the median of its rounds, and its aim where there is one."""
+    """One judged figure: the median of its rounds, and its goal if it has one."""
 
     group: str
     what: str
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass
 class Findings:
-    """Everything that a run found, in the shape in which it is kept."""
+    """All findings of a run, in the form in which they are saved."""
 
     about: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Findings:
         goal: Goal | None = None,
         note: str = "",
     ) -> Line:
-        """Add a figure by its rounds, and say whether it is as good as it should be."""
+        """Add a figure by its rounds, and judge it by its goal."""
         figure = statistics.median(rounds)
         line = Line(group, what, unit, figure, list(rounds), note=note)
         if goal is not None:
@@ -80,7 +80,7 @@ class Findings:
         theirs: Sequence[str],
         goal: Goal | None = None,
     ) -> None:
-        """Add the ratio of ours to the best of theirs. Judged by the clock on the wall, told by CPU time as well."""
+        """Add the ratio of ours to the best of theirs: judged by wall time, and reported by CPU time as well."""
         present = [name for name in theirs if name in race.slices]
         if present:
             note = f"best: {race.fastest(present)}" if len(theirs) > 1 else ""
@@ -120,7 +120,7 @@ class Findings:
 
 
 def brief(figure: float) -> str:
-    """Three digits that matter."""
+    """A figure with three significant digits."""
     if figure >= 100 or figure == int(figure):
         return f"{figure:,.0f}"
     return f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
@@ -168,7 +168,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def race_table(title: str, race: Race, ours: str, checks: Iterable[Check]) -> str:
-    """Who did how much, fastest first, and what each gives for it."""
+    """The rates of all contenders, fastest first, with the settings and isolation of each."""
     known = {check.contender: check for check in checks}
     rows = []
     for name in sorted(race.slices, key=race.rate, reverse=True):

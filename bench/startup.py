@@ -69,7 +69,7 @@ def _cpu_ms(command: list[str], prints: str = "") -> float:
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     printed = child.stdout.read().decode()
-    # Popen's own wait does not tell what the process used.
+    # Popen's own wait does not return the resources that the process used.
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     child.stdout.close()
