@@ -128,7 +128,7 @@ class Setup:
         self._folder = folder
 
     @contextlib.contextmanager
-    def opened(self, contenders: Sequence[AnyContender], keys: int) -> Iterator[list[AnyContender]]:
+    def open_all(self, contenders: Sequence[AnyContender], keys: int) -> Iterator[list[AnyContender]]:
         """The contenders that could be opened, each holding so many keys."""
         present: list[AnyContender] = []
         try:

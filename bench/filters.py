@@ -47,12 +47,12 @@ def measure(run: Run) -> None:
             ("LangGraph search", lambda: _langgraph_postgres(url, records)),
             goals.FILTER_POSTGRES,
         )
-        place = servers.enter_context(redis()).url.rpartition("/")[0]
+        server_url = servers.enter_context(redis()).url.rpartition("/")[0]
         _race(
             run,
             "Redis",
-            lambda: _limpet(f"{place}/1", records),
-            ("SCAN and HGET", lambda: _scan_and_hget(f"{place}/2", records)),
+            lambda: _limpet(f"{server_url}/1", records),
+            ("SCAN and HGET", lambda: _scan_and_hget(f"{server_url}/2", records)),
             goals.FILTER_REDIS,
         )
 

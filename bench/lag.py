@@ -41,7 +41,7 @@ def measure(run: Run) -> None:
     slice_s = 0.1 if run.options.quick else max(run.options.slice_s, SLICE_S)
     setup, findings = run.setup("lag"), run.findings
     kinds = (on_sqlite.LimpetFull, on_sqlite.LanggraphSqlite, on_sqlite.Aiosqlite, on_sqlite.PyKeyValueDisk)
-    with setup.opened([kind() for kind in kinds], keys) as contenders:
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
         findings.keep_checks(setup.checks, setup.absent)
         loads: dict[str, Callable[[float], Ticks]] = {IDLE: lambda seconds: run.runner.run(_beside(None, seconds))}
         for contender in contenders:

@@ -4,7 +4,7 @@ A NATS server, ``limpet serve`` and the plugins are separate processes. Latencie
 a slow reply delays no other request. Throughput is measured with ten plugins that send as fast as they can. An echo
 service on the same driver shows the limit of NATS itself on this machine.
 
-Exits with 1 when a figure misses its line.
+Exits with 1 when a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -42,37 +42,37 @@ Send = Callable[[str, str, dict[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a request: plugin, operation, parameters."""
 
 
-class Line(NamedTuple):
+class Measurement(NamedTuple):
     """A figure and its limit."""
 
     what: str
     figure: float
-    line: float
+    limit: float
     unit: str
     lower: bool
 
     @property
     def passes(self) -> bool:
-        return self.figure <= self.line if self.lower else self.figure >= self.line
+        return self.figure <= self.limit if self.lower else self.figure >= self.limit
 
 
 class Board:
     """The figures of a run."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.measurements: list[Measurement] = []
 
-    def at_most(self, what: str, figure: float, line: float, unit: str = "ms") -> None:
-        self._add(Line(what, figure, line, unit, lower=True))
+    def at_most(self, what: str, figure: float, limit: float, unit: str = "ms") -> None:
+        self._add(Measurement(what, figure, limit, unit, lower=True))
 
-    def at_least(self, what: str, figure: float, line: float, unit: str = "/s") -> None:
-        self._add(Line(what, figure, line, unit, lower=False))
+    def at_least(self, what: str, figure: float, limit: float, unit: str = "/s") -> None:
+        self._add(Measurement(what, figure, limit, unit, lower=False))
 
-    def _add(self, line: Line) -> None:
-        self.lines.append(line)
-        sign = "≤" if line.lower else "≥"
-        verdict = "PASS" if line.passes else "MISS"
-        say(f"  {verdict}  {line.what}: {brief(line.figure)} {line.unit} ({sign} {brief(line.line)})")
+    def _add(self, measured: Measurement) -> None:
+        self.measurements.append(measured)
+        sign = "≤" if measured.lower else "≥"
+        verdict = "PASS" if measured.passes else "MISS"
+        say(f"  {verdict}  {measured.what}: {brief(measured.figure)} {measured.unit} ({sign} {brief(measured.limit)})")
 
 
 # The processes ----------------------------------------------------------------
@@ -216,11 +216,11 @@ async def measure(board: Board, url: str, process: subprocess.Popen[str], option
         _latency(board, "get at 2,000/s", times, (50, 5), (95, 10), (99, 15))
         times = await at_pace(lambda n: send(of(n), "delete", {"key": f"k{n}"}), 500, short)
         _latency(board, "delete at 500/s", times, (50, 5), (95, 10))
-        for keys, percent, line in ((100, 50, 10), (1_000, 95, 50), (10_000, 99, 100)):
+        for keys, percent, limit in ((100, 50, 10), (1_000, 95, 50), (10_000, 99, 100)):
             plugin = f"list-{keys}"
             await _fill(send, plugin, keys)
             times = await at_pace(lambda _, p=plugin: send(p, "list", {"limit": 10_000}), 20, short)  # type: ignore[misc]
-            _latency(board, f"list of {keys:,} keys", times, (percent, line))
+            _latency(board, f"list of {keys:,} keys", times, (percent, limit))
 
         say("\nAs fast as ten plugins can")
         mixed = mixture()
@@ -304,8 +304,8 @@ def mixture() -> Callable[[int], tuple[str, str, dict[str, Any]]]:
 
 
 def _latency(board: Board, what: str, times: list[float], *limits: tuple[int, float]) -> None:
-    for percent, line in limits:
-        board.at_most(f"{what}, p{percent}", percentile(times, percent), line)
+    for percent, limit in limits:
+        board.at_most(f"{what}, p{percent}", percentile(times, percent), limit)
 
 
 def _resident_mb(pid: int) -> float:
@@ -356,8 +356,8 @@ def main() -> int:
 
 def verdict(board: Board) -> int:
     """The exit code."""
-    missed = [line for line in board.lines if not line.passes]
-    say(f"\n{len(board.lines) - len(missed)} of {len(board.lines)} pass.")
+    missed = [each for each in board.measurements if not each.passes]
+    say(f"\n{len(board.measurements) - len(missed)} of {len(board.measurements)} pass.")
     return 1 if missed else 0
 
 

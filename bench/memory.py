@@ -20,7 +20,7 @@ _VERBS = (("put", workload.puts, goals.MEMORY_PUT), ("get", workload.gets, goals
 def measure(run: Run) -> None:
     keys = run.options.scaled(KEYS, 1_000)
     setup, findings = run.setup("memory"), run.findings
-    with setup.opened([kind() for kind in in_memory.CONTENDERS], keys) as contenders:
+    with setup.open_all([kind() for kind in in_memory.CONTENDERS], keys) as contenders:
         findings.keep_checks(setup.checks, setup.absent)
         isolating = [check.contender for check in setup.checks if check.role == "peer" and check.isolates == "yes"]
         for verb, jobs, goal in _VERBS:

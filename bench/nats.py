@@ -23,7 +23,7 @@ def measure(run: Run) -> None:
     keys, findings = run.options.scaled(KEYS, 200), run.findings
     with nats() as server:
         setup = run.setup("nats-contenders")
-        with setup.opened([kind(server.url) for kind in on_nats.CONTENDERS], keys) as contenders:
+        with setup.open_all([kind(server.url) for kind in on_nats.CONTENDERS], keys) as contenders:
             findings.keep_checks(setup.checks, setup.absent)
             for verb, jobs in (("put", workload.puts), ("get", workload.gets), ("guarded", workload.puts)):
                 found = _race(run, verb, contenders, jobs(keys), CALLERS)
@@ -41,7 +41,7 @@ def measure(run: Run) -> None:
         setup = run.setup("nats-synced-contenders")
         url = f"{server.url}?sync=always"
         synced = [on_nats.LimpetNats(url), on_nats.NatsPy(server.url), on_nats.BatchByHand(url)]
-        with setup.opened(synced, keys) as contenders:
+        with setup.open_all(synced, keys) as contenders:
             for callers in (64, 512):
                 found = _race(run, "put", contenders, workload.puts(keys), callers, synced=True)
                 say(race_table(f"\nNATS, each put synced, {callers} callers", found, OURS, setup.checks))

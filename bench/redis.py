@@ -19,7 +19,7 @@ def measure(run: Run) -> None:
     keys, findings = run.options.scaled(KEYS, 200), run.findings
     with redis({"appendonly": "yes", "appendfsync": "everysec"}) as server:
         setup = run.setup("redis-contenders")
-        with setup.opened([kind(server.url) for kind in on_redis.CONTENDERS], keys) as contenders:
+        with setup.open_all([kind(server.url) for kind in on_redis.CONTENDERS], keys) as contenders:
             findings.keep_checks(setup.checks, setup.absent)
             peers = [name for name in PEERS if name in {one.name for one in contenders}]
             found = races(run, "Redis", contenders, setup.checks, keys, ours=OURS, limits=(RAW,))

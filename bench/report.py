@@ -126,7 +126,7 @@ def brief(figure: float) -> str:
     return f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
-def shown(figure: float, unit: Unit) -> str:
+def show_figure(figure: float, unit: Unit) -> str:
     return f"{brief(figure)}x" if unit == "x" else brief(figure) if unit == "of" else f"{brief(figure)} {unit}"
 
 
@@ -145,7 +145,7 @@ def spread(line: Line) -> str:
 
 
 def by_cpu(line: Line) -> str:
-    return "" if line.by_cpu is None else shown(line.by_cpu, line.unit)
+    return "" if line.by_cpu is None else show_figure(line.by_cpu, line.unit)
 
 
 # On the terminal --------------------------------------------------------------
@@ -194,7 +194,7 @@ def lines_table(lines: Iterable[Line]) -> str:
     rows = [
         (
             line.what,
-            shown(line.figure, line.unit) if line.rounds else "",
+            show_figure(line.figure, line.unit) if line.rounds else "",
             *aim(line),
             line.verdict,
             spread(line),
@@ -210,7 +210,7 @@ def lines_table(lines: Iterable[Line]) -> str:
 
 
 def write_docs(findings: Findings, path: Path = DOCS) -> None:
-    """Put the figures between the two marks of the page, in place of what stood there."""
+    """Put the figures between the two marks of the page, replacing the old ones."""
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -234,7 +234,7 @@ def figures(findings: Findings) -> str:
     rows = [
         (
             line.what,
-            shown(line.figure, line.unit) if line.rounds else "",
+            show_figure(line.figure, line.unit) if line.rounds else "",
             *aim(line),
             f"**{line.verdict}**" if line.verdict in ("MISS", "VOID") else line.verdict,
             spread(line),

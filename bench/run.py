@@ -61,7 +61,7 @@ class Run:
 
 
 def say(text: str = "") -> None:
-    """Print at once, so that a long run shows how far it is."""
+    """Print without buffering, so that a long run shows its progress."""
     print(text, flush=True)
 
 

@@ -30,7 +30,7 @@ def _on_a_loop(run: Run) -> None:
     setup, findings = run.setup("sqlite"), run.findings
     kinds = (on_sqlite.LimpetFull, on_sqlite.LimpetNormal, *_ASYNC_PEERS, on_sqlite.DiskcacheFull, *_LIMITS)
     raw, same_work = (kind.name for kind in _LIMITS)
-    with setup.opened([kind() for kind in kinds], keys) as contenders:
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
         findings.keep_checks(setup.checks, setup.absent)
 
         puts = _race(run, "SQLite put@64", [_put_lane(run, one, keys) for one in contenders])
@@ -62,7 +62,7 @@ def _blocking(run: Run) -> None:
         *(on_sqlite.DiskcacheFull, on_sqlite.DiskcacheNormal),
     )
     full, normal = on_sqlite.DiskcacheFull.name, on_sqlite.DiskcacheNormal.name
-    with setup.opened([kind() for kind in kinds], keys) as contenders:
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
         findings.keep_checks(setup.checks, setup.absent)
 
         puts = _race(

@@ -1,4 +1,4 @@
-"""What starting costs: the import, and one command of the command line. CPU time of whole processes.
+"""The cost of starting: the import, and one command of the command line. CPU time of whole processes.
 
 The least of many tries is taken: a process cannot use less CPU than it needs, only more. The
 processes see what a user would have installed and none of the peers, because a package that

@@ -46,17 +46,19 @@ class Sweep(NamedTuple):
 
 
 def measure(run: Run) -> None:
-    def place(number: int) -> tuple[str, Count]:
+    def new_database(number: int) -> tuple[str, Count]:
         path = run.folder / f"sweep-{number}.db"
         return f"sqlite:///{path}", lambda: asyncio.to_thread(_expire_changes, path)
 
-    measure_on(run, "sweep", "SQLite FULL", place, goals.SWEEP_S)
+    measure_on(run, "sweep", "SQLite FULL", new_database, goals.SWEEP_S)
 
 
-def measure_on(run: Run, group: str, engine: str, place: Callable[[int], tuple[str, Count]], goal: goals.Goal) -> None:
+def measure_on(
+    run: Run, group: str, engine: str, new_database: Callable[[int], tuple[str, Count]], goal: goals.Goal
+) -> None:
     """The same on any engine, each round in a new database."""
     expired, findings = run.options.scaled(EXPIRED, 1_000), run.findings
-    found = [run.runner.run(_sweep(*place(number), expired)) for number in range(run.options.scaled(5, 1))]
+    found = [run.runner.run(_sweep(*new_database(number), expired)) for number in range(run.options.scaled(5, 1))]
     findings.samples[f"sweep, {engine}"] = [sweep._asdict() for sweep in found]
     say(f"\nSweep of {expired:,} expired keys beside {CALLERS} callers, {engine}")
     head = (

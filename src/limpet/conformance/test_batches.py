@@ -393,7 +393,7 @@ async def test_a_revision_that_was_skipped_names_nothing(store: limpet.Store) ->
     assert await store.entry("key") == entries[-1]
 
 
-async def test_order_and_not_distance_is_what_revisions_tell(store: limpet.Store) -> None:
+async def test_revisions_give_order_and_not_distance(store: limpet.Store) -> None:
     """Revisions may skip numbers; do not count on consecutive ones.
 
     Whatever lies between two revisions, a watch that goes on after the first gets the second next.
@@ -418,7 +418,7 @@ async def test_a_namespace_ends_where_its_last_change_was(store: limpet.Store) -
 # The commit -------------------------------------------------------------------
 
 
-async def test_a_commit_tells_the_entries_in_the_order_of_the_writes(store: limpet.Store) -> None:
+async def test_a_commit_has_the_entries_in_the_order_of_the_writes(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it."""
     keys = [f"key/{(number * 37) % 100:02}" for number in range(100)]
 
@@ -446,7 +446,7 @@ async def test_the_entries_of_a_commit_are_those_that_are_read(store: limpet.Sto
     assert [entry and entry.value for entry in commit.entries] == [2, 2, b"raw", 1, {"b": b"\xff", "c": 1}, {"a": 2}]
 
 
-async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> None:
+async def test_a_commit_shows_where_no_entry_is_left(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it."""
     await put_all(store, ["delete", "take"], 1)
 
@@ -457,7 +457,7 @@ async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> Non
     assert commit.revision == (await store.status()).revision
 
 
-async def test_a_commit_tells_what_was_taken(store: limpet.Store) -> None:
+async def test_a_commit_has_what_was_taken(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it.
 
     A commit has the entry that each write ended, with its value if it was taken.

@@ -795,7 +795,7 @@ def test_a_mapping_does_what_a_dict_does(blocking: sync.Store, seed: int) -> Non
 # Forks ------------------------------------------------------------------------
 
 
-def forked(work: Callable[[], object]) -> Callable[[], int]:
+def fork_child(work: Callable[[], object]) -> Callable[[], int]:
     """Fork and run the work in the child. Returns a function that waits for its exit code."""
     with warnings.catch_warnings():
         # Newer Pythons warn of a fork in a process that has threads, which this tests on purpose.
@@ -818,7 +818,7 @@ def forked(work: Callable[[], object]) -> Callable[[], int]:
 
 def in_child(work: Callable[[], object]) -> int:
     """Fork, run the work in the child and return its exit code."""
-    return forked(work)()
+    return fork_child(work)()
 
 
 def is_shared(store: sync.Store) -> bool:
@@ -953,7 +953,7 @@ def test_a_child_outlives_the_store_of_its_parent(url: str, namespace: str) -> N
         os.write(to_parent, b"2")
         os.read(from_parent, 1)
 
-    waiting = forked(work)
+    waiting = fork_child(work)
     os.read(from_child, 1)
     store.close()
     os.write(to_child, b"1")

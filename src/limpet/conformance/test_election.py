@@ -376,7 +376,7 @@ async def test_a_former_leader_writes_nothing(store: limpet.Store, open_store: O
 # Observing --------------------------------------------------------------------
 
 
-async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_leader_gives_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
     """`leader` gives the leader's name, token and remaining time, or None when no one leads."""
     onlooker = candidate(await open_store(), "onlooker")
     assert await onlooker.leader() is None
@@ -391,7 +391,7 @@ async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore
     assert await store.election("other", ttl=LONG_S).leader() is None
 
 
-async def test_an_observer_hears_of_every_change(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_an_observer_sees_every_change(store: limpet.Store, open_store: OpenStore) -> None:
     """Observing gives the current leader, and again whenever the leader changes."""
     other = await open_store()
     async with observing(candidate(other, "onlooker")) as seen:

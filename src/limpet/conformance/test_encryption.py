@@ -101,7 +101,7 @@ async def test_the_same_value_never_looks_the_same(sealed: limpet.Store, bare: l
     assert first.meta_json != second.meta_json
 
 
-async def test_the_log_tells_what_was_written(sealed: limpet.Store) -> None:
+async def test_the_log_has_what_was_written(sealed: limpet.Store) -> None:
     """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     async with sealed.watch() as watch:
         await sealed.put("a", limpet.Fields(n=1), meta={"by": "me"})

@@ -385,7 +385,7 @@ async def test_equals_lets_a_write_happen(store: limpet.Store) -> None:
     assert after.version == 2
 
 
-async def test_equals_does_not_ask_who_wrote_the_value(store: limpet.Store) -> None:
+async def test_equals_does_not_depend_on_who_wrote_the_value(store: limpet.Store) -> None:
     """`limpet.equals(value)` holds when the value is equal in its encoding: 1, 1.0 and true are three values.
 
     Meta and time to live are beside the value, and another life of the key may hold the same.
@@ -534,7 +534,7 @@ async def test_a_refused_writer_can_go_on(store: limpet.Store) -> None:
     assert (await store.put("key", 3)).version == 2
 
 
-async def test_a_conflict_tells_what_was_found(store: limpet.Store) -> None:
+async def test_a_conflict_has_what_was_found(store: limpet.Store) -> None:
     """Conflict carries the key, what was expected, the version and revision found, and the entry found."""
     await store.put("key", "old")
     current = await store.put("key", {"now": [1]}, ttl=600, meta={"by": "another"})

@@ -242,7 +242,7 @@ async def test_a_waiter_gets_the_lock_when_it_is_released(store: limpet.Store) -
     assert token_of(second) > token
 
 
-async def test_a_waiter_hears_of_a_release_by_another_store(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_a_waiter_is_woken_by_a_release_of_another_store(store: limpet.Store, open_store: OpenStore) -> None:
     """With `wait`, acquiring waits for the release."""
     other = await open_store()
     first = await acquire_lock(other, "job")
@@ -500,7 +500,7 @@ async def test_a_cancelled_waiter_leaves_the_line(store: limpet.Store, place: in
     assert await store.locks() == []
 
 
-async def test_a_handover_asks_once_however_many_wait(store: limpet.Store) -> None:
+async def test_a_handover_tries_once_however_many_wait(store: limpet.Store) -> None:
     """Handing a lock over costs the same, however many callers wait.
 
     Each waiter tries in vain when it is first in the queue, tries again after the release, and releases the lock.

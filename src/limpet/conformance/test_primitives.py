@@ -1282,7 +1282,7 @@ async def test_not_more_is_due_than_requested(primitives: Primitives, elapse: El
     assert (await primitives.status()).keys == 0
 
 
-async def test_asking_what_is_due_changes_nothing(
+async def test_listing_what_is_due_changes_nothing(
     primitives: Primitives, elapse: Elapse, open_store: OpenStore
 ) -> None:
     """Listing them changes nothing; two callers get the same list."""
@@ -1477,7 +1477,7 @@ async def test_the_time_is_what_decides_about_expiry(
     assert only(await other.must_commit(put("a"))).created_ms >= entry.expires_ms
 
 
-async def test_it_tells_for_how_long_time_stands_still(
+async def test_the_status_has_for_how_long_time_stands_still(
     primitives: Primitives, elapse: Elapse, set_back: SetBack
 ) -> None:
     """`behind_ms` is how far the engine's clock is behind that time, which stands still meanwhile."""

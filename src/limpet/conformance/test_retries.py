@@ -450,7 +450,7 @@ async def test_what_changed_nothing_has_an_outcome(store: limpet.Store) -> None:
     assert (outcome.entries, outcome.ended) == ((None,), (None,))
 
 
-async def test_asking_for_an_outcome_changes_nothing(store: limpet.Store) -> None:
+async def test_reading_an_outcome_changes_nothing(store: limpet.Store) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
     entry = await store.put("a", 1, request_id="request-1")
     assert await store.outcome("request-1") == await store.outcome("request-1")

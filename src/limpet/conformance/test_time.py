@@ -1047,7 +1047,7 @@ async def test_a_key_that_could_not_be_ended_has_one_expire_event(store: limpet.
     assert [event.op for event in events] == ["put", "expire"]
 
 
-async def test_writers_who_race_for_an_expired_key_tell_one_expiry(
+async def test_writers_who_race_for_an_expired_key_log_one_expiry(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.

@@ -1071,7 +1071,7 @@ FAILURES: dict[str, tuple[type[LimpetError], Callable[[Any], Awaitable[object]]]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_no_error_tells_the_value(store: limpet.Store, failure: str) -> None:
+async def test_no_error_shows_the_value(store: limpet.Store, failure: str) -> None:
     """An error message never holds the value."""
     await store.put("text", HIDDEN)
     await store.record("record").put({"f": HIDDEN})

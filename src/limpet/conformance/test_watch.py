@@ -74,7 +74,7 @@ async def history(store: limpet.Store, key: str) -> list[limpet.Event]:
     return [event async for event in store.history(key)]
 
 
-def replayed(events: Iterable[limpet.Event]) -> dict[str, Any]:
+def replay(events: Iterable[limpet.Event]) -> dict[str, Any]:
     """The state that a watcher gets by applying every event."""
     state: dict[str, Any] = {}
     for event in events:
@@ -85,11 +85,11 @@ def replayed(events: Iterable[limpet.Event]) -> dict[str, Any]:
     return state
 
 
-async def stored(store: limpet.Store) -> dict[str, Any]:
+async def read_all(store: limpet.Store) -> dict[str, Any]:
     return {entry.key: entry.value async for entry in store.scan()}
 
 
-def named(events: Iterable[limpet.Event]) -> list[tuple[str, int]]:
+def keys_and_revisions(events: Iterable[limpet.Event]) -> list[tuple[str, int]]:
     return [(event.key, event.revision) for event in events]
 
 
@@ -198,7 +198,7 @@ async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
         (event.op, event.key, event.revision, event.commit, event.entry and event.entry.expires_at) for event in events
     ]
     assert found == owed
-    assert replayed(events) == {key: key for key in keys}
+    assert replay(events) == {key: key for key in keys}
 
 
 async def test_what_changes_nothing_is_not_delivered(store: limpet.Store) -> None:
@@ -231,7 +231,7 @@ async def test_a_watcher_that_is_cancelled_goes_on_without_a_gap(store: limpet.S
                 events.append(await asyncio.wait_for(asking, SOON_S))
         await assert_quiet(watch)
 
-    assert named(events) == await writing
+    assert keys_and_revisions(events) == await writing
 
 
 # Patterns ---------------------------------------------------------------------
@@ -339,13 +339,13 @@ async def test_a_watch_begins_with_its_first_request(store: limpet.Store) -> Non
     await watch.aclose()
 
 
-async def test_a_change_between_entering_and_asking_is_delivered(store: limpet.Store) -> None:
+async def test_a_change_between_entering_and_reading_is_delivered(store: limpet.Store) -> None:
     """A watch begins when it is entered or first read, and delivers the changes after that."""
     async with store.watch() as watch:
         made = await fill(store, 30)
         await asyncio.sleep(0.05)
 
-        assert named(await next_events(watch, 30)) == made
+        assert keys_and_revisions(await next_events(watch, 30)) == made
 
 
 # The initial entries ----------------------------------------------------------
@@ -454,11 +454,11 @@ async def test_nothing_is_lost_or_doubled_while_others_write(store: limpet.Store
     before, after = events[:synced], events[synced + 1 :]
     assert [event.key for event in before] == sorted({event.key for event in before})
     assert ascend(after)
-    assert len({*named(before), *named(after)}) == len(before) + len(after)
-    assert replayed(events) == await stored(store)
+    assert len({*keys_and_revisions(before), *keys_and_revisions(after)}) == len(before) + len(after)
+    assert replay(events) == await read_all(store)
 
 
-async def test_a_change_made_before_the_first_question_comes_once(store: limpet.Store) -> None:
+async def test_a_change_made_before_the_first_read_comes_once(store: limpet.Store) -> None:
     """Nothing is lost or doubled between the initial entries and the changes.
 
     The watch has begun and has read nothing yet. A write at this time is either among the entries
@@ -475,9 +475,9 @@ async def test_a_change_made_before_the_first_question_comes_once(store: limpet.
         events += await until_key(watch, "end")
         await assert_quiet(watch)
 
-    changes = [pair for pair, event in zip(named(events), events, strict=True) if event.op != "synced"]
+    changes = [pair for pair, event in zip(keys_and_revisions(events), events, strict=True) if event.op != "synced"]
     assert len({*changes}) == len(changes)
-    assert replayed(events) == {"a": 2, "c": 1, "end": 1}
+    assert replay(events) == {"a": 2, "c": 1, "end": 1}
 
 
 # What an event carries --------------------------------------------------------
@@ -802,7 +802,7 @@ async def test_a_resumed_watch_goes_from_the_past_into_the_present(store: limpet
     async with store.watch(after=position) as resumed:
         events = await next_events(resumed, 1400)
 
-    assert named(events) == past + await writing
+    assert keys_and_revisions(events) == past + await writing
 
 
 async def test_events_of_history_are_positions_too(store: limpet.Store) -> None:
@@ -832,7 +832,7 @@ async def test_revision_zero_is_the_beginning(store: limpet.Store) -> None:
     made = await fill(store, 20)
 
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 20)) == made
+        assert keys_and_revisions(await next_events(watch, 20)) == made
 
 
 async def test_the_revision_of_a_commit_is_behind_its_batch(store: limpet.Store) -> None:
@@ -870,7 +870,7 @@ async def test_a_revision_outlives_the_store_that_gave_it(open_store: OpenStore)
 
     again = await open_store()
     async with again.watch(after=seen.revision) as resumed:
-        assert named(await next_events(resumed, 50)) == made
+        assert keys_and_revisions(await next_events(resumed, 50)) == made
 
 
 # Where a watch cannot begin ---------------------------------------------------
@@ -944,7 +944,7 @@ async def test_a_watcher_that_falls_behind_trimming_gets_an_error(open_store: Op
         except Compacted:
             pass
         else:
-            assert named(events[:-1]) == made
+            assert keys_and_revisions(events[:-1]) == made
 
 
 async def test_a_position_of_another_namespace_is_reported(store: limpet.Store) -> None:
@@ -1033,7 +1033,7 @@ async def test_a_position_of_another_history_is_reported(store: limpet.Store) ->
         with pytest.raises(Compacted, match="another history"):
             await next_event(store.watch(after=of_another_history(event.position)))
         async with store.watch(after=event.position) as resumed:
-            assert named(await next_events(resumed, 20 - done)) == made[done:]
+            assert keys_and_revisions(await next_events(resumed, 20 - done)) == made[done:]
 
 
 async def test_a_batch_of_another_history_is_reported(store: limpet.Store) -> None:
@@ -1204,7 +1204,7 @@ async def test_the_beginning_belongs_to_every_history(store: limpet.Store) -> No
     made = await fill(store, 5)
 
     async with store.watch(after=position) as resumed:
-        assert named(await next_events(resumed, 5)) == made
+        assert keys_and_revisions(await next_events(resumed, 5)) == made
 
 
 # Slow watchers ----------------------------------------------------------------
@@ -1223,7 +1223,7 @@ async def test_a_slow_watcher_gets_everything(store: limpet.Store) -> None:
         events = await next_events(slow, 3601)
         await assert_quiet(slow)
 
-    assert named(events) == [*made, ("end", end.revision)]
+    assert keys_and_revisions(events) == [*made, ("end", end.revision)]
 
 
 async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.Store) -> None:
@@ -1238,7 +1238,7 @@ async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.
         await next_event(quick)
         events += await next_events(slow, 4000 - len(events))
 
-    assert named(events) == made
+    assert keys_and_revisions(events) == made
 
 
 async def test_a_watcher_that_never_reads_holds_up_no_other_caller(store: limpet.Store) -> None:
@@ -1250,7 +1250,7 @@ async def test_a_watcher_that_never_reads_holds_up_no_other_caller(store: limpet
 
         async with asyncio.timeout(4 * SOON_S):
             made = await fill(store, 1000)
-            assert named(await next_events(quick, 1000)) == made
+            assert keys_and_revisions(await next_events(quick, 1000)) == made
 
 
 async def test_a_dropping_watcher_says_how_many_it_dropped(store: limpet.Store) -> None:
@@ -1281,7 +1281,7 @@ async def test_a_dropping_watcher_far_behind_counts_right(store: limpet.Store) -
     assert dropped > 0
     assert dropped + len(kept) == 3601
     assert ascend(kept)
-    assert {*named(kept)} <= {*made, ("end", end.revision)}
+    assert {*keys_and_revisions(kept)} <= {*made, ("end", end.revision)}
 
 
 async def test_a_dropping_watcher_that_keeps_up_drops_nothing(store: limpet.Store) -> None:
@@ -1313,7 +1313,7 @@ async def test_forty_watchers_see_every_change(store: limpet.Store) -> None:
         made = await fill(store, 50)
 
         for watch in watches:
-            assert named(await next_events(watch, 50)) == made
+            assert keys_and_revisions(await next_events(watch, 50)) == made
 
 
 async def test_watchers_of_different_patterns_do_not_disturb_each_other(store: limpet.Store) -> None:
@@ -1360,7 +1360,7 @@ async def test_writes_of_two_stores_are_one_log(store: limpet.Store, open_store:
         seen_here, seen_there = await next_events(here, 800), await next_events(there, 800)
 
     assert seen_here == seen_there
-    assert sorted(named(seen_here)) == sorted(first + second)
+    assert sorted(keys_and_revisions(seen_here)) == sorted(first + second)
     assert ascend(seen_here)
 
 
@@ -1395,7 +1395,7 @@ async def test_closing_the_store_ends_who_waits(open_store: OpenStore) -> None:
     assert [event.op for event in synced] == ["synced"]
 
 
-async def test_closing_the_store_ends_who_asks_later(open_store: OpenStore) -> None:
+async def test_closing_the_store_ends_later_requests(open_store: OpenStore) -> None:
     """Closing the store ends its watches normally."""
     store = await open_store()
     watch = store.watch()
@@ -1527,7 +1527,7 @@ async def test_history_takes_a_key_and_no_pattern(store: limpet.Store, key: str)
     assert [(event.key, event.value) for event in await history(store, key)] == [(key, "this")]
 
 
-async def test_history_and_watch_tell_the_same(store: limpet.Store) -> None:
+async def test_history_and_watch_give_the_same(store: limpet.Store) -> None:
     """`history` gives the changes of a key that are still in the log, oldest first."""
     writes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.record("r").set(a=1),
@@ -1678,7 +1678,7 @@ async def test_the_log_keeps_what_is_within_its_window(open_store: OpenStore, el
 
     assert await store.trim() == 0
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 50)) == made
+        assert keys_and_revisions(await next_events(watch, 50)) == made
 
 
 async def test_what_is_too_old_leaves_the_log(open_store: OpenStore, elapse: Elapse) -> None:
@@ -1725,7 +1725,7 @@ async def test_what_is_too_much_leaves_the_log(open_store: OpenStore) -> None:
     assert await store.trim() == 30
     assert (await store.status()).log_changes == 100
     async with store.watch(after=made[0][1]) as watch:
-        assert named(await next_events(watch, 29)) == made[1:]
+        assert keys_and_revisions(await next_events(watch, 29)) == made[1:]
 
 
 async def test_what_is_too_large_leaves_the_log(open_store: OpenStore) -> None:
@@ -1753,7 +1753,7 @@ async def test_the_last_minute_stays_whatever_the_size(open_store: OpenStore, el
 
     assert await store.trim() == 0
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 20)) == made
+        assert keys_and_revisions(await next_events(watch, 20)) == made
     await elapse(1.6)
     assert await store.trim() == 20
 
@@ -1807,4 +1807,4 @@ async def test_another_namespace_keeps_its_log(open_store: OpenStore) -> None:
     await store.trim()
 
     async with other.watch(after=0) as watch:
-        assert named(await next_events(watch, 5)) == made
+        assert keys_and_revisions(await next_events(watch, 5)) == made
