@@ -513,21 +513,21 @@ def test_threads_that_wait_for_a_lock_get_it_in_order(blocking: sync.Store) -> N
     first = blocking.lock("job", ttl=60).acquire()
     order: list[int] = []
 
-    def in_line(callers: int) -> None:
+    def wait_for_queue(callers: int) -> None:
         give_up = time.monotonic() + PATIENCE_S
         while session_of(blocking).turns.waiting(("lock", blocking.name, "job")) != callers:
             assert time.monotonic() < give_up
             time.sleep(0.001)
 
     def work(number: int) -> None:
-        in_line(number)
+        wait_for_queue(number)
         with blocking.lock("job", ttl=60, wait=60):
             order.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
-    in_line(6)
+    wait_for_queue(6)
     first.release()
     for thread in threads:
         thread.join()

@@ -11,7 +11,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, fail, in_line, raising
+from limpet.conformance.support import PATIENCE_S, fail, raising, wait_for_queue
 from limpet.errors import Ambiguous, InvalidTTL, InvalidValue, LockExpired, LockHeld, LockLost, LockNotHeld
 
 TTL_S = 0.8
@@ -174,10 +174,10 @@ async def test_a_lead_whose_renewal_is_not_answered_is_renewed_again(store: limp
     A renewal whose outcome stayed unknown once ended all further renewals.
     """
     election = await leading(store, "first", ttl=4)
-    line = fail(store, after=5)
-    await while_time_passes(elapse, lambda: line.after == 0)
-    renewals = line.commits
-    await while_time_passes(elapse, lambda: line.commits >= renewals + 4)
+    failing = fail(store, after=5)
+    await while_time_passes(elapse, lambda: failing.after == 0)
+    renewals = failing.commits
+    await while_time_passes(elapse, lambda: failing.commits >= renewals + 4)
 
     election.check()
     assert await name_of_leader(election) == "first"
@@ -222,7 +222,7 @@ async def test_candidates_lead_in_the_order_they_campaigned(store: limpet.Store)
     campaigning = []
     for number in range(6):
         campaigning.append(asyncio.ensure_future(lead(number)))
-        await in_line(store, number + 1, "lock", store.name, "leader")
+        await wait_for_queue(store, number + 1, "lock", store.name, "leader")
     await first.resign()
     await asyncio.wait_for(asyncio.gather(*campaigning), PATIENCE_S)
 
@@ -249,9 +249,9 @@ async def test_only_a_leader_resigns(store: limpet.Store, elapse: Elapse) -> Non
     with pytest.raises(LockNotHeld):
         await candidate(store, "never").resign()
     election = await leading(store, "first", ttl=TTL_S)
-    line = fail(store, before=10**9)
+    failing = fail(store, before=10**9)
     await while_time_passes(elapse, lambda: election.lost)
-    line.before = 0
+    failing.before = 0
 
     with pytest.raises(LockExpired):
         await election.resign()
@@ -419,9 +419,9 @@ async def test_an_observer_that_comes_late_sees_who_leads(store: limpet.Store, e
             await await_renewal(election, elapse)
         assert seen == ["first"]
 
-        line = fail(store, before=10**9)
+        failing = fail(store, before=10**9)
         await while_time_passes(elapse, lambda: election.lost)
-        line.before = 0
+        failing.before = 0
         await while_time_passes(elapse, lambda: len(seen) > 1)
 
     assert seen == ["first", None]

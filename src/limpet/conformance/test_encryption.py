@@ -37,7 +37,7 @@ async def sealed(open_store: OpenStore) -> limpet.Store:
 async def bare(open_store: OpenStore, url: str, monkeypatch: pytest.MonkeyPatch) -> limpet.Store:
     """The same database, opened without encryption keys."""
     if "encryption=" in url:
-        pytest.skip("there is no way around encryption that the URL asks for")
+        pytest.skip("the URL itself turns encryption on, so no store can be opened without it")
     monkeypatch.delenv("LIMPET_ENCRYPTION_KEYS", raising=False)
     return await open_store()
 
@@ -201,9 +201,9 @@ async def test_an_altered_entry_is_reported(sealed: limpet.Store, bare: limpet.S
     await sealed.put("a", "secret" * 10)
     found = await bare.get("a")
 
-    places = {"first byte": 0, "nonce": 10, "middle": len(found) // 2, "last byte": len(found) - 1}
-    if part in places:
-        at = places[part]
+    offsets = {"first byte": 0, "nonce": 10, "middle": len(found) // 2, "last byte": len(found) - 1}
+    if part in offsets:
+        at = offsets[part]
         altered = found[:at] + bytes([found[at] ^ 1]) + found[at + 1 :]
     else:
         altered = {
@@ -461,7 +461,7 @@ async def test_a_store_without_keys_has_none_to_change(bare: limpet.Store) -> No
 async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A URL names where the keys are, by `encryption=env:NAME` or `file:PATH`, and one that holds a key is refused."""
     if "encryption=" in url:
-        pytest.skip("this URL says it already")
+        pytest.skip("this URL has the option already")
     key = base64.b64encode(OLD).decode()
     monkeypatch.setenv("SOME_KEYS", f"old:{key}")
     (tmp_path / "keys").write_text(f"# of this test\nold:{key}\n")
@@ -480,7 +480,7 @@ async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypat
 async def test_keys_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no keys given, those in `LIMPET_ENCRYPTION_KEYS` are used, unless the URL has `encryption=off`."""
     if "encryption=" in url:
-        pytest.skip("this URL says where the keys are")
+        pytest.skip("this URL names the keyring already")
     monkeypatch.setenv("LIMPET_ENCRYPTION_KEYS", f"old:{base64.b64encode(OLD).decode()}")
     joint = "&" if "?" in url else "?"
 

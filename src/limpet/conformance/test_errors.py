@@ -66,7 +66,7 @@ EXAMPLES: list[LimpetError] = [
     errors.LockLost("job", token=5),
     errors.Compacted("revision 3 was trimmed", oldest=9),
     errors.Compacted("the position belongs to another store"),
-    errors.Unavailable("the line is cut"),
+    errors.Unavailable("the connection is lost"),
     errors.Contention("a", attempts=64),
     errors.RateLimited("too fast", retry_after=1.5),
     errors.Ambiguous("the answer is lost", request_id="request-1", since=7),

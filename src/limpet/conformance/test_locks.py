@@ -13,7 +13,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, count, fail, in_line, raising, session_of
+from limpet.conformance.support import PATIENCE_S, count, fail, raising, session_of, wait_for_queue
 from limpet.errors import (
     Ambiguous,
     Conflict,
@@ -386,18 +386,18 @@ async def test_waiters_are_served_in_the_order_they_came(store: limpet.Store) ->
     working = []
     for number in range(10):
         working.append(asyncio.ensure_future(work(number)))
-        await in_line(store, number + 1, "lock", store.name, "job")
+        await wait_for_queue(store, number + 1, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
 
     assert order == list(range(10))
 
 
-async def test_namespaces_and_names_have_lines_of_their_own(store: limpet.Store) -> None:
+async def test_namespaces_and_names_have_separate_queues(store: limpet.Store) -> None:
     """Callers of one opened store that wait for a lock get it in the order they came."""
     first = await acquire_lock(store, "job")
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
-    await in_line(store, 1, "lock", store.name, "job")
+    await wait_for_queue(store, 1, "lock", store.name, "job")
 
     await asyncio.wait_for(store.lock("other", ttl=LONG_S, wait=LONG_S).acquire(), PATIENCE_S)
     elsewhere = store.namespace(f"{store.name}-b").lock("job", ttl=LONG_S, wait=LONG_S)
@@ -414,29 +414,29 @@ async def test_waiters_of_several_stores_are_all_served(store: limpet.Store, ope
     first = await acquire_lock(store, "job")
     order: list[tuple[int, int]] = []
 
-    async def work(place: int, number: int) -> None:
-        lock = stores[place].lock("job", ttl=LONG_S, wait=LONG_S)
+    async def work(store_number: int, number: int) -> None:
+        lock = stores[store_number].lock("job", ttl=LONG_S, wait=LONG_S)
         await lock.acquire()
-        order.append((place, number))
+        order.append((store_number, number))
         await lock.release()
 
     working = []
     for number in range(5):
-        for place, each in enumerate(stores):
-            working.append(asyncio.ensure_future(work(place, number)))
-            await in_line(each, number + 1, "lock", store.name, "job")
+        for store_number, each in enumerate(stores):
+            working.append(asyncio.ensure_future(work(store_number, number)))
+            await wait_for_queue(each, number + 1, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
 
-    for place in range(2):
-        assert [number for its, number in order if its == place] == list(range(5))
+    for store_number in range(2):
+        assert [number for its, number in order if its == store_number] == list(range(5))
 
 
 async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> None:
     """With `wait=0` no caller queues: a free lock is taken, and a held one is LockHeld."""
     first = await acquire_lock(store, "job", holder="first")
     waiting = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(3)]
-    await in_line(store, 3, "lock", store.name, "job")
+    await wait_for_queue(store, 3, "lock", store.name, "job")
 
     with pytest.raises(LockHeld) as caught:
         await asyncio.wait_for(store.lock("job", ttl=1).acquire(), PATIENCE_S)
@@ -448,35 +448,35 @@ async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> No
     await acquire_lock(store, "job")
 
 
-async def test_a_waiter_that_gives_up_leaves_the_line(store: limpet.Store, elapse: Elapse) -> None:
+async def test_a_waiter_that_gives_up_leaves_the_queue(store: limpet.Store, elapse: Elapse) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     first = await acquire_lock(store, "job", holder="first")
-    place = ("lock", store.name, "job")
+    queue = ("lock", store.name, "job")
     ahead = asyncio.ensure_future(take_and_release(store, "job"))
-    await in_line(store, 1, *place)
+    await wait_for_queue(store, 1, *queue)
     hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
-    await in_line(store, 2, *place)
+    await wait_for_queue(store, 2, *queue)
     behind = asyncio.ensure_future(take_and_release(store, "job"))
-    await in_line(store, 3, *place)
+    await wait_for_queue(store, 3, *queue)
 
     with pytest.raises(LockHeld) as caught:
         await while_time_passes(elapse, hasty)
     assert (caught.value.holder, caught.value.token) == ("first", first.token)
     assert caught.value.remaining > 0
-    await in_line(store, 2, *place)
+    await wait_for_queue(store, 2, *queue)
     await first.release()
     await asyncio.wait_for(asyncio.gather(ahead, behind), PATIENCE_S)
 
-    await in_line(store, 0, *place)
+    await wait_for_queue(store, 0, *queue)
 
 
-async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
+async def test_the_first_in_the_queue_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     await acquire_lock(store, "job", ttl=2)
     hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
-    await in_line(store, 1, "lock", store.name, "job")
+    await wait_for_queue(store, 1, "lock", store.name, "job")
     behind = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
-    await in_line(store, 2, "lock", store.name, "job")
+    await wait_for_queue(store, 2, "lock", store.name, "job")
 
     with pytest.raises(LockHeld):
         await while_time_passes(elapse, hasty)
@@ -485,15 +485,15 @@ async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.
 
 
 @pytest.mark.face("async")
-@pytest.mark.parametrize("place", [0, 1, 2])
-async def test_a_cancelled_waiter_leaves_the_line(store: limpet.Store, place: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_cancelled_waiter_leaves_the_queue(store: limpet.Store, number: int) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
     first = await acquire_lock(store, "job")
     waiting = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(3)]
-    await in_line(store, 3, "lock", store.name, "job")
+    await wait_for_queue(store, 3, "lock", store.name, "job")
 
-    waiting.pop(place).cancel()
-    await in_line(store, 2, "lock", store.name, "job")
+    waiting.pop(number).cancel()
+    await wait_for_queue(store, 2, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
 
@@ -510,7 +510,7 @@ async def test_a_handover_tries_once_however_many_wait(store: limpet.Store) -> N
     engine, waiters = count(store), 40
 
     working = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(waiters)]
-    await in_line(store, waiters, "lock", store.name, "job")
+    await wait_for_queue(store, waiters, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), 3 * PATIENCE_S)
 
@@ -729,8 +729,8 @@ async def test_a_context_renews_its_lock(store: limpet.Store, elapse: Elapse) ->
 async def test_renewal_rides_out_a_short_failure(store: limpet.Store, elapse: Elapse) -> None:
     """A lock used as a context renews itself while its body runs."""
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, before=3)
-        await until(elapse, lambda: line.before == 0)
+        failing = fail(store, before=3)
+        await until(elapse, lambda: failing.before == 0)
         async with asyncio.timeout(PATIENCE_S):
             while not any(found.remaining > 3 for found in await store.locks()):
                 await elapse(0.05)
@@ -911,10 +911,10 @@ async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store
     A renewal whose outcome stayed unknown once ended all further renewals, without an error.
     """
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, after=5)
-        await until(elapse, lambda: line.after == 0)
-        renewals = line.commits
-        await until(elapse, lambda: line.commits >= renewals + 4)
+        failing = fail(store, after=5)
+        await until(elapse, lambda: failing.after == 0)
+        renewals = failing.commits
+        await until(elapse, lambda: failing.commits >= renewals + 4)
 
         lock.check()
         assert [found.token for found in await store.locks()] == [lock.token]
@@ -924,10 +924,10 @@ async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store
 async def test_a_renewal_that_is_refused_for_a_moment_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
     """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over."""
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, before=5)
-        await until(elapse, lambda: line.before == 0)
-        renewals = line.commits
-        await until(elapse, lambda: line.commits >= renewals + 4)
+        failing = fail(store, before=5)
+        await until(elapse, lambda: failing.before == 0)
+        renewals = failing.commits
+        await until(elapse, lambda: failing.commits >= renewals + 4)
 
         lock.check()
     assert not lock.lost
@@ -939,7 +939,7 @@ async def test_a_renewal_that_stays_unknown_loses_the_lock(store: limpet.Store, 
 
     async def work() -> None:
         async with lock:
-            with raising(store, Ambiguous("the line is cut, the answer is lost", request_id="1", since=0)):
+            with raising(store, Ambiguous("the connection is lost, and the reply with it", request_id="1", since=0)):
                 await until(elapse, lambda: lock.lost)
             with pytest.raises(LockLost):
                 lock.check()
@@ -1315,7 +1315,7 @@ async def test_an_error_of_the_body_comes_through_whatever_the_release_raises(
 
 @pytest.mark.parametrize(
     "error",
-    [Ambiguous("the answer is lost", request_id="1", since=0), Unavailable("the line is cut")],
+    [Ambiguous("the answer is lost", request_id="1", since=0), Unavailable("the connection is lost")],
     ids=lambda error: type(error).__name__,
 )
 async def test_a_lock_that_cannot_be_given_back_ends_by_itself(

@@ -462,10 +462,10 @@ async def test_reading_an_outcome_changes_nothing(store: limpet.Store) -> None:
 
 async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
-    line = fail(store, after=5)
+    failing = fail(store, after=5)
     with pytest.raises(Ambiguous) as caught:
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
-    assert line.after == 0
+    assert failing.after == 0
     assert caught.value.request_id == "request-1"
 
     outcome = await store.outcome("request-1")
@@ -496,10 +496,10 @@ async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet
 
 async def test_an_unsent_write_has_no_outcome(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
-    line = fail(store, before=5)
+    failing = fail(store, before=5)
     with pytest.raises(Unavailable):
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
-    assert line.before == 0
+    assert failing.before == 0
 
     assert await store.outcome("request-1") is None
     assert await store.add("n", 5, request_id="request-1") == 5
@@ -602,14 +602,14 @@ async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, wri
     for each in (store, calm):
         await prepare(each)
     right = await act(calm, {})
-    line = fail(store, after=lost)
+    failing = fail(store, after=lost)
 
     result = await while_time_passes(elapse, act(store, {}))
 
     assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
     assert (await store.status()).log_changes == (await calm.status()).log_changes
-    assert line.commits == lost + 1
+    assert failing.commits == lost + 1
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -619,14 +619,14 @@ async def test_a_lost_answer_under_an_id_is_settled(store: limpet.Store, elapse:
     for each in (store, calm):
         await prepare(each)
     right = await WRITES[write](calm, {"request_id": "request-1"})
-    line = fail(store, after=2)
+    failing = fail(store, after=2)
 
     result = await while_time_passes(elapse, WRITES[write](store, {"request_id": "request-1"}))
     again = await WRITES[write](store, {"request_id": "request-1"})
 
     assert comparable(result) == comparable(again) == comparable(right)
     assert await state(store) == await state(calm)
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 async def test_others_who_write_meanwhile_are_not_overwritten(
@@ -637,7 +637,7 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
     The write was applied, its reply was lost, and another caller wrote before the store could retry.
     """
     other = await open_store()
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     async with other.watch("a") as watch:
         putting = asyncio.ensure_future(store.put("a", "mine"))
         await next_event(watch)
@@ -647,7 +647,7 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
 
     assert (entry.value, entry.version) == ("mine", 1)
     assert await store.get("a") == "theirs"
-    assert line.commits == 2
+    assert failing.commits == 2
 
 
 async def test_a_lost_take_does_not_take_twice(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
@@ -680,15 +680,15 @@ async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse
     Acquiring must not be refused because of its own first attempt.
     """
     lock = store.lock("job", ttl=60)
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     await while_time_passes(elapse, lock.acquire())
     (found,) = await store.locks()
     assert found.token == lock.token
-    assert line.commits == 2
+    assert failing.commits == 2
 
-    line.after = 1
+    failing.after = 1
     await while_time_passes(elapse, lock.refresh())
-    line.after = 1
+    failing.after = 1
     await while_time_passes(elapse, lock.release())
 
     assert await store.locks() == []
@@ -700,12 +700,12 @@ async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elaps
 
     The store tries five times and five times the reply is lost. Then it raises Ambiguous.
     """
-    line = fail(store, after=100)
+    failing = fail(store, after=100)
 
     with pytest.raises(Ambiguous) as caught:
         await while_time_passes(elapse, store.add("n"))
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert (caught.value.retryable, caught.value.outcome) == (True, "unknown")
     assert await store.get("n") == 1
 
@@ -715,16 +715,16 @@ async def test_a_failure_after_a_lost_answer_is_ambiguous(store: limpet.Store, e
 
     The first reply was lost and then nothing could be sent. So the write may have been applied.
     """
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     async with store.watch("n") as watch:
         adding = asyncio.ensure_future(store.add("n"))
         await next_event(watch)
-    line.before = 100
+    failing.before = 100
 
     with pytest.raises(Ambiguous):
         await while_time_passes(elapse, adding)
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert await store.get("n") == 1
 
 
@@ -739,13 +739,13 @@ async def test_a_failure_that_passes_is_not_seen(store: limpet.Store, elapse: El
     for each in (store, calm):
         await prepare(each)
     right = await act(calm, {})
-    line = fail(store, before=4)
+    failing = fail(store, before=4)
 
     result = await while_time_passes(elapse, act(store, {}))
 
     assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
-    assert line.commits == 5
+    assert failing.commits == 5
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -753,12 +753,12 @@ async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: 
     """A call that fails for a moment is tried again by the store, at most 5 times."""
     await prepare(store)
     before, revision = await state(store), (await store.status()).revision
-    line = fail(store, before=5)
+    failing = fail(store, before=5)
 
     with pytest.raises(Unavailable) as caught:
         await while_time_passes(elapse, WRITES[write](store, {}))
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert (caught.value.retryable, caught.value.outcome) == (True, "unavailable")
     assert await state(store) == before
     assert (await store.status()).revision == revision
@@ -767,11 +767,11 @@ async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: 
 async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Store, elapse: Elapse) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
     lock = store.lock("job", ttl=60)
-    line = fail(store, before=4)
+    failing = fail(store, before=4)
     await while_time_passes(elapse, lock.acquire())
-    assert line.commits == 5
+    assert failing.commits == 5
 
-    line.before = 5
+    failing.before = 5
     with pytest.raises(Unavailable):
         await while_time_passes(elapse, lock.release())
     await while_time_passes(elapse, lock.release())
@@ -781,11 +781,11 @@ async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Stor
 
 async def test_failures_of_both_kinds_are_settled(store: limpet.Store, elapse: Elapse) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
-    line = fail(store, before=2, after=2)
+    failing = fail(store, before=2, after=2)
 
     assert await while_time_passes(elapse, store.add("n", 3)) == 3
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert await store.get("n") == 3
 
 
@@ -805,7 +805,7 @@ class FailingReads:
         self.calls += 1
         if self.failures > 0:
             self.failures -= 1
-            raise Unavailable("the line is cut")
+            raise Unavailable("the connection is lost")
         return await getattr(self._engine, self._failing)(*args, **options)
 
 
@@ -889,19 +889,19 @@ CONFLICTS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
 async def test_a_conflict_is_raised_at_once(store: limpet.Store, write: str) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
-    line = fail(store)
+    failing = fail(store)
 
     with pytest.raises(Conflict):
         await CONFLICTS[write](store)
 
-    assert line.commits == 1
+    assert failing.commits == 1
 
 
 async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
     await store.lock("job", ttl=60).acquire()
-    line = fail(store)
+    failing = fail(store)
 
     assert not await store.record("record").swap("a", 99, 2)
     with pytest.raises(TypeMismatch):
@@ -911,7 +911,7 @@ async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
     with pytest.raises(LockHeld):
         await store.lock("job", ttl=60).acquire()
 
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 def interfering(
@@ -944,14 +944,14 @@ async def test_update_tries_again_after_a_conflict(
     """A conflict is never retried by the store, except in `update`."""
     other, calls = await open_store(), list[Any]()
     await store.put("n", 0)
-    line = fail(store)
+    failing = fail(store)
     change = interfering(face, calls, lambda: other.add("n"), times=3)
 
     entry = await while_time_passes(elapse, store.update("n", change))
 
     assert calls == [0, 1, 2, 3]
     assert entry.value == 103
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 async def test_update_without_conflict_runs_once(store: limpet.Store, face: str) -> None:

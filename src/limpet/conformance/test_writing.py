@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, count, in_line, in_thread, next_event, session_of
+from limpet.conformance.support import PATIENCE_S, count, in_thread, next_event, session_of, wait_for_queue
 from limpet.engine import Engine
 from limpet.errors import Conflict, InvalidKey, InvalidValue
 from limpet.model import Entry, Family
@@ -1247,7 +1247,7 @@ async def test_updates_take_turns_in_the_order_they_came(open_store: OpenStore) 
     updating = []
     for number in range(8):
         updating.append(asyncio.ensure_future(store.update("k", functools.partial(change, number=number))))
-        await in_line(store, number + 1, "update", store.name, "k")
+        await wait_for_queue(store, number + 1, "update", store.name, "k")
     await running.wait()
     await store.update("another", lambda _: 1)
     go_on.set()
@@ -1268,7 +1268,7 @@ async def test_a_cancelled_update_leaves_its_turn_to_the_next(open_store: OpenSt
     updating = [asyncio.ensure_future(store.update("k", wait))]
     for number in range(3):
         updating.append(asyncio.ensure_future(store.update("k", lambda found: (found or 0) + 1)))
-        await in_line(store, number + 2, "update", store.name, "k")
+        await wait_for_queue(store, number + 2, "update", store.name, "k")
     updating[2].cancel()
     updating[0].cancel()
 
@@ -1276,7 +1276,7 @@ async def test_a_cancelled_update_leaves_its_turn_to_the_next(open_store: OpenSt
 
     assert [isinstance(each, asyncio.CancelledError) for each in done] == [True, False, True, False]
     assert await store.get("k") == 2
-    await in_line(store, 0, "update", store.name, "k")
+    await wait_for_queue(store, 0, "update", store.name, "k")
 
 
 @pytest.mark.face("async")
