@@ -24,7 +24,8 @@ NATS = "LIMPET_TEST_NATS"
 HTTP = "LIMPET_TEST_HTTP"
 KEYS = "LIMPET_TEST_KEYS"
 
-LAYERS_FOLDER = Path(__file__).parent / "tests" / "faces"
+# The folders of the tests of layers over the store.
+LAYERS = [Path(__file__).parent / "tests" / name for name in ("faces", "semantic")]
 
 _running: dict[str, Any] = {}
 
@@ -91,13 +92,12 @@ SCHEMES = ("memory", "sqlite", "postgresql", "redis", "nats", "http")
 def runs(test: SuiteTest, case: int, engine: str, face: str) -> bool:
     """Whether a case of a test runs on an engine, through an interface.
 
-    Memory runs every case, and every other engine runs every test with a third of its cases; with one case if the
-    request is refused before an engine sees it. The sync API, encryption and a Limpet server do the same before every
-    engine, so each test has one case through the sync API, every second one case on a server, and every third one
-    case with encryption, on one engine by turns. A layer over the store has its tests on memory and on one other
-    engine by turns.
+    Every test runs on every engine: with all its cases on memory, with a third of them on the others, and with one
+    there if the request is refused before an engine sees it. The sync API, a Limpet server and encryption work the
+    same in front of every engine, so each gets one case by turns: of every test, of every second, and of every third.
+    A test of a layer over the store (tests/faces, tests/semantic) runs on memory and on one other engine by turns.
 
-    The whole run has every case on every engine and on a server, and every case through the sync API and with
+    The whole run has all cases on every engine and on a server, and all cases through the sync API and with
     encryption on one engine by turns.
     """
     place, turn = SCHEMES.index(engine.partition(":")[0]), zlib.crc32(test.name.encode())
@@ -140,7 +140,7 @@ def _is_slow(item: pytest.Item) -> bool:
 def _runs_on_its_engine(item: pytest.Item) -> bool:
     """Whether a test of a layer over the store runs on the engine that is its parameter."""
     case: Any = getattr(item, "callspec", None)
-    if case is None or item.path.parent != LAYERS_FOLDER or item.path.name == "test_use_cases.py":
+    if case is None or item.path.parent not in LAYERS or item.path.name == "test_use_cases.py":
         return True
     values = [value for value in case.params.values() if isinstance(value, str) and value in ENGINE_NAMES]
     engines = [value.replace("postgres", "postgresql") for value in values]
@@ -150,7 +150,7 @@ def _runs_on_its_engine(item: pytest.Item) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Measure coverage where it tells something: measuring takes more than half as long again.
+    """Measure coverage in a part of the suite, because measuring takes more than half as long again.
 
     The engines take turns, test by test, with the first case of a test of the suite. All other tests are measured.
     """
@@ -166,10 +166,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def _let_coverage_be_forked() -> None:
-    """Fork while no other thread is in the middle of a measurement, and have a child tell only of itself.
+    """Fork while no other thread is in the middle of a measurement, and have a child report only itself.
 
-    A child has the lock of the measurements as it was, but not the thread that would let go of it. And it has all
-    that was measured before it, which takes seconds to write down at its end.
+    A child inherits the lock of the measurements, but not the thread that would release it. It also inherits all that
+    was measured before the fork, which takes seconds to write at its end.
     """
     measuring = coverage.Coverage.current()
     collector = None if measuring is None else measuring._collector

@@ -113,8 +113,8 @@ class Reader:
         with contextlib.closing(sqlite3.connect("state.db")) as database:
             for statement, expected in re.findall(r"([^;]+;)\n((?:-- .*\n)*)", block.text):
                 rows = [" | ".join(map(str, row)) for row in database.execute(statement)]
-                told = [line.removeprefix("-- ") for line in expected.splitlines()]
-                assert rows == told, f"{self._document.name}:{block.line}: {statement} gives {rows}"
+                expected_rows = [line.removeprefix("-- ") for line in expected.splitlines()]
+                assert rows == expected_rows, f"{self._document.name}:{block.line}: {statement} gives {rows}"
 
     def _run_toml(self, block: Block) -> None:
         tomllib.loads(block.text)

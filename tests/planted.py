@@ -7,7 +7,11 @@ judges. `tests/test_planted_bugs.py` runs the suite once for each and fails if t
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 import os
+import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +19,16 @@ import msgspec
 
 from limpet import hub, model, transition
 from limpet.engines import memory
+from limpet.engines.nats import mirror
+from limpet.engines.postgres import engine as postgres
+from limpet.engines.postgres import sql
+from limpet.engines.redis import engine as redis
+from limpet.engines.sqlite import cache
 from limpet.engines.sqlite import engine as sqlite
 from limpet.engines.sqlite.group import GroupWriter
-from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal
+from limpet.model import Batch, Change, Commit, Entry, Expire, HeldBy, LogPage, Refusal
 
-# The suite is asked as this tree holds it: any name below may move with the code it breaks.
+# Any name below may move with the code it breaks.
 # mypy: disable-error-code="method-assign, attr-defined, assignment"
 
 
@@ -101,7 +110,7 @@ def group_shares_fate() -> None:
 
 
 def watch_drops_when_full() -> None:
-    """A watcher that is behind gets the newest changes and no word about the others."""
+    """A watcher that is behind gets the newest changes, and no sign that others are missing."""
     right = hub.Watch._follow
 
     async def wrong(self: Any) -> None:
@@ -136,6 +145,99 @@ def late_request_is_done() -> None:
     memory._Namespace.check_superseded = lambda self, batch, now_ms: None
 
 
+# Two for each engine, after faults that engines have had -------------------------------------------------------------
+
+
+def rewritten_entry_is_due() -> None:
+    """Memory: an entry that was written again is due at its old moment."""
+    right = memory.MemoryEngine.due
+
+    async def wrong(self: Any, namespace: str, *, limit: int = 500) -> list[Expire]:
+        state = self._state(namespace)
+        now_ms = state.now_ms(self._memory.clock)
+        stale = [Expire(item[2], item[3], item[1]) for item in state.expiries if item[0] <= now_ms]
+        return stale[:limit] or await right(self, namespace, limit=limit)
+
+    memory.MemoryEngine.due = wrong
+
+
+def log_page_without_its_past() -> None:
+    """Memory: a page of the log does not say which change it follows, so another history is taken for the same."""
+    right = memory.MemoryEngine._log_page
+
+    def wrong(self: Any, *args: Any) -> LogPage:
+        return msgspec.structs.replace(right(self, *args), before=model.BEGINNING)
+
+    memory.MemoryEngine._log_page = wrong
+
+
+def stale_cache() -> None:
+    """SQLite: a commit through another connection does not end the cache."""
+    right, first = cache.WalHeader.read, weakref.WeakKeyDictionary[Any, bytes]()
+    cache.WalHeader.read = lambda self: first.setdefault(self, right(self))
+
+
+def expired_entry_comes_back() -> None:
+    """SQLite: when the clock is set back, reads go back with it."""
+    sqlite.SqliteEngine._now_ms = lambda self: self._clock.now_ms()
+
+
+def superseded_request_is_done() -> None:
+    """PostgreSQL: a first attempt that comes after its retry is applied."""
+    setattr(sql, "FIND_SUPERSEDED", _edited(sql.FIND_SUPERSEDED, r"n\.superseded \? name", "false"))  # noqa: B010
+
+
+def handle_forgets_the_time() -> None:
+    """PostgreSQL: a handle does not remember which time it has seen, so what it saw expire is back."""
+    postgres.PostgresEngine._observe_time = lambda self, namespace, server_ms: server_ms
+
+
+def foreign_key_is_overwritten() -> None:
+    """Redis: a first write does not check whether another program uses the key."""
+    _edit_script((rb"call\('EXISTS', unpack\(\w+\)\) > 0", b"false"), (rb"found ~= 'none'", b"false"))
+
+
+def seen_expiry_is_not_recorded() -> None:
+    """Redis: what a reader saw expire is back when the clock is set back."""
+    _edit_script((rb"if saw_expiry and \w+ then", b"if false then"))
+
+
+def touch_hides_a_value() -> None:
+    """NATS: where a touch lies on a write, the log tells the touch alone."""
+    mirror.decode_touched = lambda touch: None  # type: ignore[return-value]
+
+
+def alarm_is_kept_twice() -> None:
+    """NATS: an entry that was made again at the same moment is due twice."""
+
+    def wrong(self: Any, subject: str, seq: int, headers: bytes) -> None:
+        alarm = self._stream.subjects.parse_alarm(subject)
+        heapq.heappush(self._heap, alarm)
+        self._numbers[alarm] = seq
+
+    mirror.Alarms.take = wrong
+
+
+def _edited(text: str, pattern: str, replacement: str) -> str:
+    found, times = re.subn(pattern, replacement, text)
+    assert times == 1, f"{pattern} is found {times} times: the bug has lost its target"
+    return found
+
+
+def _edit_script(*edits: tuple[bytes, bytes]) -> None:
+    """Have the Redis engine send a script with another text."""
+    right = redis.load_script
+
+    def wrong(**options: Any) -> tuple[bytes, str]:
+        text, _ = right(**options)
+        for pattern, replacement in edits:
+            text, times = re.subn(pattern, replacement, text)
+            assert times == 1, f"{pattern!r} is found {times} times: the bug has lost its target"
+        return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
+
+    redis.load_script = wrong
+
+
 BUGS: dict[str, Callable[[], None]] = {
     bug.__name__: bug
     for bug in (
@@ -149,6 +251,16 @@ BUGS: dict[str, Callable[[], None]] = {
         lock_without_fence_check,
         receipt_in_a_second_step,
         late_request_is_done,
+        rewritten_entry_is_due,
+        log_page_without_its_past,
+        stale_cache,
+        expired_entry_comes_back,
+        superseded_request_is_done,
+        handle_forgets_the_time,
+        foreign_key_is_overwritten,
+        seen_expiry_is_not_recorded,
+        touch_hides_a_value,
+        alarm_is_kept_twice,
     )
 }
 

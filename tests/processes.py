@@ -44,18 +44,18 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
-    def tell(self, word: object) -> None:
+    def send(self, word: object) -> None:
         self._in.write(json.dumps(word) + "\n")
         self._in.flush()
 
-    def hear(self) -> Any:
+    def receive(self) -> Any:
         line = self._out.readline()
         assert line, f"the process ended with status {self._process.wait(PATIENCE_S)}"
         return json.loads(line)
 
-    async def heard(self) -> Any:
+    async def receive_async(self) -> Any:
         """What it says next, while this loop goes on."""
-        return await asyncio.to_thread(self.hear)
+        return await asyncio.to_thread(self.receive)
 
     def kill(self) -> None:
         """SIGKILL: it gets no chance to clean up."""

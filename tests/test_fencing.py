@@ -51,8 +51,8 @@ async def test_a_holder_that_was_stopped_past_its_time_writes_nothing(engine: st
     async with limpet.open(url, namespace=namespace) as store:
         with Process("hold", url, namespace) as holder:
             for number in range(ROUNDS):
-                holder.tell("hold")
-                token = await holder.heard()
+                holder.send("hold")
+                token = await holder.receive_async()
                 _, status = await asyncio.to_thread(os.waitpid, holder.pid, os.WUNTRACED)
                 assert os.WIFSTOPPED(status)
 
@@ -62,7 +62,7 @@ async def test_a_holder_that_was_stopped_past_its_time_writes_nothing(engine: st
                     await successor.release()
                 os.kill(holder.pid, signal.SIGCONT)
 
-                assert await holder.heard() == "refused"
+                assert await holder.receive_async() == "refused"
                 assert await store.entry("report") == written
                 assert successor.token is not None
                 assert successor.token > token
@@ -127,7 +127,7 @@ async def test_no_two_leaders_write_in_one_term_though_leaders_are_killed_and_st
                 if following is not None:
                     rounds += 1
                     # It goes on where it was, and so it tries.
-                    while await process.heard() != leader.token:
+                    while await process.receive_async() != leader.token:
                         pass
 
             entries = [entry async for entry in store.scan("term/")]

@@ -171,6 +171,50 @@ def test_importing_limpet_is_cheap() -> None:
     assert seconds < 0.4
 
 
+# The words ----------------------------------------------------------------------
+
+BANNED = re.compile(
+    r"\b(?:asked|told|whoever|whomever|somebody|nobody|heard|overtaken|tally|desk|ghost|doorway|lent|reckon|reckoned"
+    r"|bell|walls|thereof|word of)\b",
+    re.IGNORECASE,
+)
+# What is written in plain words by now. In the end: src/limpet, tests, bench, docs and every file beside them.
+PLAIN = [
+    *("CONTRIBUTING.md", "README.md", "conftest.py", "dev", "pyproject.toml", "Makefile"),
+    *("src/limpet/encryption", "src/limpet/faces", "src/limpet/isolation", "src/limpet/schema", "src/limpet/semantic"),
+    *("src/limpet/checks.py", "src/limpet/clock.py", "src/limpet/codec.py", "src/limpet/engine.py"),
+    *("src/limpet/errors.py", "src/limpet/index.py", "src/limpet/keys.py", "src/limpet/model.py"),
+    *("src/limpet/opening.py", "src/limpet/record.py", "src/limpet/request_ids.py", "src/limpet/retry.py"),
+    *("src/limpet/session.py", "src/limpet/conformance/plugin.py", "src/limpet/conformance/conftest.py"),
+    *("src/limpet/conformance/support.py",),
+    *("tests/typing", "tests/planted.py", "tests/test_planted_bugs.py", "tests/test_contract.py"),
+    *("tests/test_docs.py", "tests/test_keys.py", "tests/test_packaging.py", "tests/engines.py"),
+]
+
+
+READ = (".py", ".md", ".lua", ".sql")
+
+
+def texts(name: str) -> list[Path]:
+    """The files of a folder that people read, or the one file."""
+    path = ROOT / name
+    return [path] if path.is_file() else [each for each in sorted(path.rglob("*")) if each.suffix in READ]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_words_are_plain(name: str) -> None:
+    """One word for each concept, and none that only we use: requested, reported, no caller, superseded, counters."""
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in texts(name)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if BANNED.search(line)
+    ]
+
+    assert texts(name), f"{name} is not there"
+    assert found == []
+
+
 # The documents ----------------------------------------------------------------
 
 
@@ -214,9 +258,9 @@ def test_every_public_name_is_explained(name: str) -> None:
 
 
 def test_the_reference_names_no_public_name_that_is_not_there() -> None:
-    told = {name for cells in rows(section(API, "Public names"))[1:] for name in named_in(cells[0])}
+    listed = {name for cells in rows(section(API, "Public names"))[1:] for name in named_in(cells[0])}
 
-    assert told == set(limpet.__all__)
+    assert listed == set(limpet.__all__)
 
 
 @pytest.mark.parametrize("name", limpet.sync.__all__)
@@ -249,12 +293,12 @@ def test_every_public_verb_is_explained(awaited: type, blocking: type) -> None:
 
     assert [name for name, verb in found if not inspect.getdoc(verb)] == []
     # A table has its verbs in the first column.
-    told = {name for cells in rows(section(API, SECTIONS[awaited])) for name in named_in(cells[0])}
-    assert {name for name, _ in found} - told == set()
+    listed = {name for cells in rows(section(API, SECTIONS[awaited])) for name in named_in(cells[0])}
+    assert {name for name, _ in found} - listed == set()
 
 
 @pytest.mark.parametrize("kind", SECTIONS, ids=lambda kind: kind.__name__)
-def test_every_verb_is_told_with_arguments_that_it_takes(kind: type) -> None:
+def test_every_verb_is_listed_with_arguments_that_it_takes(kind: type) -> None:
     """A table may leave out what every verb takes; it may not name what none does, or another default."""
     twin = getattr(limpet.sync, kind.__name__)
     calls = re.findall(r"`(\w+)\(([^`…]*)\)`", section(API, SECTIONS[kind]))
@@ -287,7 +331,7 @@ ERRORS = [
 LEAVES = [kind for kind in ERRORS if kind.code != "error"]
 
 
-def told_errors() -> dict[str, list[str]]:
+def listed_errors() -> dict[str, list[str]]:
     """What the tables say of each error: its code, whether to retry, its outcome; of a leaf, its exit code too."""
     return {
         found[0]: cells[1:]
@@ -298,26 +342,26 @@ def told_errors() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
 def test_every_error_is_in_the_reference_with_its_code(kind: type[errors.LimpetError]) -> None:
-    told = told_errors()[kind.__name__]
+    listed = listed_errors()[kind.__name__]
 
-    assert told[:3] == [f"`{kind.code}`", "yes" if kind.retryable else "no", f"`{kind.outcome}`"]
+    assert listed[:3] == [f"`{kind.code}`", "yes" if kind.retryable else "no", f"`{kind.outcome}`"]
 
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
 def test_every_error_is_in_the_reference_with_how_the_command_line_exits(kind: type[errors.LimpetError]) -> None:
-    assert told_errors()[kind.__name__][3] == str(CODES[kind].exit)
+    assert listed_errors()[kind.__name__][3] == str(CODES[kind].exit)
 
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
-def test_every_error_is_in_the_reference_with_how_a_server_tells_it(kind: type[errors.LimpetError]) -> None:
-    assert told_errors()[kind.__name__][4:] == [str(CODES[kind].status), f"`{CODES[kind].reply}`"]
+def test_every_error_is_in_the_reference_with_how_a_server_reports_it(kind: type[errors.LimpetError]) -> None:
+    assert listed_errors()[kind.__name__][4:] == [str(CODES[kind].status), f"`{CODES[kind].reply}`"]
 
 
 @pytest.mark.parametrize("kind", LEAVES, ids=lambda kind: kind.__name__)
 def test_every_error_is_explained(kind: type[errors.LimpetError]) -> None:
     """When it is raised, what to do next, and what it carries besides its message."""
-    told = section(ERRATA, kind.__name__, "###")
-    raised, following, *carried = told.strip().split("\n\n")
+    listed = section(ERRATA, kind.__name__, "###")
+    raised, following, *carried = listed.strip().split("\n\n")
 
     assert re.match(r"\*\*Raised\*\* (?:when|by) ", raised)
     assert following.startswith("**Next:** ")
@@ -338,9 +382,9 @@ def attributes(kind: type[errors.LimpetError]) -> set[str]:
 
 
 def test_the_reference_names_no_error_that_is_not_there() -> None:
-    told = [*re.findall(r"^### (.+)$", ERRATA, re.MULTILINE), *told_errors()]
+    listed = [*re.findall(r"^### (.+)$", ERRATA, re.MULTILINE), *listed_errors()]
 
-    assert set(told) == {kind.__name__ for kind in ERRORS}
+    assert set(listed) == {kind.__name__ for kind in ERRORS}
 
 
 def test_the_reference_draws_the_tree_of_errors_as_the_code_does() -> None:
@@ -375,6 +419,6 @@ def test_every_limit_at_the_door_is_in_the_reference() -> None:
 
 @pytest.mark.parametrize(("cells", "name"), LIMIT_ROWS, ids=[name for _, name in LIMIT_ROWS])
 def test_what_is_beyond_a_limit_is_an_error_that_is_there(cells: list[str], name: str) -> None:
-    told = re.findall(r"`([A-Z]\w+)`", "".join(cells[3:]))
+    listed = re.findall(r"`([A-Z]\w+)`", "".join(cells[3:]))
 
-    assert set(told) <= {kind.__name__ for kind in LEAVES}
+    assert set(listed) <= {kind.__name__ for kind in LEAVES}

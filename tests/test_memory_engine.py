@@ -290,7 +290,7 @@ def test_a_fork_copies_a_memory_whole() -> None:
     copy, and leaves the parent's alone.
     """
     with Process("forks_a_memory", "") as process:
-        results, left, right = process.hear()
+        results, left, right = process.receive()
 
     assert len(results) == 20
     for its_left, its_right, added, keys in results:

@@ -143,7 +143,7 @@ def test_the_sdist_holds_what_its_tests_need(distributions: dict[str, Path]) -> 
 
 
 def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
-    """An extra whose packages nothing imports is a promise that nobody keeps."""
+    """An extra whose packages nothing imports is a promise that is not kept."""
     with zipfile.ZipFile(distributions["wheel"]) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith("METADATA"))
         described = Parser().parsestr(archive.read(metadata).decode())

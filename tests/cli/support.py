@@ -54,13 +54,13 @@ def start(*words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*words), text=True, start_new_session=True, **{**pipes, **options})
 
 
-def heard(process: subprocess.Popen[str]) -> str:
-    """The next line that a process says."""
+def read_line(process: subprocess.Popen[str]) -> str:
+    """The next line that a process prints."""
     assert process.stdout is not None
     return process.stdout.readline()
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Exit code, output and errors of a process, once it has ended."""
     try:
         stdout, stderr = process.communicate(timeout=WAIT_S)
@@ -71,7 +71,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 class Terminal:
-    """``limpet`` as somebody sees it who sits in front of it."""
+    """``limpet`` at a terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes], keyboard: int) -> None:
         self._process = process
@@ -96,7 +96,7 @@ class Terminal:
     def _read(self) -> bool:
         try:
             read = os.read(self._keyboard, 65_536)
-        except OSError:  # Linux says so when the other side of a terminal has closed.
+        except OSError:  # Linux raises it when the other side of a terminal has closed.
             return False
         self.seen += read.decode(errors="backslashreplace").replace("\r\n", "\n")
         return bool(read)

@@ -17,7 +17,7 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.errors import Compacted, Conflict, LockLost
-from tests.cli.support import Limpet, finished, start, terminal
+from tests.cli.support import Limpet, start, terminal, wait_for_end
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_backup_is_a_store(run: Limpet, saved: Path) -> None:
 
 
 def test_a_backup_is_its_owners_alone(run: Limpet, saved: Path) -> None:
-    """Values may be secrets, whatever the umask says."""
+    """Values may be secrets, whatever the umask is."""
     run("put", "token", "secret")
     before = os.umask(0)
     try:
@@ -68,7 +68,7 @@ def test_a_backup_is_its_owners_alone(run: Limpet, saved: Path) -> None:
     assert saved.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_backup_replaces_nothing_unless_told(run: Limpet, saved: Path) -> None:
+def test_a_backup_replaces_nothing_unless_forced(run: Limpet, saved: Path) -> None:
     run("put", "k", "1")
     run("backup", str(saved))
     run("put", "k", "2")
@@ -230,9 +230,9 @@ def test_what_was_seen_before_a_restore_matches_nothing(run: Limpet, url: str, s
             pass
         with store.watch(initial=True) as watch:
             assert next(watch).value == "new"
-    told = run("watch", "--after", str(position), "--count", "1")
-    assert told.exit_code == 7
-    assert "--initial" in told.stderr
+    result = run("watch", "--after", str(position), "--count", "1")
+    assert result.exit_code == 7
+    assert "--initial" in result.stderr
 
 
 def test_every_namespace_goes_on_above_what_it_gave(run: Limpet, url: str, saved: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_history_goes_on_over_a_restore(run: Limpet, url: str, saved: Path) ->
 
 
 def test_a_backup_restored_twice_gives_other_revisions(run: Limpet, file: Path, saved: Path) -> None:
-    """The file is lost each time, so nobody knows what it gave."""
+    """The file is lost each time, so no process knows which revisions it assigned."""
     run("put", "k", "1")
     run("backup", str(saved))
     seen = []
@@ -282,7 +282,7 @@ def test_a_backup_restored_twice_gives_other_revisions(run: Limpet, file: Path, 
 
 
 def test_a_store_in_use_is_not_restored(run: Limpet, file: Path, url: str, saved: Path) -> None:
-    """Whoever has it open would go on writing to a file that has no name any more."""
+    """A process that has it open would go on writing to a file that has no name any more."""
     run("put", "k", "1")
     run("backup", str(saved))
     process = start("--url", url, "watch", "--initial")
@@ -298,7 +298,7 @@ def test_a_store_in_use_is_not_restored(run: Limpet, file: Path, url: str, saved
         assert run.json("stat")["epoch"] == 1
     finally:
         process.terminate()
-        finished(process)
+        wait_for_end(process)
     assert run("restore", str(saved)).exit_code == 0
 
 
@@ -371,7 +371,7 @@ def test_the_rights_of_the_file_stay(run: Limpet, file: Path, saved: Path) -> No
 
 
 def test_a_plain_copy_can_be_restored(run: Limpet, file: Path, saved: Path) -> None:
-    """Somebody copied the file while nobody had it open."""
+    """The file was copied while no process had it open."""
     run("put", "k", "1")
     saved.write_bytes(file.read_bytes())
     run("put", "k", "2")
@@ -468,7 +468,7 @@ def test_the_epoch_of_an_encrypted_store_needs_no_keys(run: Limpet, url: str, mo
     assert Limpet(f"{url}?encryption=file:missing").json("epoch", "--raise")["epoch"] == 2
 
 
-def test_the_epoch_of_nothing_is_not_asked(run: Limpet, file: Path) -> None:
+def test_the_epoch_of_nothing_is_not_raised(run: Limpet, file: Path) -> None:
     assert run("epoch", "--raise").exit_code == 3
     assert not file.exists()
     assert Limpet("memory:")("epoch").exit_code == 7

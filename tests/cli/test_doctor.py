@@ -1,4 +1,4 @@
-"""``limpet doctor`` and ``limpet stat``: what an operator asks at night. Every ailment here is a real one."""
+"""``limpet doctor`` and ``limpet stat``: the health of a store. Every problem here is a real one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from limpet.schema import REVISION
 from tests.cli.support import Limpet
 from tests.docs_support import ROOT
 
-NOBODY = 65_534
+OTHER_USER = 65_534
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def findings(run: Limpet, *words: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def told(found: dict[str, Any]) -> tuple[str, str]:
+def result_of(found: dict[str, Any]) -> tuple[str, str]:
     return found["level"], found["finding"]
 
 
@@ -113,10 +113,10 @@ def test_it_looks_while_others_write(healthy: Limpet, url: str) -> None:
         assert {found["level"] for found in findings(healthy).values()} == {"ok"}
 
 
-def test_less_durability_is_told(healthy: Limpet, url: str) -> None:
+def test_less_durability_is_reported(healthy: Limpet, url: str) -> None:
     found = findings(healthy, "--url", f"{url}?synchronous=normal")
 
-    assert told(found["durability"]) == (
+    assert result_of(found["durability"]) == (
         "ok",
         "an acknowledged write survives a killed process, but not always a power cut",
     )
@@ -125,7 +125,7 @@ def test_less_durability_is_told(healthy: Limpet, url: str) -> None:
 def test_an_empty_store_is_healthy(run: Limpet, url: str) -> None:
     limpet.sync.open(url).close()
 
-    assert told(findings(run)["namespaces"]) == ("ok", "nothing was written yet")
+    assert result_of(findings(run)["namespaces"]) == ("ok", "nothing was written yet")
 
 
 # The wrong place --------------------------------------------------------------
@@ -149,25 +149,25 @@ def test_the_default_is_explained() -> None:
 def test_a_folder_is_no_file(run: Limpet, file: Path) -> None:
     file.mkdir()
 
-    assert told(findings(run)["file"]) == ("bad", f"{file} is not a file")
+    assert result_of(findings(run)["file"]) == ("bad", f"{file} is not a file")
 
 
-def test_a_file_of_words_is_told(run: Limpet, file: Path) -> None:
+def test_a_text_file_is_reported(run: Limpet, file: Path) -> None:
     file.write_text("no database at all, only words " * 20)
 
     found = findings(run)
 
-    assert told(found["integrity"]) == ("bad", f"{file} cannot be read: file is not a database")
+    assert result_of(found["integrity"]) == ("bad", f"{file} cannot be read: file is not a database")
     assert "open" not in found
 
 
-def test_a_database_of_others_is_told_and_left_alone(run: Limpet, file: Path) -> None:
+def test_a_database_of_others_is_reported_and_left_alone(run: Limpet, file: Path) -> None:
     meddle(file, "CREATE TABLE songs (title TEXT)")
     before = file.read_bytes()
 
     found = findings(run)
 
-    assert told(found["schema"]) == ("bad", f"{file} is a SQLite file without a Limpet store")
+    assert result_of(found["schema"]) == ("bad", f"{file} is a SQLite file without a Limpet store")
     assert "the right file" in found["schema"]["advice"]
     assert "open" not in found
     assert file.read_bytes() == before
@@ -181,12 +181,12 @@ def test_a_database_of_others_is_told_and_left_alone(run: Limpet, file: Path) ->
         ("DELETE FROM limpet_schema", "no revision"),
     ],
 )
-def test_another_schema_is_told(healthy: Limpet, file: Path, statement: str, revision: str) -> None:
+def test_another_schema_is_reported(healthy: Limpet, file: Path, statement: str, revision: str) -> None:
     meddle(file, statement)
 
     found = findings(healthy)
 
-    assert told(found["schema"]) == (
+    assert result_of(found["schema"]) == (
         "bad",
         f"the schema has {revision}, and this release needs revision {REVISION}",
     )
@@ -201,7 +201,7 @@ def test_another_schema_is_told(healthy: Limpet, file: Path, statement: str, rev
         ("user:hunter2@host", "is not an engine URL|unknown engine 'user'"),
     ],
 )
-def test_a_url_that_is_none_is_told(url: str, words: str) -> None:
+def test_a_malformed_url_is_reported(url: str, words: str) -> None:
     result = Limpet(url)("doctor")
 
     assert result.exit_code == 6
@@ -217,7 +217,7 @@ def test_a_url_that_is_none_is_told(url: str, words: str) -> None:
         ("sqlite:state.db", "write sqlite:///relative.db"),
     ],
 )
-def test_a_store_that_cannot_be_opened_is_told(url: str, words: str) -> None:
+def test_a_store_that_cannot_be_opened_is_reported(url: str, words: str) -> None:
     found = findings(Limpet(url))
 
     assert found["open"]["level"] == "bad"
@@ -225,7 +225,7 @@ def test_a_store_that_cannot_be_opened_is_told(url: str, words: str) -> None:
     assert "hunter2" not in str(found)
 
 
-def test_a_namespace_that_is_not_allowed_is_told(healthy: Limpet) -> None:
+def test_a_namespace_that_is_not_allowed_is_reported(healthy: Limpet) -> None:
     found = findings(healthy, "-n", "Not Allowed")
 
     assert found["open"]["level"] == "bad"
@@ -245,7 +245,7 @@ def test_damage_is_found(healthy: Limpet, file: Path, url: str) -> None:
 
     found = findings(healthy)
 
-    level, finding = told(found["integrity"])
+    level, finding = result_of(found["integrity"])
     assert level == "bad"
     assert finding.startswith("SQLite finds damage: ") or "malformed" in finding
     assert "limpet restore FILE" in found["integrity"]["advice"]
@@ -265,13 +265,13 @@ def test_counts_that_do_not_match_are_found(healthy: Limpet, file: Path, stateme
 
     found = findings(healthy)
 
-    assert told(found["counts"]) == ("bad", "the counts of jobs do not match its rows")
+    assert result_of(found["counts"]) == ("bad", "the counts of jobs do not match its rows")
 
 
 def test_values_that_cannot_be_read_are_found(healthy: Limpet, file: Path) -> None:
     meddle(file, "UPDATE limpet_entries SET value = '{broken'")
 
-    assert told(findings(healthy)["values"]) == ("bad", "2 values cannot be read")
+    assert result_of(findings(healthy)["values"]) == ("bad", "2 values cannot be read")
 
 
 def test_bytes_are_readable_whatever_they_are(healthy: Limpet, url: str) -> None:
@@ -282,7 +282,7 @@ def test_bytes_are_readable_whatever_they_are(healthy: Limpet, url: str) -> None
     assert findings(healthy)["values"]["level"] == "ok"
 
 
-def test_what_nobody_sweeps_is_told(run: Limpet, url: str) -> None:
+def test_what_no_process_sweeps_is_reported(run: Limpet, url: str) -> None:
     clock = limpet.ManualClock(time.time() - 7200)
     with limpet.sync.open(url, clock=clock, sweep=False, namespace="sessions") as store:
         store.put("a", 1, ttl=10)
@@ -290,7 +290,7 @@ def test_what_nobody_sweeps_is_told(run: Limpet, url: str) -> None:
 
     found = findings(run)
 
-    level, finding = told(found["expired"])
+    level, finding = result_of(found["expired"])
     assert level == "warn"
     assert re.fullmatch(r"2 entries have expired, the first 1h59m\d+s ago, and wait to be swept; .*", finding)
     assert "limpet watch" in found["expired"]["advice"]
@@ -304,12 +304,12 @@ def test_what_the_sweeper_has_not_come_to_yet_is_no_ailment(healthy: Limpet, url
     assert findings(healthy)["expired"]["level"] == "ok"
 
 
-def test_a_log_that_nobody_trims_is_told(healthy: Limpet, url: str, file: Path) -> None:
+def test_a_log_that_no_process_trims_is_reported(healthy: Limpet, url: str, file: Path) -> None:
     meddle(file, "UPDATE limpet_changes SET at_ms = ? WHERE namespace = 'jobs'", ms_ago(2 * 86_400))
 
     found = findings(healthy)
 
-    level, finding = told(found["log"])
+    level, finding = result_of(found["log"])
     assert level == "warn"
     assert re.fullmatch(r"the log is longer than needed: jobs \(1 changes, 3 bytes, back to 2d(\d+s)? ago\)", finding)
     assert "limpet watch" in found["log"]["advice"]
@@ -332,27 +332,27 @@ def test_a_log_that_is_young_may_be_long(healthy: Limpet, file: Path, statement:
     assert (young, findings(healthy)["log"]["level"]) == ("ok", "warn")
 
 
-def test_a_clock_that_was_set_back_is_told(healthy: Limpet, file: Path) -> None:
+def test_a_clock_that_was_set_back_is_reported(healthy: Limpet, file: Path) -> None:
     meddle(file, "UPDATE limpet_namespaces SET at_ms = ?", ms_ago(-3600))
 
     found = findings(healthy)
 
-    level, finding = told(found["clock"])
+    level, finding = result_of(found["clock"])
     assert level == "warn"
     assert re.fullmatch(r"time stands still for (1h|59m5\ds): the host's clock is behind the latest .*", finding)
     assert "nothing expires and no lock runs out" in found["clock"]["advice"]
 
 
-def test_another_journal_mode_is_told_and_mended_by_opening(healthy: Limpet, file: Path) -> None:
+def test_another_journal_mode_is_reported_and_changed_by_opening(healthy: Limpet, file: Path) -> None:
     meddle(file, "PRAGMA journal_mode = DELETE")
 
     found = findings(healthy)
 
-    assert told(found["journal"]) == ("warn", "the journal mode is delete")
+    assert result_of(found["journal"]) == ("warn", "the journal mode is delete")
     assert findings(healthy)["journal"]["level"] == "ok"
 
 
-def test_a_journal_that_is_not_emptied_is_told(healthy: Limpet, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_is_not_emptied_is_reported(healthy: Limpet, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "WAL_BYTES_MAX", 1000)
     with limpet.sync.open(url) as store:
         store.put("k", "x" * 10_000)
@@ -363,7 +363,7 @@ def test_a_journal_that_is_not_emptied_is_told(healthy: Limpet, url: str, monkey
     assert "A reader that never ends" in found["journal"]["advice"]
 
 
-def test_a_disk_that_is_nearly_full_is_told(healthy: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_nearly_full_is_reported(healthy: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "DISK_BYTES_MIN", 10**18)
 
     found = findings(healthy)
@@ -383,41 +383,41 @@ def open_folder() -> Iterator[Path]:
 
 
 # Everything is imported first: another user may not be able to.
-AS_NOBODY = f"""
+AS_OTHER_USER = f"""
 import os
 from limpet.cli import health, main
-from limpet.engines import sqlite
+from limpet.engines.sqlite import engine, examine
 if os.geteuid() == 0:
     os.setgroups([])
-    os.setgid({NOBODY})
-    os.setuid({NOBODY})
+    os.setgid({OTHER_USER})
+    os.setuid({OTHER_USER})
 main(prog_name="limpet")
 """
 
 
-def as_nobody(*words: str) -> subprocess.CompletedProcess[str]:
+def as_other_user(*words: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the rights of another user, where we are root and no right is refused."""
-    return subprocess.run([sys.executable, "-c", AS_NOBODY, *words], capture_output=True, text=True, check=False)
+    return subprocess.run([sys.executable, "-c", AS_OTHER_USER, *words], capture_output=True, text=True, check=False)
 
 
-def test_a_file_that_may_not_be_written_is_told(open_folder: Path) -> None:
+def test_a_file_that_may_not_be_written_is_reported(open_folder: Path) -> None:
     file = open_folder / "state.db"
     Limpet(f"sqlite:///{file}")("put", "k", "1")
     file.chmod(0o444)
 
-    done = as_nobody("--url", f"sqlite:///{file}", "doctor")
+    done = as_other_user("--url", f"sqlite:///{file}", "doctor")
 
     assert done.returncode == 6, done.stderr
     assert f"bad   writable    {file} may not be written by this user\n" in done.stdout
 
 
-def test_a_folder_that_may_not_be_written_is_told(open_folder: Path) -> None:
+def test_a_folder_that_may_not_be_written_is_reported(open_folder: Path) -> None:
     file = open_folder / "state.db"
     Limpet(f"sqlite:///{file}")("put", "k", "1")
     file.chmod(0o666)
     open_folder.chmod(0o555)
 
-    done = as_nobody("--url", f"sqlite:///{file}", "doctor")
+    done = as_other_user("--url", f"sqlite:///{file}", "doctor")
 
     assert done.returncode == 6, done.stderr
     assert f"bad   writable    {open_folder} may not be written by this user\n" in done.stdout

@@ -1,4 +1,4 @@
-"""What is told when something goes wrong, and how it exits."""
+"""The messages of errors, and their exit codes."""
 
 from __future__ import annotations
 
@@ -337,9 +337,9 @@ ALL = [
     (errors.Contention("k", attempts=64), 6, "'k' changed under 64 attempts in a row", LATER),
     (errors.RateLimited("too many", retry_after=2), 6, "too many; try again in 2.0 s", LATER),
     (
-        errors.Ambiguous("cannot tell"),
+        errors.Ambiguous("unknown outcome"),
         6,
-        "cannot tell",
+        "unknown outcome",
         "It may have been written, once. Repeat it with the same --request-id, or read the key first.",
     ),
     (errors.Corrupt("a stored value is not JSON"), 6, "a stored value is not JSON", "Run 'limpet doctor' for details."),
@@ -511,7 +511,7 @@ def test_odd_arguments_end_in_words_and_not_in_a_traceback(
 
 
 @pytest.mark.parametrize("token", ["", "x", "9" * 5000, "\u0663"])
-def test_an_odd_fencing_token_is_told(token: str, run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_odd_fencing_token_is_reported(token: str, run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIMPET_LOCK", "job")
     monkeypatch.setenv("LIMPET_FENCING_TOKEN", token)
 

@@ -145,7 +145,7 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     assert done.returncode in (0, 3, 4, 6, 7, 124, 130), done.stderr
 
 
-def test_the_version_is_told(run: Limpet) -> None:
+def test_the_version_is_printed(run: Limpet) -> None:
     assert run("--version").stdout == f"limpet, version {limpet.__version__}\n"
 
 
@@ -153,7 +153,7 @@ def test_the_version_is_told(run: Limpet) -> None:
 
 
 def section(path: str) -> str:
-    """What the reference says about a command."""
+    """The section of the reference about a command."""
     found = re.search(rf"^### `limpet {path}( .*)?`\n(.*?)(?=^##)", TEXT, re.MULTILINE | re.DOTALL)
     assert found is not None, f"docs/reference/cli.md has no heading '### `limpet {path} …`'"
     return found[0]
@@ -217,7 +217,7 @@ def test_every_command_is_shown_at_work() -> None:
 # Completion -------------------------------------------------------------------
 
 
-def completed(url: str, *words: str) -> list[str]:
+def complete(url: str, *words: str) -> list[str]:
     """What a shell offers behind these words."""
     environment = {
         **os.environ,
@@ -235,16 +235,16 @@ def test_commands_options_and_keys_are_completed(url: str, run: Limpet) -> None:
     for key in ("config/a", "config/b", "other"):
         run("put", key, "1")
 
-    assert completed(url, "h") == ["history"]
-    assert completed(url, "field", "s") == ["set", "swap"]
-    assert completed(url, "put", "k", "1", "--if-a") == ["--if-absent"]
-    assert completed(url, "get", "config/") == ["config/a", "config/b"]
-    assert completed(url, "lock", "nightly", "--w") == ["--wait"]
+    assert complete(url, "h") == ["history"]
+    assert complete(url, "field", "s") == ["set", "swap"]
+    assert complete(url, "put", "k", "1", "--if-a") == ["--if-absent"]
+    assert complete(url, "get", "config/") == ["config/a", "config/b"]
+    assert complete(url, "lock", "nightly", "--w") == ["--wait"]
 
 
 def test_completion_makes_no_file_and_says_nothing(url: str, file: Path) -> None:
-    assert completed(url, "get", "k") == []
-    assert completed("nosuch:", "get", "k") == []
+    assert complete(url, "get", "k") == []
+    assert complete("nosuch:", "get", "k") == []
     assert not file.exists()
 
 

@@ -17,15 +17,15 @@ from tests.docs_support import ROOT
 TABLE = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8").partition("\n## JSON\n")[2]
 
 
-def told(document: str) -> list[str]:
+def members_of(document: str) -> list[str]:
     """The members that the reference names for a document, in its order."""
     (row,) = re.findall(rf"^\| {re.escape(document)} \| (.*) \|$", TABLE, re.MULTILINE)
     return re.findall(r"`(\w+)`", row)
 
 
-ENTRY = told("`get`")
+ENTRY = members_of("`get`")
 WITHOUT_VALUE = [name for name in ENTRY if name != "value"]
-EVENT = told("each line of `watch` and `history`")
+EVENT = members_of("each line of `watch` and `history`")
 
 
 def test_get_prints_the_whole_entry(run: Limpet) -> None:
@@ -78,9 +78,9 @@ def test_field_get_prints_the_fields(run: Limpet) -> None:
 
 def test_del_and_incr_print_what_they_did(run: Limpet) -> None:
     assert run.json("incr", "n", "5") == {"key": "n", "value": 5}
-    assert list(run.json("incr", "n")) == told("`incr`")
+    assert list(run.json("incr", "n")) == members_of("`incr`")
     assert run.json("del", "n") == {"key": "n", "deleted": True}
-    assert told("`del`") == ["key", "deleted"]
+    assert members_of("`del`") == ["key", "deleted"]
 
 
 def test_history_prints_a_document_for_each_change(run: Limpet, url: str) -> None:
@@ -144,9 +144,9 @@ def test_stat_prints_one_document(run: Limpet, url: str) -> None:
     with limpet.sync.open(url) as store, store.lock("nightly", ttl=30, holder="worker-7") as lock:
         document, status, token = run.json("stat"), store.status(), lock.token
 
-    assert list(document) == told("`stat`")
+    assert list(document) == members_of("`stat`")
     (held,) = document.pop("locks")
-    assert list(held) == told("each of `locks`")
+    assert list(held) == members_of("each of `locks`")
     assert (held["name"], held["holder"], held["token"]) == ("nightly", "worker-7", token)
     assert 0 < held["remaining"] <= 30
     assert document == {
@@ -171,7 +171,7 @@ def test_doctor_prints_a_document_for_each_check(run: Limpet) -> None:
 
     documents = run.documents("doctor")
 
-    assert [list(document) for document in documents] == [told("each line of `doctor`")] * len(documents)
+    assert [list(document) for document in documents] == [members_of("each line of `doctor`")] * len(documents)
     assert {document["level"] for document in documents} == {"ok"}
 
 
@@ -208,7 +208,7 @@ def test_an_error_is_a_document_on_standard_error(
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
     document = json.loads(line)
-    assert list(document) == told("an error, on standard error")
+    assert list(document) == members_of("an error, on standard error")
     assert (document["error"], document["exit_code"], document["details"]) == (code, result.exit_code, details)
     assert (document["retryable"], document["outcome"]) == (False, "rejected")
     assert document["message"]
@@ -221,7 +221,7 @@ def test_a_missing_store_is_an_error_without_a_key(run: Limpet) -> None:
     assert (document["error"], document["details"]) == ("not_found", {})
 
 
-def test_bytes_are_told_from_an_object_that_looks_like_them(run: Limpet, url: str) -> None:
+def test_bytes_are_distinct_from_an_object_that_looks_like_them(run: Limpet, url: str) -> None:
     with limpet.sync.open(url) as store:
         store.put("bytes", b"\xff")
         store.put("json", {"$bytes": "/w=="})

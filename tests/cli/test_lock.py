@@ -17,17 +17,17 @@ import pytest
 import limpet
 from limpet.cli import running
 from limpet.cli.running import SignalForwarder, run_while_held
-from tests.cli.support import WAIT_S, Limpet, finished, heard, start, terminal
+from tests.cli.support import WAIT_S, Limpet, read_line, start, terminal, wait_for_end
 
 PYTHON = [sys.executable, "-c"]
 
-# Says that it is there, waits for a signal, and exits with a number that tells which.
+# Prints that it runs, waits for a signal, and exits with the number of that signal.
 LISTENS = """
 import signal, sys, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, _: sys.exit(40 + number))
 print("on", flush=True)
-# A signal that comes just before a sleep begins is heard only when that ends.
+# A signal that comes just before a sleep begins arrives only when that ends.
 for _ in range(600):
     time.sleep(0.1)
 """
@@ -55,7 +55,7 @@ def test_the_command_runs_while_the_lock_is_held_and_its_exit_code_is_passed_on(
         "sys.exit(9)\n"
     )
 
-    code, stdout, stderr = finished(lock(url, "--ttl", "4s", "--holder", "me", "--", *PYTHON, script))
+    code, stdout, stderr = wait_for_end(lock(url, "--ttl", "4s", "--holder", "me", "--", *PYTHON, script))
 
     assert (code, stdout, stderr) == (9, "True True\nme True\n", "")
     assert locks(url) == []
@@ -63,28 +63,28 @@ def test_the_command_runs_while_the_lock_is_held_and_its_exit_code_is_passed_on(
 
 def test_the_holder_is_the_host_and_process_unless_named(url: str) -> None:
     process = lock(url, "--", *PYTHON, "import limpet; print(limpet.sync.open().locks()[0].holder)")
-    code, stdout, _ = finished(process)
+    code, stdout, _ = wait_for_end(process)
 
     assert code == 0
     assert stdout.endswith(f":{process.pid}\n")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 137), (signal.SIGTERM, 143), (signal.SIGSEGV, 139)])
-def test_a_command_that_dies_by_a_signal_is_told_as_a_shell_does(url: str, number: int, code: int) -> None:
+def test_a_command_that_dies_by_a_signal_is_reported_as_by_a_shell(url: str, number: int, code: int) -> None:
     died = lock(url, "--", *PYTHON, f"import os; os.kill(os.getpid(), {number})")
 
-    assert finished(died)[0] == code
+    assert wait_for_end(died)[0] == code
     assert locks(url) == []
 
 
 def test_options_behind_the_two_dashes_are_the_commands(url: str) -> None:
-    code, stdout, _ = finished(lock(url, "--", "echo", "--ttl", "-n", "--help", "--"))
+    code, stdout, _ = wait_for_end(lock(url, "--", "echo", "--ttl", "-n", "--help", "--"))
 
     assert (code, stdout) == (0, "--ttl -n --help --\n")
 
 
 def test_a_command_that_is_not_there_exits_with_127(url: str) -> None:
-    code, _, stderr = finished(lock(url, "--", "no-such-program-here"))
+    code, _, stderr = wait_for_end(lock(url, "--", "no-such-program-here"))
 
     assert (code, stderr) == (127, "limpet: cannot run 'no-such-program-here': No such file or directory\n")
     assert locks(url) == []
@@ -93,7 +93,7 @@ def test_a_command_that_is_not_there_exits_with_127(url: str) -> None:
 def test_a_command_that_cannot_be_run_exits_with_126(url: str, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("not a program")
 
-    code, _, stderr = finished(lock(url, "--", "./notes.txt"))
+    code, _, stderr = wait_for_end(lock(url, "--", "./notes.txt"))
 
     assert (code, stderr) == (126, "limpet: cannot run './notes.txt': Permission denied\n")
     assert locks(url) == []
@@ -108,7 +108,7 @@ def test_the_command_finds_the_store_from_any_folder(tmp_path: Path) -> None:
 
     running = start("--url", relative, "-n", "jobs", "lock", "n", "--", "sh", "-c", script, sys.executable)
 
-    assert finished(running) == (0, "jobs\n1\n", "")
+    assert wait_for_end(running) == (0, "jobs\n1\n", "")
 
 
 def test_a_folder_with_a_strange_name_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_a_folder_with_a_strange_name_is_found_again(tmp_path: Path, monkeypatch
     monkeypatch.chdir(strange)
     script = 'cd / && exec "$0" -m limpet.cli put k 1 --fenced'
 
-    code, _, stderr = finished(start("lock", "n", "--", "sh", "-c", script, sys.executable))
+    code, _, stderr = wait_for_end(start("lock", "n", "--", "sh", "-c", script, sys.executable))
 
     assert (code, stderr) == (0, "")
     assert Limpet()("get", "k").stdout == "1\n"
@@ -127,20 +127,20 @@ def test_a_folder_with_a_strange_name_is_found_again(tmp_path: Path, monkeypatch
 
 
 def test_a_lock_that_is_held_exits_with_5_and_runs_nothing(url: str, run: Limpet) -> None:
-    with limpet.sync.open(url) as store, store.lock("nightly", ttl=30, holder="somebody") as held:
-        code, stdout, stderr = finished(lock(url, "--", "echo", "ran"))
-        told = run("--json", "lock", "nightly", "--", "echo", "ran")
+    with limpet.sync.open(url) as store, store.lock("nightly", ttl=30, holder="alice") as held:
+        code, stdout, stderr = wait_for_end(lock(url, "--", "echo", "ran"))
+        refused = run("--json", "lock", "nightly", "--", "echo", "ran")
         token = held.token
 
     assert (code, stdout) == (5, "")
     first, second = stderr.splitlines()
-    assert first.startswith("limpet: lock 'nightly' is held by somebody for another ")
+    assert first.startswith("limpet: lock 'nightly' is held by alice for another ")
     assert first.endswith(f" s (token {token})")
     assert second == "  COMMAND was not run. Try again later, or wait for the lock with --wait."
-    document = json.loads(told.stderr)
-    assert (told.exit_code, document["error"], document["exit_code"]) == (5, "lock_held", 5)
+    document = json.loads(refused.stderr)
+    assert (refused.exit_code, document["error"], document["exit_code"]) == (5, "lock_held", 5)
     details = document["details"]
-    assert (details["name"], details["holder"], details["token"]) == ("nightly", "somebody", token)
+    assert (details["name"], details["holder"], details["token"]) == ("nightly", "alice", token)
     assert 0 < details["remaining"] <= 30
 
 
@@ -151,7 +151,7 @@ def test_a_wait_ends_with_the_release(url: str) -> None:
         time.sleep(0.5)
         assert waiting.poll() is None
         held.release()
-        code, stdout, _ = finished(waiting)
+        code, stdout, _ = wait_for_end(waiting)
 
     assert (code, stdout) == (0, "ran\n")
 
@@ -159,7 +159,7 @@ def test_a_wait_ends_with_the_release(url: str) -> None:
 def test_a_wait_that_is_over_exits_with_5(url: str) -> None:
     with limpet.sync.open(url) as store, store.lock("nightly", ttl=30):
         began = time.monotonic()
-        code, stdout, _ = finished(lock(url, "--wait", "600ms", "--", "echo", "ran"))
+        code, stdout, _ = wait_for_end(lock(url, "--wait", "600ms", "--", "echo", "ran"))
 
     assert (code, stdout) == (5, "")
     assert time.monotonic() - began >= 0.6
@@ -171,7 +171,7 @@ def test_locks_of_other_names_and_namespaces_are_free(url: str) -> None:
         store.lock("other", ttl=30),
         store.namespace("jobs").lock("nightly", ttl=30),
     ):
-        assert finished(lock(url, "--", "true"))[0] == 0
+        assert wait_for_end(lock(url, "--", "true"))[0] == 0
 
 
 # Losing it --------------------------------------------------------------------
@@ -180,12 +180,12 @@ def test_locks_of_other_names_and_namespaces_are_free(url: str) -> None:
 def test_a_command_that_loses_its_lock_is_ended(url: str) -> None:
     """Stopped past its time like a laptop that slept, the wrapper finds the lock gone and ends the command."""
     running = lock(url, "--ttl", "1s", "--", *PYTHON, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     os.kill(running.pid, signal.SIGSTOP)
     with limpet.sync.open(url) as store:
         thief = store.lock("nightly", ttl=30, wait=20).acquire()
         os.kill(running.pid, signal.SIGCONT)
-        code, _, stderr = finished(running)
+        code, _, stderr = wait_for_end(running)
 
         assert code == 5
         assert "limpet: lock 'nightly' was lost; token 1 is stale\n  Stop: " in stderr
@@ -195,13 +195,13 @@ def test_a_command_that_loses_its_lock_is_ended(url: str) -> None:
 def test_what_a_script_has_started_is_ended_with_it(url: str, tmp_path: Path) -> None:
     grandchild = f"{LISTENS}\n".replace("sys.exit(40 + number)", "open('ended', 'w').write(str(number)) and sys.exit()")
     running = lock(url, "--ttl", "1s", "--", "sh", "-c", '"$0" -c "$1"; true', sys.executable, grandchild)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     os.kill(running.pid, signal.SIGSTOP)
     with limpet.sync.open(url) as store:
         store.lock("nightly", ttl=30, wait=20).acquire().release()
     os.kill(running.pid, signal.SIGCONT)
 
-    assert finished(running)[0] == 5
+    assert wait_for_end(running)[0] == 5
     wait_until((tmp_path / "ended").exists)
     wait_until(lambda: (tmp_path / "ended").read_text() == str(int(signal.SIGTERM)))
 
@@ -285,7 +285,9 @@ def test_a_fence_needs_a_lock_around_it(
 
 
 def test_the_fence_is_there_in_the_command(url: str, run: Limpet) -> None:
-    code, _, stderr = finished(lock(url, "--", sys.executable, "-m", "limpet.cli", "put", "report", "1", "--fenced"))
+    code, _, stderr = wait_for_end(
+        lock(url, "--", sys.executable, "-m", "limpet.cli", "put", "report", "1", "--fenced")
+    )
 
     assert (code, stderr) == (0, "")
     assert run("get", "report").stdout == "1\n"
@@ -300,11 +302,11 @@ PASSED_ON = ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"]
 def test_a_signal_is_passed_on_to_the_command(url: str, name: str) -> None:
     number = signal.Signals[name]
     running = lock(url, "--", *PYTHON, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
 
     running.send_signal(number)
 
-    assert finished(running) == (40 + number, "", "")
+    assert wait_for_end(running) == (40 + number, "", "")
     assert locks(url) == []
 
 
@@ -312,34 +314,34 @@ def test_the_lock_is_held_until_the_command_has_ended(url: str) -> None:
     """A command that takes its time after SIGTERM still has the lock."""
     script = (
         "import os, signal\n"
-        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'heard\\n'))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'caught\\n'))\n"
         "print('on', flush=True)\n"
         "input()\n"
     )
     running = lock(url, "--", *PYTHON, script, stdin=subprocess.PIPE)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
     running.send_signal(signal.SIGTERM)
-    assert heard(running) == "heard\n"
+    assert read_line(running) == "caught\n"
 
     assert locks(url) == ["nightly"]
     assert running.stdin is not None
     running.stdin.write("\n")
     running.stdin.flush()
-    assert finished(running)[0] == 0
+    assert wait_for_end(running)[0] == 0
 
 
 def test_a_signal_reaches_what_a_script_has_started(url: str) -> None:
     running = lock(url, "--", "sh", "-c", '"$0" -c "$1"; echo $?', sys.executable, LISTENS)
-    assert heard(running) == "on\n"
+    assert read_line(running) == "on\n"
 
     running.send_signal(signal.SIGINT)
 
-    assert finished(running)[1] in ("", f"{40 + signal.SIGINT}\n")
+    assert wait_for_end(running)[1] in ("", f"{40 + signal.SIGINT}\n")
     assert locks(url) == []
 
 
 def test_what_is_ignored_stays_ignored(url: str) -> None:
-    """Under nohup nobody ends with the terminal."""
+    """Under nohup no command ends with the terminal."""
     shell = 'trap \'\' HUP; exec "$0" -m limpet.cli --url "$1" lock nightly -- "$0" -c "$2"'
     script = "import signal; print('on', signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True); input()"
     running = subprocess.Popen(
@@ -350,7 +352,7 @@ def test_what_is_ignored_stays_ignored(url: str) -> None:
         text=True,
         start_new_session=True,
     )
-    assert heard(running) == "on True\n"
+    assert read_line(running) == "on True\n"
     running.send_signal(signal.SIGHUP)
 
     code, _, stderr = finished_with(running, "\n")
@@ -368,16 +370,16 @@ def test_a_signal_ends_the_wait_for_the_lock(url: str, name: str) -> None:
     number = signal.Signals[name]
     with limpet.sync.open(url) as store, store.lock("nightly", ttl=30):
         waiting = lock(url, "--wait", "50s", "--", "echo", "ran")
-        # It has asked for the lock once it has the file open.
+        # It has requested the lock once it has the file open.
         wait_until(lambda: has_open(waiting.pid, "state.db-wal"))
         time.sleep(0.3)
         waiting.send_signal(number)
 
-        assert finished(waiting) == (128 + number, "", "")
+        assert wait_for_end(waiting) == (128 + number, "", "")
 
 
 def has_open(pid: int, name: str) -> bool:
-    """Whether a process has a file open; where that cannot be asked, it is given time."""
+    """Whether a process has a file open; where that cannot be read, it is given time."""
     folder = Path(f"/proc/{pid}/fd")
     if not folder.exists():
         time.sleep(1.0)
@@ -415,13 +417,13 @@ def test_the_handlers_of_before_come_back() -> None:
 
 COUNTS = """
 import signal, sys, time
-heard = []
-signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+caught = []
+signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
 print("on", flush=True)
-while not heard:
+while not caught:
     time.sleep(0.01)
 time.sleep(0.5)
-sys.exit(40 + len(heard))
+sys.exit(40 + len(caught))
 """
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import limpet
 from limpet.clock import format_duration
-from tests.cli.support import Limpet, command, finished, looked_at, start, terminal
+from tests.cli.support import Limpet, command, looked_at, start, terminal, wait_for_end
 
 
 @pytest.fixture
@@ -66,30 +66,30 @@ def damaged(url: str, file: Path) -> str:
 
 
 def test_what_was_answered_before_an_error_is_printed(damaged: str) -> None:
-    code, stdout, stderr = finished(start("--url", damaged, "ls", "--values"))
+    code, stdout, stderr = wait_for_end(start("--url", damaged, "ls", "--values"))
 
     assert (code, stdout) == (6, "a\t1\n")
     assert stderr == "limpet: a stored value is not JSON\n  Run 'limpet doctor' for details.\n"
 
 
-def test_an_error_is_told_though_nobody_reads_the_answer(damaged: str) -> None:
+def test_an_error_is_printed_though_no_process_reads_the_output(damaged: str) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     process = start("--url", damaged, "ls", "--values", stdout=writing)
     os.close(writing)
 
-    code, _, stderr = finished(process)
+    code, _, stderr = wait_for_end(process)
 
     assert code == 6
     assert stderr == "limpet: a stored value is not JSON\n  Run 'limpet doctor' for details.\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
-def test_a_full_disk_is_told(url: str, run: Limpet) -> None:
+def test_a_full_disk_is_reported(url: str, run: Limpet) -> None:
     run("put", "k", "1")
     with Path("/dev/full").open("w") as full:
-        code, _, stderr = finished(start("--url", url, "get", "k", stdout=full))
-        silent, *_ = finished(start("--url", url, "get", "nothing", stdout=full, stderr=full))
+        code, _, stderr = wait_for_end(start("--url", url, "get", "k", stdout=full))
+        silent, *_ = wait_for_end(start("--url", url, "get", "nothing", stdout=full, stderr=full))
 
     assert (code, stderr) == (1, "limpet: cannot write to standard output: No space left on device\n")
     assert silent == 3
@@ -109,13 +109,13 @@ def test_output_is_utf_8_whatever_the_locale_says(url: str, run: Limpet) -> None
     run("put", "grüße/🐚", '"schön"')
     environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
 
-    def said(*words: str) -> tuple[bytes, bytes]:
+    def output_of(*words: str) -> tuple[bytes, bytes]:
         done = subprocess.run(command("--url", url, *words), env=environment, capture_output=True, check=False)
         return done.stdout, done.stderr
 
-    assert said("ls", "--values")[0].decode() == 'grüße/🐚\t"schön"\n'
-    assert said("history", "grüße/🐚")[0].decode().split("\t")[4:] == ["grüße/🐚", '"schön"\n']
-    assert "'grüße'" in said("get", "grüße")[1].decode()
+    assert output_of("ls", "--values")[0].decode() == 'grüße/🐚\t"schön"\n'
+    assert output_of("history", "grüße/🐚")[0].decode().split("\t")[4:] == ["grüße/🐚", '"schön"\n']
+    assert "'grüße'" in output_of("get", "grüße")[1].decode()
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_a_duration_is_shown_as_it_is_written(seconds: float, written: str) -> N
 # At a terminal ----------------------------------------------------------------
 
 
-def test_a_terminal_is_told_what_a_write_left(url: str, file: Path) -> None:
+def test_a_terminal_shows_what_a_write_left(url: str, file: Path) -> None:
     assert looked_at("--url", url, "put", "k", "1") == (0, f"limpet: making {file}\nversion 1 at revision 1\n")
     assert looked_at("--url", url, "put", "k", "2") == (0, "version 2 at revision 2\n")
     assert looked_at("--url", url, "field", "set", "r", "a=1") == (0, "version 1 at revision 3\n")
 
 
-def test_a_terminal_is_told_that_there_is_nothing(url: str, run: Limpet) -> None:
+def test_a_terminal_shows_that_there_is_nothing(url: str, run: Limpet) -> None:
     run("put", "k", "1")
 
     assert looked_at("--url", url, "ls", "none/") == (

@@ -91,9 +91,9 @@ def test_a_trail_is_pruned_and_says_so(prepared: tuple[Limpet, Path]) -> None:
     assert run.json("audit", "verify")["pruned"] == 0
     pruned = run.json("audit", "prune", "--before", "0s")
     assert (pruned["rows"], pruned["unaudited"], pruned["dry_run"]) == (2, 0, False)
-    told = run("audit", "verify").stdout
-    assert f"pruned       2, up to {pruned['to']}\n" in told
-    assert "sound        yes\n" in told
+    report = run("audit", "verify").stdout
+    assert f"pruned       2, up to {pruned['to']}\n" in report
+    assert "sound        yes\n" in report
     assert run("audit", "show").stdout == ""
     # Its rows are gone, and it is audited as before.
     run("deadletters", "replay", letter["letter"], "--onto", "2")

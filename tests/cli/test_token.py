@@ -13,7 +13,7 @@ from tests.engines import url_of
 SCOPE = ("--namespace", "trivia", "--right", "read,write")
 
 
-def made(run: Limpet, *words: str) -> tuple[str, str]:
+def create_token(run: Limpet, *words: str) -> tuple[str, str]:
     """The id and the secret of a new token."""
     result = run("token", "create", *words)
     assert result.exit_code == 0, result.stderr
@@ -24,7 +24,7 @@ def made(run: Limpet, *words: str) -> tuple[str, str]:
 
 
 def test_a_token_is_printed_once_and_never_listed(run: Limpet, file: Path) -> None:
-    id, secret = made(run, "ci", *SCOPE, "--prefix", "build/", "--expires", "90d")
+    id, secret = create_token(run, "ci", *SCOPE, "--prefix", "build/", "--expires", "90d")
 
     shown = run("token", "list").stdout
     assert shown.split("\t")[:2] == [id, "ci"]
@@ -58,7 +58,7 @@ def test_every_prefix_counts_in_every_namespace(run: Limpet) -> None:
 
 
 def test_a_rotated_token_keeps_its_id_and_tells_how_long_both_count(run: Limpet) -> None:
-    id, secret = made(run, "ci", *SCOPE)
+    id, secret = create_token(run, "ci", *SCOPE)
     document = run.json("token", "rotate", id, "--grace", "10m")
 
     assert document["id"] == id
@@ -69,7 +69,7 @@ def test_a_rotated_token_keeps_its_id_and_tells_how_long_both_count(run: Limpet)
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_token_is_revoked_by_its_id_or_by_itself(run: Limpet, whole: bool) -> None:
-    id, secret = made(run, "ci", *SCOPE)
+    id, secret = create_token(run, "ci", *SCOPE)
 
     assert run("token", "revoke", f"lmp_{id}_{secret}" if whole else id).exit_code == 0
     assert run("token", "list").stdout == ""
@@ -77,7 +77,7 @@ def test_a_token_is_revoked_by_its_id_or_by_itself(run: Limpet, whole: bool) -> 
 
 
 def test_a_secret_does_not_come_back_in_a_message(run: Limpet) -> None:
-    id, secret = made(run, "ci", *SCOPE)
+    id, secret = create_token(run, "ci", *SCOPE)
     run("token", "revoke", id)
 
     result = run("token", "revoke", f"lmp_{id}_{secret}")
@@ -121,7 +121,7 @@ def test_a_question_makes_no_store(run: Limpet, file: Path) -> None:
 @pytest.mark.parametrize("engine", ["postgres", "redis", "nats"])
 def test_it_works_on_whatever_store_a_server_uses(engine: str, tmp_path: Path) -> None:
     run = Limpet(url_of(engine, tmp_path))
-    id, _ = made(run, "ci", *SCOPE)
+    id, _ = create_token(run, "ci", *SCOPE)
 
     assert id in [document["id"] for document in run.documents("token", "list")]
     assert run("token", "revoke", id).exit_code == 0

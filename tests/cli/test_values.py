@@ -11,7 +11,7 @@ import pytest
 
 import limpet
 from limpet.cli.arguments import INPUT_BYTES_MAX, duration
-from tests.cli.support import Limpet, finished, start
+from tests.cli.support import Limpet, start, wait_for_end
 
 # How a value is written -------------------------------------------------------
 
@@ -98,7 +98,7 @@ def test_standard_input_is_read_as_bytes(run: Limpet) -> None:
 
 
 def test_bytes_may_be_given_as_an_argument(url: str) -> None:
-    code, _, stderr = finished(start("--url", url, "put", "k", os.fsdecode(b"\xff\xfe"), "--bytes"))
+    code, _, stderr = wait_for_end(start("--url", url, "put", "k", os.fsdecode(b"\xff\xfe"), "--bytes"))
 
     assert (code, stderr) == (0, "")
     with limpet.sync.open(url) as store:

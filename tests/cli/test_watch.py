@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import limpet
-from tests.cli.support import Limpet, finished, heard, start
+from tests.cli.support import Limpet, read_line, start, wait_for_end
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 
@@ -63,23 +63,23 @@ def test_a_change_of_another_process_is_shown_at_once(url: str) -> None:
     with limpet.sync.open(url) as store:
         store.put("k", 1)
         watching = start("--url", url, "watch", "--initial")
-        assert cells(heard(watching))[2:] == ["put", "1", "k", "1"]
-        assert cells(heard(watching))[2] == "synced"
+        assert cells(read_line(watching))[2:] == ["put", "1", "k", "1"]
+        assert cells(read_line(watching))[2] == "synced"
 
         store.put("k", "zwei")
 
-        assert cells(heard(watching))[2:] == ["put", "2", "k", '"zwei"']
+        assert cells(read_line(watching))[2:] == ["put", "2", "k", '"zwei"']
     watching.terminate()
-    code, _, stderr = finished(watching)
+    code, _, stderr = wait_for_end(watching)
     assert (code, stderr) == (-signal.SIGTERM, "")
 
 
-def test_an_expiry_is_shown_though_nobody_else_has_the_store_open(url: str, run: Limpet) -> None:
+def test_an_expiry_is_shown_though_no_other_process_has_the_store_open(url: str, run: Limpet) -> None:
     run("put", "k", "1", "--ttl", "300ms")
 
     watching = start("--url", url, "watch", "--after", "0", "--count", "2")
 
-    _, stdout, _ = finished(watching)
+    _, stdout, _ = wait_for_end(watching)
     first, second = map(cells, stdout.splitlines())
     assert (first[2], second[2]) == ("put", "expire")
     assert re.fullmatch(TIME, second[1])
@@ -89,9 +89,9 @@ def test_an_expiry_is_shown_though_nobody_else_has_the_store_open(url: str, run:
 def test_an_interrupt_ends_a_watch_quietly(url: str, run: Limpet, words: list[str]) -> None:
     run("put", "k", "1")
     watching = start("--url", url, *words)
-    assert heard(watching)
+    assert read_line(watching)
 
     watching.send_signal(signal.SIGINT)
 
-    code, _, stderr = finished(watching)
+    code, _, stderr = wait_for_end(watching)
     assert (code, stderr) == (130, "")

@@ -39,13 +39,13 @@ URLS = {
 
 
 async def receive(worker: Worker) -> Any:
-    return await asyncio.to_thread(worker.hear)
+    return await asyncio.to_thread(worker.receive)
 
 
 async def advance(workers: list[Worker]) -> None:
     """Wait until every worker has done some more steps, and none has failed."""
     for worker in workers:
-        worker.tell(STEPS)
+        worker.send(STEPS)
     for worker in workers:
         assert await receive(worker) == []
 
@@ -100,7 +100,7 @@ async def test_keys_are_changed_under_load(engine: str, tmp_path: Path) -> None:
 
 async def end(worker: Worker) -> Any:
     """End a worker, and return its report."""
-    worker.tell(None)
+    worker.send(None)
     return await receive(worker)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the faces share: butlers on the test server, and every place that can hold their state."""
+"""Fixtures of these tests: agents on the test server, and every store that can hold their state."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ async def pools(server: str, admin: Any) -> AsyncIterator[Pools]:
 
 @pytest.fixture
 async def schema(pools: Pools) -> str:
-    """The schema of one butler."""
+    """The schema of one agent."""
     return await pools.schema()
 
 
 @pytest.fixture
 async def pool(pools: Pools, schema: str) -> Any:
-    """The pool of that butler."""
+    """The pool of that agent."""
     return await pools.pool(schema)
 
 
@@ -57,7 +57,7 @@ async def store(server: str, schema: str) -> AsyncIterator[limpet.Store]:
 
 @pytest.fixture(params=["pool", "decoding-pool", "sqlite", "memory"])
 async def place(request: pytest.FixtureRequest, server: str, tmp_path: Path) -> AsyncIterator[Any]:
-    """Whatever the functions take as their first argument."""
+    """Each kind of first argument of the functions."""
     if request.param.endswith("pool"):
         pools = Pools(server, await asyncpg.connect(server))
         yield await pools.pool(await pools.schema(), decodes=request.param == "decoding-pool")

@@ -1,4 +1,4 @@
-"""Butlers for tests: schemas and pools on a real server."""
+"""Agents for tests: schemas and pools on a real server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pools:
 
     async def schema(self, name: str | None = None) -> str:
         """A new, empty schema."""
-        name = name or f"butler_{uuid.uuid4().hex[:12]}"
+        name = name or f"agent_{uuid.uuid4().hex[:12]}"
         await self.admin.execute(f"CREATE SCHEMA {quoted(name)}")
         self._schemas.append(name)
         return name
@@ -57,7 +57,7 @@ class Pools:
 
 
 async def decode_json(connection: Any) -> None:
-    """What the manual of the driver advises to whoever wants objects instead of JSON text."""
+    """Decode JSON text to objects, as the manual of the driver advises."""
     for kind in ("json", "jsonb"):
         await connection.set_type_codec(kind, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
 
@@ -67,5 +67,5 @@ def quoted(name: str) -> str:
 
 
 def exactly(value: object) -> str:
-    """A value as text that tells 1 from 1.0 and true, and -0.0 from 0.0. The order of members tells nothing."""
+    """A value as text that differs for 1, 1.0 and true, and for -0.0 and 0.0, and not for the order of members."""
     return json.dumps(value, sort_keys=True)

@@ -43,7 +43,7 @@ async def test_connect_takes_a_url_or_a_config_and_ping_answers(url: str) -> Non
         await opened.close()
 
 
-async def test_ping_is_false_when_nobody_answers() -> None:
+async def test_ping_is_false_when_no_server_replies() -> None:
     from tests.servers import redis
 
     with redis() as server:

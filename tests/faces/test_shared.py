@@ -64,7 +64,7 @@ async def store(agent: OpenAgent) -> StateStore:
 async def until(fact: Callable[[], Awaitable[bool]]) -> None:
     """Wait until something is so."""
     async with asyncio.timeout(PATIENCE_S):
-        while not await fact():  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while not await fact():  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.01)
 
 
@@ -76,7 +76,7 @@ async def is_gone(store: StateStore, key: str) -> bool:
     return False
 
 
-async def heard(watch: AsyncIterator[KeyValue], count: int) -> list[tuple[str, str, bytes]]:
+async def next_changes(watch: AsyncIterator[KeyValue], count: int) -> list[tuple[str, str, bytes]]:
     """The next changes, in short."""
     async with asyncio.timeout(PATIENCE_S):
         changes = [await anext(watch) for _ in range(count)]
@@ -289,7 +289,7 @@ async def test_a_store_may_have_a_time_to_live_for_what_has_none(agent: OpenAgen
 
 
 async def test_a_watch_tells_of_puts_and_deletes_of_any_agent(agent: OpenAgent) -> None:
-    """Each is heard of before the next: a log of last changes need not tell what was overwritten in between."""
+    """Each is delivered before the next: a log of last changes need not hold what was overwritten in between."""
     one, two = await agent(), await agent()
     async with one.watch("config.*") as watch, asyncio.timeout(PATIENCE_S):
         await two.put("config.a", b"1")
@@ -309,21 +309,21 @@ async def test_a_watch_tells_of_puts_and_deletes_of_any_agent(agent: OpenAgent) 
     assert first.revision < second.revision < third.revision
 
 
-async def test_a_watch_that_was_not_asked_meanwhile_tells_what_happened(agent: OpenAgent) -> None:
+async def test_a_watch_that_was_not_read_meanwhile_delivers_what_happened(agent: OpenAgent) -> None:
     """All of it, or of a log of last changes what was not overwritten; in either case the end, in order."""
     one, two = await agent(), await agent()
     async with one.watch("config.*") as watch, asyncio.timeout(PATIENCE_S):
         await two.put("config.a", b"1")
         await one.put("config.a", b"2")
         await two.delete("config.a")
-        told = [await anext(watch)]
-        while told[-1].operation is not Operation.DELETE:
-            told.append(await anext(watch))
+        changes = [await anext(watch)]
+        while changes[-1].operation is not Operation.DELETE:
+            changes.append(await anext(watch))
 
     happened = [(Operation.PUT, b"1"), (Operation.PUT, b"2"), (Operation.DELETE, b"")]
-    heard = [(change.operation, change.value) for change in told]
-    whole = happened if one.store.traits.log == "every" else [each for each in happened if each in heard]
-    assert heard == whole
+    delivered = [(change.operation, change.value) for change in changes]
+    whole = happened if one.store.traits.log == "every" else [each for each in happened if each in delivered]
+    assert delivered == whole
 
 
 @pytest.mark.parametrize("pattern", [*PATTERNS])
@@ -333,31 +333,31 @@ async def test_a_watch_hears_of_the_keys_of_its_pattern_alone(store: StateStore,
             await store.put(key, b"1")
         expected = PATTERNS[pattern]
 
-        assert [key for _, key, _ in await heard(watch, len(expected))] == expected
-        assert [key for _, key, _ in await heard(everything, len(KEYS))] == KEYS
+        assert [key for _, key, _ in await next_changes(watch, len(expected))] == expected
+        assert [key for _, key, _ in await next_changes(everything, len(KEYS))] == KEYS
         await watch.aclose()
         assert [change async for change in watch] == []
 
 
-async def test_an_expiry_is_told_as_a_delete(store: StateStore) -> None:
+async def test_an_expiry_is_delivered_as_a_delete(store: StateStore) -> None:
     async with store.watch("cache.*") as watch:
         await store.put("cache.a", b"1", SHORT_S)
 
-        assert await heard(watch, 2) == [("PUT", "cache.a", b"1"), ("DELETE", "cache.a", b"")]
+        assert await next_changes(watch, 2) == [("PUT", "cache.a", b"1"), ("DELETE", "cache.a", b"")]
     assert await is_gone(store, "cache.a")
 
 
-async def test_a_slow_watcher_gets_the_last_64_and_is_told_how_many_not(store: StateStore) -> None:
-    """Nobody waits for it: all the puts are through before it looks."""
+async def test_a_slow_watcher_gets_the_last_64_and_the_number_of_the_others(store: StateStore) -> None:
+    """No one waits for it: all the puts are done before it reads."""
     async with store.watch("sensor.*") as watch, store.watch("end") as end:
         for number in range(200):
             await store.put(f"sensor.{number}", b"%d" % number)
-        # Whoever hears of the end knows that all of it has arrived.
+        # When the end has arrived, all of it has.
         await store.put("end", b"")
-        await heard(end, 1)
+        await next_changes(end, 1)
         got: list[bytes] = []
         while not got or got[-1] != b"199":
-            got += [value for _, _, value in await heard(watch, 1)]
+            got += [value for _, _, value in await next_changes(watch, 1)]
 
     assert got[-64:] == [b"%d" % number for number in range(136, 200)]
     assert len(got) + watch.dropped == 200
@@ -367,7 +367,7 @@ async def test_a_slow_watcher_gets_the_last_64_and_is_told_how_many_not(store: S
 async def test_a_watch_ends_when_the_store_closes(store: StateStore) -> None:
     watch = await store.watch("*").__aenter__()
     await store.put("a", b"1")
-    assert await heard(watch, 1) == [("PUT", "a", b"1")]
+    assert await next_changes(watch, 1) == [("PUT", "a", b"1")]
     waiting = asyncio.ensure_future(anext(watch, None))
     await asyncio.sleep(0)
 
@@ -378,13 +378,13 @@ async def test_a_watch_ends_when_the_store_closes(store: StateStore) -> None:
 
 
 async def test_a_watch_begins_when_it_is_called(store: StateStore) -> None:
-    """Nobody has iterated yet, and nothing was awaited in between."""
+    """No task has iterated yet, and nothing was awaited in between."""
     watch = store.watch("config.*")
     await store.put("config.a", b"1")
     await store.put("other", b"2")
     await store.delete("config.a")
 
-    assert await heard(watch, 2) == [("PUT", "config.a", b"1"), ("DELETE", "config.a", b"")]
+    assert await next_changes(watch, 2) == [("PUT", "config.a", b"1"), ("DELETE", "config.a", b"")]
     await watch.aclose()
     assert [change async for change in watch] == []
 
@@ -395,16 +395,16 @@ async def test_a_watch_is_called_before_what_is_done_at_once(store: StateStore) 
     await asyncio.gather(*(store.put(f"config.{number}", b"1") for number in range(5)))
 
     expected = {("PUT", f"config.{number}", b"1") for number in range(5)}
-    assert set(await heard(watch, 5)) == set(await heard(beside, 5)) == expected
+    assert set(await next_changes(watch, 5)) == set(await next_changes(beside, 5)) == expected
 
 
-async def test_another_agent_is_heard_after_the_next_call(agent: OpenAgent) -> None:
+async def test_changes_of_another_agent_are_delivered_after_the_next_call(agent: OpenAgent) -> None:
     one, two = await agent(), await agent()
     watch = one.watch("config.*")
     assert await one.keys() == []
     await two.put("config.a", b"1")
 
-    assert await heard(watch, 1) == [("PUT", "config.a", b"1")]
+    assert await next_changes(watch, 1) == [("PUT", "config.a", b"1")]
 
 
 async def test_what_is_worked_off_is_delivered_to_a_watch_that_was_called_before(store: StateStore) -> None:
@@ -416,10 +416,10 @@ async def test_what_is_worked_off_is_delivered_to_a_watch_that_was_called_before
 
     await work_off(store, "a", work)
 
-    assert await heard(watch, 1) == [("PUT", "results.a", b"1")]
+    assert await next_changes(watch, 1) == [("PUT", "results.a", b"1")]
 
 
-async def test_a_watch_that_nobody_keeps_is_not_followed(store: StateStore) -> None:
+async def test_a_watch_that_is_dropped_is_not_followed(store: StateStore) -> None:
     """A watch is called and dropped: the store does not go on reading the log for it."""
     hub = store.store._session.hub(store.store.name)
     watch = store.watch("*")
@@ -519,7 +519,7 @@ async def test_a_crashed_agent_does_not_keep_its_lock_for_ever(agent: OpenAgent)
         await one.lock("job", 60)
 
 
-async def test_an_expired_lock_is_expired_though_nobody_took_it(store: StateStore) -> None:
+async def test_an_expired_lock_is_expired_though_no_other_holder_took_it(store: StateStore) -> None:
     lock = await store.lock("job", SHORT_S)
 
     async def is_free() -> bool:
@@ -647,9 +647,9 @@ async def test_writes_that_race_have_an_order_that_all_agents_see(agent: OpenAge
     async with stores[0].watch("a.*") as one, stores[2].watch("a.*") as two:
         await asyncio.gather(*(stores[number % 3].put(f"a.{number}", b"%d" % number) for number in range(30)))
 
-        told = await heard(one, 30)
-        assert await heard(two, 30) == told
-    assert sorted(int(value) for _, _, value in told) == [*range(30)]
+        changes = await next_changes(one, 30)
+        assert await next_changes(two, 30) == changes
+    assert sorted(int(value) for _, _, value in changes) == [*range(30)]
 
     await asyncio.gather(*(stores[number % 3].put("a", b"%d" % number) for number in range(30)))
     assert len({await store.get("a") for store in stores}) == 1
@@ -686,10 +686,10 @@ async def test_a_store_in_memory_ends_what_expired_every_second() -> None:
         async with store.watch("*") as watch:
             await store.put("a", b"1")
             await store.put("b", b"2", 3600)
-            assert await heard(watch, 2) == [("PUT", "a", b"1"), ("PUT", "b", b"2")]
+            assert await next_changes(watch, 2) == [("PUT", "a", b"1"), ("PUT", "b", b"2")]
             clock.advance(10)
 
-            assert await heard(watch, 1) == [("DELETE", "a", b"")]
+            assert await next_changes(watch, 1) == [("DELETE", "a", b"")]
         assert "memory" in repr(store)
     async with MemoryStore() as another:
         assert await another.keys() == []

@@ -45,7 +45,7 @@ async def test_a_value_comes_back_exactly(place: Any, value: Any) -> None:
 
 
 async def test_a_missing_key_is_none(place: Any) -> None:
-    assert await state_get(place, "nobody") is None
+    assert await state_get(place, "absent") is None
 
 
 async def test_null_is_a_value_that_a_list_tells_from_a_missing_key(place: Any) -> None:
@@ -144,10 +144,10 @@ async def test_a_version_that_no_engine_can_count_to_is_a_conflict_too(place: An
 @pytest.mark.parametrize("expected", [0, 1], ids=str)
 async def test_a_missing_key_is_a_conflict_without_an_actual_version(place: Any, expected: int) -> None:
     with pytest.raises(CASConflictError) as refused:
-        await state_compare_and_set(place, "nobody", expected, "value")
+        await state_compare_and_set(place, "absent", expected, "value")
 
     conflict = refused.value
-    assert (conflict.key, conflict.expected_version, conflict.actual_version) == ("nobody", expected, None)
+    assert (conflict.key, conflict.expected_version, conflict.actual_version) == ("absent", expected, None)
     assert await state_list(place) == []
 
 
@@ -238,7 +238,7 @@ async def test_a_deleted_key_is_gone(place: Any) -> None:
 
 
 async def test_deleting_a_missing_key_does_nothing(place: Any) -> None:
-    await state_delete(place, "nobody")
+    await state_delete(place, "absent")
 
     assert await state_list(place) == []
 
@@ -275,7 +275,7 @@ async def test_a_prefix_lists_the_keys_that_start_with_it(place: Any) -> None:
 
     assert await state_list(place, prefix="job/") == ["job/1", "job/2"]
     assert await state_list(place, "job") == ["job", "job/1", "job/2", "job0", "jobs"]
-    assert await state_list(place, prefix="nobody") == []
+    assert await state_list(place, prefix="absent") == []
     assert len(await state_list(place, prefix="")) == 8
 
 

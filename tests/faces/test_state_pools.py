@@ -32,7 +32,7 @@ ENTRIES = "SELECT count(*) FROM {}.limpet_entries"
 CHANGES = "SELECT count(*) FROM {}.limpet_changes"
 
 
-# A schema per butler ----------------------------------------------------------
+# A schema per agent ----------------------------------------------------------
 
 
 async def test_two_butlers_of_one_database_do_not_see_each_other(pools: Pools) -> None:
@@ -76,7 +76,7 @@ async def test_a_butler_needs_and_uses_nothing_outside_its_schema(pools: Pools, 
 
 
 async def test_a_role_for_each_butler_keeps_it_out_of_the_schemas_of_others(pools: Pools) -> None:
-    """The search path says where a butler works. What it may touch, its role says."""
+    """The search path decides where an agent works; its role decides what it may change."""
     mine, theirs = await pools.schema(), await pools.schema()
     me, they = await pools.role(mine), await pools.role(theirs)
     my_pool = await pools.pool(mine, server_settings={"role": me})
@@ -129,7 +129,7 @@ async def test_a_butler_whose_role_may_not_use_the_schema_is_refused(pools: Pool
         await state_get(stranger, "key")
 
 
-async def test_a_pool_that_works_in_no_schema_is_told_so(pools: Pools) -> None:
+async def test_a_pool_that_works_in_no_schema_is_refused(pools: Pools) -> None:
     pool = await pools.pool("butler_that_is_not_there")
 
     with pytest.raises(InvalidValue, match="search_path"):
@@ -137,7 +137,7 @@ async def test_a_pool_that_works_in_no_schema_is_told_so(pools: Pools) -> None:
 
 
 async def test_a_missing_schema_does_not_send_a_butler_to_the_next_one_of_its_path(pools: Pools, schema: str) -> None:
-    """PostgreSQL passes over a schema that is missing. Two butlers would then share the one that both have behind."""
+    """PostgreSQL passes over a schema that is missing. Two agents would then share the next one of their paths."""
     pool = await pools.pool(server_settings={"search_path": f"butler_that_is_not_there, {schema}"})
 
     with pytest.raises(InvalidValue, match="butler_that_is_not_there"):
@@ -197,7 +197,7 @@ async def test_a_path_that_is_set_whenever_a_connection_is_taken_counts(pools: P
 
 
 async def test_a_schema_may_have_any_name(pools: Pools) -> None:
-    name = await pools.schema('Butler "{schema}" %s; --')
+    name = await pools.schema('Agent "{schema}" %s; --')
     pool = await pools.pool(name)
 
     assert await state_set(pool, "key", 1) == 1
@@ -499,7 +499,7 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
             await state_get(pool, "key")
 
 
-async def test_a_pool_that_nobody_awaited_is_an_error_of_ours(pools: Pools) -> None:
+async def test_a_pool_that_was_not_awaited_is_an_error_of_ours(pools: Pools) -> None:
     with pytest.raises(LimpetError):
         await state_get(asyncpg.create_pool(pools.url), "key")
 
@@ -513,7 +513,7 @@ async def _age(admin: Any, schema: str) -> None:
 
 
 async def test_the_first_write_through_a_pool_trims_the_log(pools: Pools, schema: str, admin: Any) -> None:
-    """No sweeper runs over somebody's pool, and a log that nobody trims would grow for ever."""
+    """No sweeper runs over a pool of the caller, and a log that no process trims would grow for ever."""
     early = await pools.pool(schema)
     for number in range(5):
         await state_set(early, "key", number)

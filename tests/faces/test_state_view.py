@@ -1,4 +1,4 @@
-"""The view ``state``: what plain SQL sees of a butler, and that it can only look."""
+"""The view ``state``: what plain SQL sees of an agent, and that it can only read."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_null_is_a_row_with_json_null(pool: Any) -> None:
     ],
 )
 async def test_the_database_refuses_to_write_through_it(pool: Any, statement: str) -> None:
-    """Such a row would have no revision, no change in the log, and no watcher that hears of it."""
+    """Such a row would have no revision, no change in the log, and no watcher would get it."""
     await state_set(pool, "x", "kept")
 
     with pytest.raises(asyncpg.PostgresError):
@@ -178,7 +178,7 @@ async def test_two_butlers_have_a_view_each(pools: Pools) -> None:
 async def test_a_state_of_another_program_is_refused_and_left_as_it_is(
     pools: Pools, schema: str, admin: Any, kind: str
 ) -> None:
-    """Two states side by side, one of which nobody looks at, would be worse than an error."""
+    """Two states side by side, one of which no program reads, would be worse than an error."""
     pool = await pools.pool(schema)
     await pool.execute(f"CREATE {kind}")
     before = await pool.fetch("SELECT * FROM state")

@@ -187,7 +187,3 @@ class Process(processes.Process):
     """A function of ``tests.postgres.workers`` in its own process."""
 
     module = "tests.postgres.workers"
-
-    async def receive(self) -> Any:
-        """The next message of the process, while this loop goes on."""
-        return await asyncio.to_thread(self.hear)

@@ -980,6 +980,7 @@ def test_everybodys_right_to_leave_things_in_public_is_taken_away(role: str) -> 
         execute(f"DROP DATABASE {database} WITH (FORCE)")
 
 
+@pytest.mark.slow
 def test_isolation_holds_on_an_older_server_too(role: str) -> None:
     with postgres(release="16") as older:
         for name in ("alpha", "state"):

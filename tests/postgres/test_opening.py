@@ -419,6 +419,7 @@ async def test_a_default_of_a_pool_changes_nothing(guarded: Postgres, default: s
 # Replicas -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_replica_is_refused_until_it_is_promoted(own_server: Postgres) -> None:
     """A store that was open meanwhile reads there, and writes again as soon as it can."""
     url = url_of("rooms", own_server.url)
@@ -466,6 +467,7 @@ async def test_a_new_epoch_refuses_the_positions_of_the_old_one(url: str, schema
             assert (await anext(again)).value == 2
 
 
+@pytest.mark.slow
 async def test_postgresql_16_runs_the_main_verbs() -> None:
     with postgres(release="16") as older:
         async with connected(older.url) as connection:

@@ -67,24 +67,24 @@ async def run_writers(url: str, server: Postgres | None = None) -> None:
         ]
         far = stack.enter_context(Process("watches", url))
         for process in (*writers, far):
-            assert await process.receive() == "ready"
+            assert await process.receive_async() == "ready"
         near = await asyncio.to_thread(Watcher, url)
         async with limpet.open(url) as store, store.watch() as events:
             here = asyncio.create_task(watched(store, events))
 
             for process in writers:
-                process.tell("begin")
+                process.send("begin")
             for how in ("fast", "immediate"):
                 # When the first writer has done another third of its work.
-                await writers[0].receive()
+                await writers[0].receive_async()
                 if server is not None:
                     await asyncio.to_thread(server.restart, how)
             for process in writers[1:]:
-                assert await process.receive() == WRITES // 3
-                assert await process.receive() == 2 * (WRITES // 3)
-            acknowledged = [change for process in writers for change in await process.receive()]
+                assert await process.receive_async() == WRITES // 3
+                assert await process.receive_async() == 2 * (WRITES // 3)
+            acknowledged = [change for process in writers for change in await process.receive_async()]
             await store.put("end", True)
-            deliveries = [await here, await far.receive(), await asyncio.to_thread(near.end)]
+            deliveries = [await here, await far.receive_async(), await asyncio.to_thread(near.end)]
 
             log = [change for change in await log_of(store) if change.key != "end"]
             counters = {entry.key: entry.value async for entry in store.scan("count/")}
@@ -125,13 +125,13 @@ async def test_processes_that_open_an_empty_schema_at_once_make_one_store() -> N
     """Of the processes that find no tables, one creates them. The others wait for it, and then find them."""
     with ExitStack() as stack:
         openers = [stack.enter_context(Process("opens")) for _ in range(8)]
-        assert [await opener.receive() for opener in openers] == ["ready"] * 8
+        assert [await opener.receive_async() for opener in openers] == ["ready"] * 8
 
         for _ in range(40 if LONG else 5):
             schema = new_schema()
             for opener in openers:
-                opener.tell(url_of(schema))
-            answers = [await opener.receive() for opener in openers]
+                opener.send(url_of(schema))
+            answers = [await opener.receive_async() for opener in openers]
 
             assert [problem for _, problem in answers] == [None] * 8
             assert len({store_id for store_id, _ in answers}) == 1
@@ -156,7 +156,7 @@ async def test_a_client_that_is_stopped_in_its_transaction_holds_up_the_others_f
             assert 1 < time.monotonic() - began < 20
             assert await store.get("count") == 1
             os.kill(stopped.pid, signal.SIGCONT)
-            assert await stopped.receive() == 4
+            assert await stopped.receive_async() == 4
 
         assert [(change.key, change.revision) for change in await log_of(store)] == [
             ("count", 1),

@@ -38,16 +38,16 @@ def no_polling(monkeypatch: pytest.MonkeyPatch) -> None:
 async def far(url: str) -> AsyncIterator[Process]:
     """A process that puts each value that it receives."""
     with Process("puts", url) as process:
-        assert await process.receive() == "ready"
+        assert await process.receive_async() == "ready"
         yield process
 
 
 async def test_a_change_of_another_process_notifies(no_polling: None, store: limpet.Store, far: Process) -> None:
     async with store.watch() as events:
         for value in range(5):
-            far.tell(value)
+            far.send(value)
             event = await next_event(events)
-            assert (event.key, event.value, event.revision) == ("key", value, await far.receive())
+            assert (event.key, event.value, event.revision) == ("key", value, await far.receive_async())
 
 
 async def test_a_planned_commit_notifies_as_well(no_polling: None, store: limpet.Store, url: str) -> None:
@@ -76,12 +76,12 @@ async def test_a_watch_goes_on_when_its_listener_is_terminated(
 ) -> None:
     """It polls meanwhile, and the listener connects again."""
     async with store.watch() as events, connected() as connection:
-        far.tell("before")
+        far.send("before")
         assert (await next_event(events)).value == "before"
         pid = await listener(connection, store)
 
         assert await connection.fetchval("SELECT pg_terminate_backend($1)", pid)
-        far.tell("without a listener")
+        far.send("without a listener")
         assert (await next_event(events)).value == "without a listener"
 
         store_id = (await store.status()).store_id
@@ -89,9 +89,9 @@ async def test_a_watch_goes_on_when_its_listener_is_terminated(
         assert again != pid
         # Only now, because the listener also waits that long before it connects again.
         monkeypatch.setattr(server_engine, "POLL_S", 600.0)
-        far.tell("once more")
+        far.send("once more")
         assert (await next_event(events)).value == "once more"
-        far.tell("after")
+        far.send("after")
         assert (await next_event(events)).value == "after"
 
 

@@ -22,13 +22,13 @@ class Harvester(Process):
 
 
 async def harvest(kept: SemanticStore, name: str, items: int) -> None:
-    """Work until there is nothing left, and say after each page how far it is."""
+    """Work until there is nothing left, and print after each page how far it is."""
     while True:
         found = await kept.kv_get(CHECKPOINT)
         token, version = (0, 0) if found is None or found.value is None else (found.value["token"], found.version)
         if token == items:
             return
-        # Over both ends of what is there: whoever counts wrong works twice on an item, or on none.
+        # The bounds of a page: a harvester that counts wrong works twice on an item, or on none.
         page = range(token, min(items, token + PAGE))
         effects = [Put(f"{HOME}/done/{n}", {"by": name}, Semantics("cursor"), expected_version=0) for n in page]
         moved = {"token": page.stop, "snapshot": version + 1}

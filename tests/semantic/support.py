@@ -1,4 +1,4 @@
-"""What the tests of semantic entries share."""
+"""Shared by the tests of semantic entries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def lock_of(seconds: float) -> dict[str, Any]:
 
 
 class SelfTurning(limpet.ManualClock):
-    """A clock that turns itself as far as anybody sleeps, and remembers how far that was."""
+    """A clock that advances by itself when a task sleeps, and records the sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class SelfTurning(limpet.ManualClock):
 
 
 class Hasty(SystemClock):
-    """A clock on which nobody waits."""
+    """A clock that does not wait."""
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)

@@ -20,8 +20,8 @@ from limpet.semantic.store import SemanticStore, VersionConflict
 KEY = "tenant/acme/project/docs/delta"
 
 
-class Heard:
-    """An alarm on a clock that is turned by hand, and what it told."""
+class Alarmed:
+    """An alarm on a clock that is turned by hand, and its alerts."""
 
     def __init__(self, **options: Any) -> None:
         self.clock = ManualClock()
@@ -37,24 +37,24 @@ class Heard:
 
 
 def test_conflicts_of_a_whole_window_raise_one_alert(caplog: pytest.LogCaptureFixture) -> None:
-    heard = Heard()
+    alarmed = Alarmed()
     with caplog.at_level(logging.INFO, "limpet.semantic"):
         for _ in range(10):
-            heard.minute(10, 2)
+            alarmed.minute(10, 2)
 
-    assert heard.alerts == [ConflictAlert("platform", 0.2, 10, 50, 300.0)]
+    assert alarmed.alerts == [ConflictAlert("platform", 0.2, 10, 50, 300.0)]
     (record,) = caplog.records
     assert (record.levelname, vars(record)["event"]) == ("WARNING", "conflictsGoOn")
     assert record.getMessage() == "conflicts in namespace platform go on: 10 of 50 writes in 300 s"
 
 
 def test_after_a_pause_it_raises_another(caplog: pytest.LogCaptureFixture) -> None:
-    heard = Heard()
+    alarmed = Alarmed()
     with caplog.at_level(logging.INFO, "limpet.semantic"):
         for met in (*[5] * 6, 0, 0, *[5] * 6):
-            heard.minute(10, met)
+            alarmed.minute(10, met)
 
-    assert len(heard.alerts) == 2
+    assert len(alarmed.alerts) == 2
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO", "WARNING"]
 
 
@@ -63,30 +63,30 @@ def test_after_a_pause_it_raises_another(caplog: pytest.LogCaptureFixture) -> No
     [
         ([(10, 1)] * 12, "it is at the bound, and not above"),
         ([(2, 1)] + [(0, 0)] * 11 + [(1, 0)], "one conflict of two"),
-        ([(3, 1)] * 12, "there are fewer writes than tell anything"),
+        ([(3, 1)] * 12, "there are too few writes for an alert"),
         ([(1000, 1000)] + [(10, 0)] * 11, "a burst, however large"),
         ([(1000, 1000)] + [(0, 0)] * 8 + [(10, 10)] * 3, "silence lies between"),
         ([(10, 9), (10, 0)] * 6, "every other minute is quiet"),
-        ([(10, 9)] * 5, "the window is not over before somebody writes again"),
+        ([(10, 9)] * 5, "the window is not over before the next write"),
     ],
 )
 def test_what_does_not_last_raises_nothing(minutes: list[tuple[int, int]], why: str) -> None:
-    heard = Heard()
+    alarmed = Alarmed()
     for writes, met in minutes:
-        heard.minute(writes, met)
+        alarmed.minute(writes, met)
 
-    assert heard.alerts == [], why
+    assert alarmed.alerts == [], why
 
 
 def test_bound_window_and_least_writes_can_be_chosen() -> None:
-    heard = Heard(above=0.5, window_s=60.0 * 5 * 2, writes_min=200)
+    alarmed = Alarmed(above=0.5, window_s=60.0 * 5 * 2, writes_min=200)
     for _ in range(14):
-        heard.minute(20, 10)
-    assert heard.alerts == []
+        alarmed.minute(20, 10)
+    assert alarmed.alerts == []
 
     for _ in range(14):
-        heard.minute(20, 12)
-    (alert,) = heard.alerts
+        alarmed.minute(20, 12)
+    (alert,) = alarmed.alerts
     assert (alert.rate > 0.5, alert.writes, alert.window_s) == (True, 200, 600.0)
 
 
@@ -96,24 +96,24 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any]) -> None:
         ConflictAlarm(**options)
 
 
-def test_namespaces_are_told_apart_and_replays_count_as_nothing() -> None:
-    heard = Heard()
+def test_namespaces_are_separate_and_replays_count_as_nothing() -> None:
+    alarmed = Alarmed()
     for _ in range(7):
         for number in range(10):
-            heard.alarm(Observation("kvPut", "success", "calm", "cursor", KEY, str(number)))
-            heard.alarm(Observation("kvPut", "replayed", "busy", "cursor", KEY, str(number)))
-        heard.minute(10, 2, "busy")
+            alarmed.alarm(Observation("kvPut", "success", "calm", "cursor", KEY, str(number)))
+            alarmed.alarm(Observation("kvPut", "replayed", "busy", "cursor", KEY, str(number)))
+        alarmed.minute(10, 2, "busy")
 
-    assert [(alert.namespace, alert.writes) for alert in heard.alerts] == [("busy", 50)]
+    assert [(alert.namespace, alert.writes) for alert in alarmed.alerts] == [("busy", 50)]
 
 
 def test_names_that_were_made_up_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conflicts, "NAMESPACES_MAX", 3)
-    heard = Heard()
+    alarmed = Alarmed()
     for number in range(10):
-        heard.minute(1, 1, f"made-up-{number}")
+        alarmed.minute(1, 1, f"made-up-{number}")
 
-    assert len(heard.alarm._counters) == 3
+    assert len(alarmed.alarm._counters) == 3
 
 
 async def fight(kept: SemanticStore, turn: Callable[[float], None]) -> None:
@@ -149,15 +149,15 @@ async def test_whoever_takes_the_alert_cannot_make_a_write_fail(caplog: pytest.L
     assert "the alert of conflicts in namespace default failed: RuntimeError" in caplog.text
 
 
-async def test_a_delete_that_conflicts_is_told_with_the_purpose_of_what_it_met() -> None:
-    told: list[Observation] = []
+async def test_a_delete_that_conflicts_is_observed_with_the_purpose_of_what_it_met() -> None:
+    observed: list[Observation] = []
     async with limpet.open("memory:") as store:
-        kept = SemanticStore(store, observer=told.append)
+        kept = SemanticStore(store, observer=observed.append)
         await kept.kv_put(KEY, {}, writer="a:b", semantics={"purpose": "cursor"})
         with pytest.raises(VersionConflict):
             await kept.kv_delete(KEY, writer="a:b", expected_version=7)
 
-    assert [(one.verb, one.outcome, one.purpose) for one in told] == [
+    assert [(one.verb, one.outcome, one.purpose) for one in observed] == [
         ("kvPut", "success", "cursor"),
         ("kvDelete", "conflict", "cursor"),
     ]

@@ -1,4 +1,4 @@
-"""The audit trail: what it tells, what it keeps to itself, and who can change it unseen."""
+"""The audit trail: what it records, what it hides, and that no change of it goes unnoticed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def put(kept: SemanticStore, value: dict[str, Any], key: str = KEY, **opti
     return await kept.kv_put(key, value, **{"writer": WRITER, "semantics": CHECKPOINT, **options})
 
 
-async def shown(store: limpet.Store, prefix: str = "") -> list[dict[str, Any]]:
+async def load_rows(store: limpet.Store, prefix: str = "") -> list[dict[str, Any]]:
     return [row async for row in rows_of(store, prefix=prefix)]
 
 
@@ -64,17 +64,17 @@ def hash_of(namespace: str, key: str, value: Any, secret: bytes = SECRET) -> str
     return "1:" + hmac.new(secret, f"value\0{place}\0{text}".encode(), hashlib.sha256).hexdigest()
 
 
-# What it tells ----------------------------------------------------------------
+# What it records ----------------------------------------------------------------
 
 
-async def test_every_write_of_a_crowd_is_written_and_told(kept: SemanticStore) -> None:
+async def test_every_write_of_a_crowd_is_written_and_recorded(kept: SemanticStore) -> None:
     """Each write stands on the last row of its key, so that of a crowd one would get through at a time."""
     engine, callers = count(kept.store), 150
 
     written = await asyncio.gather(*(put(kept, {"n": number}) for number in range(callers)))
 
     assert sorted(envelope.version for envelope in written) == list(range(1, callers + 1))
-    assert len(await shown(kept.store)) == callers
+    assert len(await load_rows(kept.store)) == callers
     assert engine.refused <= callers // 10
 
 
@@ -88,7 +88,7 @@ async def test_batches_of_the_same_keys_in_any_order_do_not_wait_for_each_other_
 
     await asyncio.wait_for(asyncio.gather(*map(write, range(30))), PATIENCE_S)
 
-    assert len(await shown(kept.store)) == 30 * len(keys)
+    assert len(await load_rows(kept.store)) == 30 * len(keys)
 
 
 async def test_every_change_leaves_a_row(kept: SemanticStore) -> None:
@@ -100,7 +100,7 @@ async def test_every_change_leaves_a_row(kept: SemanticStore) -> None:
     await kept.kv_delete(KEY, writer="operator:cleanup", request_id="r-3")
     await kept.kv_delete(KEY, writer="operator:cleanup")
 
-    first, second, third = await shown(kept.store)
+    first, second, third = await load_rows(kept.store)
 
     one, two = (hash_of(kept.store.name, KEY, {"n": number}) for number in (1, 2))
     assert {**first, "revision": 0, "at_ms": 0} == {
@@ -141,14 +141,14 @@ async def test_an_expiry_leaves_a_row_with_what_it_was_for(kept: SemanticStore) 
     await kept.seal()
     await put(kept, {"by": "w2"}, semantics=lock_of(0.1), expected_version=0)
     await asyncio.sleep(0.15)
-    # Nobody sealed meanwhile: the write that comes first tells of it.
+    # No sealer ran meanwhile: the next write records it.
     await put(kept, {"by": "w3"}, semantics=lock_of(60), expected_version=0)
 
-    told = await shown(kept.store)
+    rows = await load_rows(kept.store)
 
-    assert [row["op"] for row in told] == ["put", "expire", "put", "expire", "put"]
-    assert (told[1]["semantics"], told[1]["purpose"], told[1]["writer"]) == (lock_of(0.1), "lock", WRITER)
-    assert (told[1]["before"], told[1]["after"], told[1]["requestId"]) == (told[0]["after"], None, None)
+    assert [row["op"] for row in rows] == ["put", "expire", "put", "expire", "put"]
+    assert (rows[1]["semantics"], rows[1]["purpose"], rows[1]["writer"]) == (lock_of(0.1), "lock", WRITER)
+    assert (rows[1]["before"], rows[1]["after"], rows[1]["requestId"]) == (rows[0]["after"], None, None)
     assert (await kept.verify()).problems == ()
 
 
@@ -162,7 +162,7 @@ async def test_a_copy_goes_when_its_key_was_written_for_good(kept: SemanticStore
     await brief.seal()
 
     assert await engine.read(name, [f"live/{KEY}"], family="recoverable") == [None]
-    assert [row["op"] for row in await shown(kept.store)] == ["put", "put"]
+    assert [row["op"] for row in await load_rows(kept.store)] == ["put", "put"]
     # A delete leaves no copy either.
     await put(brief, {"token": "v"}, semantics={**CHECKPOINT, "ttlSeconds": 60})
     await kept.kv_delete(KEY, writer=WRITER)
@@ -194,7 +194,7 @@ async def test_a_sealer_that_fails_goes_on_and_one_whose_store_is_closed_ends(
         for _ in range(100):
             clock.advance(1)
             await asyncio.sleep(0)
-            if (await shown(store))[0]["seq"] is not None:
+            if (await load_rows(store))[0]["seq"] is not None:
                 break
         assert failing.before == 0
         assert any("failed and is tried again" in record.getMessage() for record in caplog.records)
@@ -208,10 +208,10 @@ async def test_a_batch_leaves_a_row_for_each_key(kept: SemanticStore) -> None:
     items = [Put(f"{START}{n}", {"n": n}, Semantics("cursor"), expected_version=0) for n in range(30)]
     await kept.kv_batch([*items, Delete(f"{START}gone", 1)], writer=WRITER, request_id="b-1")
 
-    told = await shown(kept.store, prefix=START)
+    rows = await load_rows(kept.store, prefix=START)
 
-    assert [row["op"] for row in told] == ["put", *["put"] * 30, "delete"]
-    assert {row["requestId"] for row in told[1:]} == {"b-1"}
+    assert [row["op"] for row in rows] == ["put", *["put"] * 30, "delete"]
+    assert {row["requestId"] for row in rows[1:]} == {"b-1"}
 
 
 async def test_the_trail_is_no_part_of_the_data(kept: SemanticStore) -> None:
@@ -231,9 +231,9 @@ async def test_rows_are_sealed_in_the_order_of_their_revisions(kept: SemanticSto
     random.Random(7).shuffle(numbers)
     for number in numbers:
         await put(kept, {"n": number}, f"{START}{number % 20}")
-    before = await shown(kept.store)
+    before = await load_rows(kept.store)
     sealed = await kept.seal()
-    after = await shown(kept.store)
+    after = await load_rows(kept.store)
 
     assert sealed == 150
     assert [row.pop("seq") for row in after] == list(range(1, 151))
@@ -253,7 +253,7 @@ async def test_a_row_that_is_sealed_while_the_trail_is_shown_is_shown_once(kept:
     await kept.seal()
 
     assert [first["n"], *[row["n"] async for row in rows]] == [1, 2]
-    assert [row["n"] for row in await shown(kept.store)] == [1, 2]
+    assert [row["n"] for row in await load_rows(kept.store)] == [1, 2]
 
 
 async def test_sealers_at_once_seal_each_row_once(kept: SemanticStore) -> None:
@@ -277,12 +277,12 @@ async def test_a_row_is_sealed_by_itself_within_five_seconds(store: limpet.Store
         began = asyncio.get_running_loop().time()
         await put(kept, {"n": 1})
         async with asyncio.timeout(PATIENCE_S):
-            while (await shown(store))[0]["seq"] is None:  # noqa: ASYNC110 - a sealer tells nobody
+            while (await load_rows(store))[0]["seq"] is None:  # noqa: ASYNC110 - a sealer notifies no one
                 await asyncio.sleep(0.05)
         # Nothing waits but the sealer's own turn, which is two seconds.
         assert asyncio.get_running_loop().time() - began < 5
         async with asyncio.timeout(PATIENCE_S):
-            while await store.locks():  # noqa: ASYNC110 - nor does it tell when it has finished
+            while await store.locks():  # noqa: ASYNC110 - nor is there an event for its end
                 await asyncio.sleep(0.05)
     before = (await store.status()).revision
     async with SemanticStore(store, audit=audit()):
@@ -319,11 +319,11 @@ async def test_a_key_of_another_name_goes_on_where_the_old_one_ended(store: limp
     await put(later, {"n": 2})
     await later.seal()
 
-    told = await shown(store)
-    assert [row["after"][:4] for row in told] == ["old:", "new:"]
-    assert told[1]["before"] == told[0]["after"]
+    rows = await load_rows(store)
+    assert [row["after"][:4] for row in rows] == ["old:", "new:"]
+    assert rows[1]["before"] == rows[0]["after"]
     assert (await later.verify()).problems == ()
-    # Without the old key nothing can be said of what it signed.
+    # Without the old key its signatures cannot be checked.
     assert not (await verify(store, Audit(b"b" * 32, key_id="new"))).is_sound
 
 
@@ -367,7 +367,7 @@ async def test_no_row_holds_a_secret_or_a_plain_hash_of_one(kept: SemanticStore)
 async def test_equal_values_of_two_keys_have_different_hashes(kept: SemanticStore) -> None:
     await put(kept, {"on": True}, f"{START}a")
     await put(kept, {"on": True}, f"{START}b")
-    first, second = await shown(kept.store)
+    first, second = await load_rows(kept.store)
     assert first["after"] != second["after"]
 
 
@@ -381,13 +381,13 @@ async def test_what_was_changed_by_other_means_is_found(kept: SemanticStore) -> 
     await store.put(f"{START}a", {"n": 2}, meta=limpet.KEEP)
     await store.delete(f"{START}b")
     await store.put(f"{START}new", {"n": 1})
-    await store.put(f"{START}c", {"n": 1}, meta={"lastWriter": "somebody:else"})
+    await store.put(f"{START}c", {"n": 1}, meta={"lastWriter": "another:writer"})
 
     found = {problem.place for problem in (await kept.verify()).problems if problem.kind == "unaudited"}
     assert found == {f"{START}a", f"{START}b", f"{START}c", f"{START}new"}
-    # The next write of the key tells what it really found.
+    # The next write of the key records what it really found.
     await put(kept, {"n": 3}, f"{START}a")
-    row = (await shown(store, prefix=f"{START}a"))[-1]
+    row = (await load_rows(store, prefix=f"{START}a"))[-1]
     assert row["before"] == hash_of(store.name, f"{START}a", {"n": 2})
     places = [problem.place for problem in (await kept.verify()).problems]
     assert f"new/{START}a/0000000002" in places
@@ -423,7 +423,7 @@ async def test_an_older_state_of_all_of_it_is_found_by_an_anchor(tmp_path: Path)
 async def test_a_row_taken_out_with_the_help_of_an_older_copy_is_found(
     store: limpet.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Signed parts of an older state fit each other: only who knows the newer one can tell that a row is gone."""
+    """Signed parts of an older state fit each other: only a reader of the newer one can detect the missing row."""
     kept = SemanticStore(store, audit=audit())
     await put(kept, {"n": 1}, f"{START}first")
     await kept.seal()
@@ -435,7 +435,7 @@ async def test_a_row_taken_out_with_the_help_of_an_older_copy_is_found(
     anchor = (await kept.verify()).anchor
     assert anchor.startswith("4@")
 
-    # Whoever did row 2 has the database, the older end of the chain, and no key.
+    # The attacker has the database, the older end of the chain, and no key.
     links = [one for one in await audit_entries(store, *(f"sealed/{seq:016}" for seq in (2, 3, 4))) if one is not None]
     attack = store.batch().delete(f"{START}victim").include(Remove(f"head/{START}victim", family="audit"))
     for one in links:
@@ -458,7 +458,7 @@ async def test_a_row_taken_out_with_the_help_of_an_older_copy_is_found(
     assert (await restarted.verify()).is_sound
     assert "rolled_back" in {problem.kind for problem in (await restarted.verify(anchor=anchor)).problems}
 
-    # One that was there refuses to go on, says so, and so does one that was given the anchor.
+    # One that was there refuses to go on and logs it, and so does one that was given the anchor.
     for witness in (kept, SemanticStore(store, audit=audit(), anchor=anchor)):
         caplog.clear()
         await put(restarted, {"n": 7}, f"{START}next")
@@ -523,6 +523,7 @@ async def evidence(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.slow
 async def test_each_of_200_random_edits_removals_and_reorderings_is_found(evidence: Path, tmp_path: Path) -> None:
     file, original = tmp_path / "tampered.db", content_of(evidence)
     clock = limpet.ManualClock(1_700_000_010)
@@ -564,7 +565,7 @@ async def test_what_does_not_belong_to_the_trail_is_found(kept: SemanticStore) -
     assert [problem.kind for problem in (await kept.verify()).problems] == ["unknown"]
 
 
-async def test_a_head_that_was_spoilt_is_told_to_writers(kept: SemanticStore) -> None:
+async def test_a_head_that_was_spoilt_is_raised_to_writers(kept: SemanticStore) -> None:
     await put(kept, {"n": 1})
     await kept.store.batch().include(Write(f"head/{KEY}", b"{}", family="audit")).commit()
     with pytest.raises(Corrupt, match="verify"):

@@ -1,4 +1,4 @@
-"""The key standard: what a key may be, what is said of one that is not, and names for what does not fit."""
+"""The key standard: what a key may be, the errors of one that is not, and hashes of identifiers that do not fit."""
 
 from __future__ import annotations
 

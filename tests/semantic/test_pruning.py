@@ -52,7 +52,7 @@ async def write(kept: SemanticStore, rows: int, *, keys: int = 5, first: int = 0
         await put(kept, f"{number % keys}", number)
 
 
-async def shown(kept: SemanticStore) -> list[dict[str, Any]]:
+async def load_rows(kept: SemanticStore) -> list[dict[str, Any]]:
     return [row async for row in rows_of(kept.store)]
 
 
@@ -64,7 +64,7 @@ async def places(kept: SemanticStore) -> dict[str, bytes]:
 
 
 async def replay(kept: SemanticStore, changes: dict[str, bytes | None]) -> None:
-    """Put something in the trail, or remove it, as somebody might who can write the database."""
+    """Put something in the trail, or remove it, as an attacker might who can write the database."""
     writes = [
         Delete(key, family="audit") if stored is None else Put(key, stored, family="audit")
         for key, stored in changes.items()
@@ -85,7 +85,7 @@ async def test_what_is_left_of_a_pruned_trail_is_sound(kept: SemanticStore) -> N
     await kept.kv_delete(f"{START}ended", writer=WRITER)
     await kept.seal()
     await asyncio.sleep(0.02)
-    (last,) = (await shown(kept))[-1:]
+    (last,) = (await load_rows(kept))[-1:]
     await asyncio.sleep(0.02)
     await write(kept, 10)
     await kept.seal()
@@ -101,7 +101,7 @@ async def test_what_is_left_of_a_pruned_trail_is_sound(kept: SemanticStore) -> N
     report = await kept.verify()
     assert (report.problems, report.sealed, report.unsealed, report.keys) == ((), 10, 3, 6)
     assert (report.pruned, report.pruned_to_ms) == (72, last["at_ms"])
-    assert [row["seq"] for row in await shown(kept)] == [*range(73, 83), None, None, None]
+    assert [row["seq"] for row in await load_rows(kept)] == [*range(73, 83), None, None, None]
     # All goes on: writing, sealing, pruning again.
     await put(kept, "ended", 2)
     await kept.seal()
@@ -125,7 +125,7 @@ async def test_rows_are_pruned_by_age_and_only_when_they_are_sealed(
 
     assert (await kept.prune(before=timedelta(days=4, hours=12))).rows == 2
     assert (await kept.prune(before=ALL)).rows == 4
-    assert [row["seq"] for row in await shown(kept)] == [None] * 4
+    assert [row["seq"] for row in await load_rows(kept)] == [None] * 4
     assert (await kept.verify()).problems == ()
     with pytest.raises(InvalidValue, match="time zone"):
         await kept.prune(before=datetime(2026, 1, 1))
@@ -133,7 +133,7 @@ async def test_rows_are_pruned_by_age_and_only_when_they_are_sealed(
         await SemanticStore(kept.store).prune(before=ALL)
 
 
-async def test_what_expired_is_told_and_recovered_after_its_row_was_pruned(
+async def test_what_expired_is_recorded_and_recovered_after_its_row_was_pruned(
     timed: tuple[SemanticStore, limpet.ManualClock],
 ) -> None:
     kept, clock = timed
@@ -146,7 +146,7 @@ async def test_what_expired_is_told_and_recovered_after_its_row_was_pruned(
     report = await kept.verify()
     assert (report.problems, report.pending) == ((), 1)
     assert (await kept.recover(f"{START}brief", writer="operator")).value == {"n": 1}
-    assert [row["op"] for row in await shown(kept)] == ["expire", "recover"]
+    assert [row["op"] for row in await load_rows(kept)] == ["expire", "recover"]
     assert (await kept.verify()).problems == ()
 
 
@@ -198,9 +198,9 @@ async def test_whoever_comes_after_a_crash_finds_a_sound_trail_and_goes_on(kept:
 
     report = await kept.verify()
     assert (report.problems, report.pruned, report.sealed) == ((), 60, 70)
-    told: list[int] = []
-    assert (await kept.prune(before=ALL, progress=told.append)).rows == 70
-    assert told == [60]
+    counts: list[int] = []
+    assert (await kept.prune(before=ALL, progress=counts.append)).rows == 70
+    assert counts == [60]
     report = await kept.verify()
     assert (report.problems, report.pruned, report.sealed) == ((), 130, 0)
 
@@ -339,7 +339,7 @@ async def test_all_of_it_put_back_to_before_a_pruning_is_found_by_an_anchor(cut:
 
 
 async def test_a_trail_that_is_not_sound_is_not_pruned(cut: SemanticStore) -> None:
-    """Whoever prunes what was tampered with would remove the evidence."""
+    """Pruning a trail that was tampered with would remove the evidence."""
     before = await places(cut)
     altered = before[f"sealed/{15:016}"].replace(b"nightly-sync", b"nightly-sink")
     await replay(cut, {f"sealed/{15:016}": altered})
@@ -351,7 +351,7 @@ async def test_a_trail_that_is_not_sound_is_not_pruned(cut: SemanticStore) -> No
         await cut.prune(before=ALL, anchor="15@1:abc")
 
 
-async def test_changes_by_other_means_do_not_stop_pruning_and_are_told(cut: SemanticStore) -> None:
+async def test_changes_by_other_means_do_not_stop_pruning_and_are_counted(cut: SemanticStore) -> None:
     await cut.store.put(f"{START}once", {"n": 5})
     await put(cut, "once", 6)
     await cut.seal()
@@ -361,6 +361,7 @@ async def test_changes_by_other_means_do_not_stop_pruning_and_are_told(cut: Sema
     assert (await cut.verify()).problems == ()
 
 
+@pytest.mark.slow
 async def test_each_of_50_random_tamperings_after_a_pruning_is_found(tmp_path: Path) -> None:
     evidence, file = tmp_path / "evidence.db", tmp_path / "tampered.db"
     clock = limpet.ManualClock()

@@ -51,7 +51,7 @@ def kept(store: limpet.Store, clock: SelfTurning) -> SemanticStore:
 
 
 class Rival:
-    """Makes a value, and lets somebody else be quicker as often as told."""
+    """Makes a value, and lets another writer be quicker a number of times."""
 
     def __init__(self, kept: SemanticStore, times: int) -> None:
         self._kept = kept
@@ -162,7 +162,7 @@ async def test_the_clock_is_turned_to_the_second() -> None:
 
 async def asleep(clock: limpet.ManualClock) -> None:
     async with asyncio.timeout(120):
-        while not clock.sleepers:  # noqa: ASYNC110 - nothing tells of a sleeper
+        while not clock.sleepers:  # noqa: ASYNC110 - no event for a sleeper
             await asyncio.sleep(0)
 
 
@@ -198,8 +198,8 @@ async def test_conflicts_that_go_on_are_escalated_with_a_letter(
     (escalation,) = (record for record in caplog.records if record.__dict__.get("event") == "escalated")
     assert escalation.levelname == "ERROR"
     assert (escalation.__dict__["letter"], escalation.__dict__["correlationId"]) == (error.letter, "w-1")
-    told = "".join(f"{record.getMessage()}{record.__dict__}" for record in caplog.records)
-    assert SECRET_VALUE not in told + repr(letter) + str(error) + repr(error)
+    logged = "".join(f"{record.getMessage()}{record.__dict__}" for record in caplog.records)
+    assert SECRET_VALUE not in logged + repr(letter) + str(error) + repr(error)
 
 
 async def test_what_fails_for_a_moment_is_tried_five_times(kept: SemanticStore, clock: SelfTurning) -> None:
@@ -232,7 +232,7 @@ async def test_an_answer_that_was_lost_is_not_written_twice(kept: SemanticStore)
 
     envelope = await kept.submit(KEY, {"n": 1}, writer=WRITER, semantics=CHECKPOINT, request_id="w-1")
 
-    # Nobody ever heard an answer; what is remembered of the request tells.
+    # No reply ever arrived; the receipt of the request shows the result.
     assert (envelope.version, envelope.replayed) == (1, True)
     found = await kept.kv_get(KEY)
     assert found is not None
@@ -290,15 +290,15 @@ async def test_a_letter_that_cannot_be_kept_is_said_to_be_lost(
 # Letters ----------------------------------------------------------------------
 
 
-async def escalated(kept: SemanticStore) -> str:
+async def escalate(kept: SemanticStore) -> str:
     with pytest.raises(Escalated) as given_up:
         await advance(kept, Rival(kept, 7))
     assert given_up.value.letter is not None
     return given_up.value.letter
 
 
-async def test_a_letter_is_replayed_onto_the_version_that_somebody_names(kept: SemanticStore) -> None:
-    letters, name = kept.dead_letters, await escalated(kept)
+async def test_a_letter_is_replayed_onto_the_version_that_is_named(kept: SemanticStore) -> None:
+    letters, name = kept.dead_letters, await escalate(kept)
     assert letters is not None
     with pytest.raises(VersionConflict):
         await letters.replay(name, kept)
@@ -315,7 +315,7 @@ async def test_a_letter_is_replayed_onto_the_version_that_somebody_names(kept: S
 
 
 async def test_a_letter_is_for_one_namespace_and_can_be_dropped(kept: SemanticStore) -> None:
-    letters, name = kept.dead_letters, await escalated(kept)
+    letters, name = kept.dead_letters, await escalate(kept)
     assert letters is not None
     other = SemanticStore(kept.store.namespace(unique("other")))
     with pytest.raises(InvalidValue, match="meant for namespace"):
@@ -328,7 +328,7 @@ async def test_a_letter_is_for_one_namespace_and_can_be_dropped(kept: SemanticSt
 
 
 async def test_letters_are_no_part_of_the_data_and_are_not_kept_for_ever(kept: SemanticStore) -> None:
-    name = await escalated(kept)
+    name = await escalate(kept)
     assert kept.dead_letters is not None
 
     assert kept.dead_letters.store.name == f"{kept.store.name}-deadletters"
@@ -341,7 +341,7 @@ async def test_letters_are_no_part_of_the_data_and_are_not_kept_for_ever(kept: S
 # An outage ----------------------------------------------------------------------
 
 
-async def test_an_outage_of_more_than_five_minutes_is_told_once(
+async def test_an_outage_of_more_than_five_minutes_is_reported_once(
     store: limpet.Store, clock: SelfTurning, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="limpet.semantic")
@@ -360,7 +360,7 @@ async def test_an_outage_of_more_than_five_minutes_is_told_once(
     assert (alert.namespace, alert.lasted_s, alert.code) == (store.name, 31 + 9 * 32, "unavailable")
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
     assert (await kept.kv_put(KEY, {"n": 1}, writer=WRITER, semantics=CHECKPOINT)).version == 1
-    # Another outage is told again.
+    # Another outage raises another alert.
     down.until_s = clock.monotonic() + 400
     await kept.wait_until_available()
     assert len(alerts) == 2
@@ -381,7 +381,7 @@ async def test_an_outage_spans_calls(store: limpet.Store, clock: SelfTurning) ->
 
 
 class _Down:
-    """An engine that nobody reaches until a moment."""
+    """An engine that cannot be reached until a moment."""
 
     def __init__(self, engine: Any, clock: SelfTurning, until_s: float) -> None:
         self._engine, self._clock, self.until_s = engine, clock, until_s
@@ -392,4 +392,4 @@ class _Down:
         return getattr(self._engine, name)
 
     async def _refuse(self, *_: object, **__: object) -> Any:
-        raise Unavailable("nobody answers")
+        raise Unavailable("no server replies")

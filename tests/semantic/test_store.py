@@ -59,7 +59,7 @@ async def put(kept: SemanticStore, value: dict[str, Any], key: str = KEY, **opti
 
 async def gone(kept: SemanticStore, key: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while await kept.kv_get(key) is not None:  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while await kept.kv_get(key) is not None:  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.01)
 
 
@@ -144,7 +144,7 @@ async def test_semantics_may_be_a_struct_or_a_document(kept: SemanticStore) -> N
     assert first.semantics == second.semantics == semantics
 
 
-async def test_what_was_put_by_other_means_is_told_apart(store: limpet.Store) -> None:
+async def test_what_was_put_by_other_means_is_refused(store: limpet.Store) -> None:
     kept = SemanticStore(store)
     await store.put(KEY, {"n": 1})
     with pytest.raises(TypeMismatch, match="an envelope"):
@@ -265,7 +265,7 @@ async def test_a_request_id_with_another_request_is_stale(kept: SemanticStore) -
         await kept.kv_delete(KEY, writer=WRITER, request_id="r-1")
 
 
-async def test_a_refused_request_may_be_asked_again(kept: SemanticStore) -> None:
+async def test_a_refused_request_may_be_sent_again(kept: SemanticStore) -> None:
     await put(kept, {"n": 1})
     with pytest.raises(VersionConflict):
         await put(kept, {"n": 2}, expected_version=4, request_id="r-1")
@@ -521,7 +521,7 @@ async def rows(kept: SemanticStore) -> list[tuple[str, int]]:
     return [(row["op"], row["n"]) async for row in rows_of(kept.store)]
 
 
-# What is told -----------------------------------------------------------------
+# Logs and observers -----------------------------------------------------------------
 
 
 async def test_writes_are_logged_and_conflicts_are_warned_of_without_a_value(
@@ -536,8 +536,8 @@ async def test_writes_are_logged_and_conflicts_are_warned_of_without_a_value(
     success, conflict, ended = caplog.records
     assert success.levelname == ended.levelname == "INFO"
     assert conflict.levelname == "WARNING"
-    told = {"event": "kvPut", "directive": "nightly-sync", "key": KEY, "purpose": "checkpoint", "requestId": "r-1"}
-    assert {name: success.__dict__[name] for name in (*told, "version")} == {**told, "version": 1}
+    members = {"event": "kvPut", "directive": "nightly-sync", "key": KEY, "purpose": "checkpoint", "requestId": "r-1"}
+    assert {name: success.__dict__[name] for name in (*members, "version")} == {**members, "version": 1}
     assert conflict.__dict__["correlationId"] == "r-2"
     assert (conflict.__dict__["version"], conflict.__dict__["expectedVersion"]) == (1, 5)
     assert (ended.__dict__["event"], ended.__dict__["purpose"]) == ("kvDelete", "checkpoint")
@@ -545,15 +545,15 @@ async def test_writes_are_logged_and_conflicts_are_warned_of_without_a_value(
     assert "s3cret" not in "".join(f"{record.getMessage()}{record.__dict__}" for record in caplog.records)
 
 
-async def test_an_observer_is_told_of_successes_and_conflicts(store: limpet.Store) -> None:
-    told: list[Observation] = []
-    kept = SemanticStore(store, audit=audit(), observer=told.append)
+async def test_an_observer_is_notified_of_successes_and_conflicts(store: limpet.Store) -> None:
+    observed: list[Observation] = []
+    kept = SemanticStore(store, audit=audit(), observer=observed.append)
     await put(kept, {"n": 1}, request_id="r-1")
     await put(kept, {"n": 1}, request_id="r-1")
     with pytest.raises(VersionConflict):
         await put(kept, {"n": 2}, request_id="r-2", expected_version=9)
 
-    assert [(one.outcome, one.purpose, one.namespace, one.key) for one in told] == [
+    assert [(one.outcome, one.purpose, one.namespace, one.key) for one in observed] == [
         (outcome, "checkpoint", store.name, KEY) for outcome in ("success", "replayed", "conflict")
     ]
 
@@ -562,9 +562,9 @@ def expiries(caplog: pytest.LogCaptureFixture) -> list[Any]:
     return [record for record in caplog.records if record.__dict__.get("event") == "kvExpire"]
 
 
-async def logged(caplog: pytest.LogCaptureFixture) -> None:
+async def wait_for_expiry_log(caplog: pytest.LogCaptureFixture) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while not expiries(caplog):  # noqa: ASYNC110 - nothing tells of a line in the log
+        while not expiries(caplog):  # noqa: ASYNC110 - no event for a line in the log
             await asyncio.sleep(0.02)
 
 
@@ -583,7 +583,7 @@ async def test_an_expiry_is_logged_with_what_it_was_for(
             # As if the process that put it were gone.
             putting._copies.check_later = lambda *_: None  # type: ignore[method-assign]
         await put(putting, {"by": "w1"}, semantics=lock_of(SHORT_S), expected_version=0)
-        await logged(caplog)
+        await wait_for_expiry_log(caplog)
     (expiry,) = expiries(caplog)
     assert expiry.__dict__["version"] == 1
     assert (expiry.__dict__["purpose"], expiry.__dict__["directive"]) == ("lock", "nightly-sync")
@@ -591,7 +591,9 @@ async def test_an_expiry_is_logged_with_what_it_was_for(
     assert expiry.levelname == "INFO"
 
 
-async def test_an_expiry_is_logged_once_whoever_notices(store: limpet.Store, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_expiry_is_logged_once_whichever_process_notices(
+    store: limpet.Store, caplog: pytest.LogCaptureFixture
+) -> None:
     """The process that put it, two that look after everything, and one that acquires the lock again."""
     caplog.set_level(logging.INFO, logger="limpet.semantic")
     async with SemanticStore(store) as one, SemanticStore(store) as two:

@@ -58,7 +58,7 @@ def wait_for(fact: Any) -> None:
     ("awaited", "face", "own"),
     [
         (semantic.SemanticStore, blocking.SemanticStore, set()),
-        # They are for whoever escalates, which is the same code.
+        # Only escalation uses them, which is the same code.
         (deadletters.DeadLetters, blocking.DeadLetters, {"keep", "new_name"}),
     ],
 )

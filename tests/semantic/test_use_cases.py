@@ -46,11 +46,11 @@ async def assert_each_once(kept: SemanticStore, items: int) -> None:
     found = await effects(kept)
     assert {one.key for one in found} == {f"{HOME}/done/{number}" for number in range(items)}
     assert {one.version for one in found} == {1}
-    # The trail tells of each effect once, and of the checkpoint in order.
-    told = [row async for row in rows_of(kept.store)]
-    done = [row["key"] for row in told if row["key"].startswith(f"{HOME}/done/")]
+    # The trail has each effect once, and of the checkpoint in order.
+    rows = [row async for row in rows_of(kept.store)]
+    done = [row["key"] for row in rows if row["key"].startswith(f"{HOME}/done/")]
     assert len(done) == len({*done}) == items
-    steps = [row["version"] for row in told if row["key"] == CHECKPOINT]
+    steps = [row["version"] for row in rows if row["key"] == CHECKPOINT]
     assert steps == list(range(1, -(-items // PAGE) + 1))
 
 
@@ -64,6 +64,7 @@ async def test_two_harvesters_work_on_every_item_once(kept: SemanticStore, capsy
     await assert_each_once(kept, 90)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["sqlite", "postgres"])
 async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice(engine: str, tmp_path: Path) -> None:
     """Two work at a time. Whenever some pages were done, one of them is killed, and another takes its place."""
@@ -73,7 +74,7 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
     with contextlib.ExitStack() as working:
 
         def listen(harvester: Harvester) -> None:
-            listening[asyncio.ensure_future(harvester.heard())] = harvester
+            listening[asyncio.ensure_future(harvester.receive_async())] = harvester
 
         def start() -> None:
             listen(working.enter_context(Harvester(url, name, unique("h"), ITEMS)))
@@ -82,10 +83,10 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
         start()
         async with asyncio.timeout(10 * PATIENCE_S + ITEMS / 10):
             while listening:
-                said, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
-                for answer in said:
+                printed, _ = await asyncio.wait(listening, return_when=asyncio.FIRST_COMPLETED)
+                for answer in printed:
                     speaker = listening.pop(answer)
-                    # One that was killed says no more.
+                    # One that was killed prints no more.
                     if answer.exception() is not None or answer.result() == "done":
                         continue
                     pages += 1
@@ -108,7 +109,7 @@ async def test_harvesters_that_are_killed_leave_nothing_out_and_do_nothing_twice
 # Flags ------------------------------------------------------------------------
 
 
-async def test_flags_of_a_tenant_are_followed_live_and_others_are_not_told(kept: SemanticStore) -> None:
+async def test_flags_of_a_tenant_are_followed_live_and_others_are_not_notified(kept: SemanticStore) -> None:
     flag = {"purpose": "feature_flag", "producer": "console", "consumerHints": ["web"]}
     flags: dict[str, Any] = {}
     news = asyncio.Event()
@@ -159,7 +160,7 @@ async def test_a_lock_outlives_the_crash_of_its_holder_and_no_longer(kept: Seman
     assert crashed is not None
     assert await acquire("b", 60) is None
     async with asyncio.timeout(PATIENCE_S):
-        while (second := await acquire("b", 60)) is None:  # noqa: ASYNC110 - nothing tells of a moment that passes
+        while (second := await acquire("b", 60)) is None:  # noqa: ASYNC110 - no event for a moment that passes
             await asyncio.sleep(0.02)
     await report("b", second)
     with pytest.raises(LockLost):

@@ -1,4 +1,4 @@
-"""What somebody can do to a trail who can write the database."""
+"""What an attacker can do to a trail who can write the database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _text(column: Any) -> str:
 
 
 def tamper(database: sqlite3.Connection, dice: random.Random) -> str:
-    """Change something of the trail, as somebody might who can write the database. Returns what was done."""
+    """Change something of the trail, as an attacker might who can write the database. Returns what was done."""
     rows = rows_in(database)
     key, value = dice.choice(rows)
     update = "UPDATE limpet_entries SET value = ? WHERE family = 'audit' AND CAST(key AS TEXT) = ?"

@@ -26,7 +26,7 @@ ALL = ("read", "write", "lock", "reveal")
 
 
 class Scoped:
-    """Somebody with certain rights on what starts with a prefix, in one namespace."""
+    """A caller with certain rights on the keys that start with a prefix, in one namespace."""
 
     def __init__(self, name: str, namespace: str, prefix: str = "", rights: Sequence[str] = ALL) -> None:
         self.name = name
@@ -46,7 +46,7 @@ def _within(span: Span, whole: Span) -> bool:
 
 
 class Everywhere:
-    """Somebody who may do anything anywhere."""
+    """A caller with every right on every namespace."""
 
     name = "root"
 
@@ -68,7 +68,7 @@ class Tokens:
 
 
 class Notes:
-    """An observer that remembers."""
+    """An observer that keeps every call."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -78,7 +78,7 @@ class Notes:
 
 
 def tokens() -> Tokens:
-    """Everybody whom these tests know."""
+    """All callers of these tests."""
     return Tokens(
         root=Everywhere(),
         shop=Scoped("shop", "shop"),
@@ -118,9 +118,9 @@ async def face(url: str = "memory:", clock: Any = None, **options: Any) -> Async
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait until something is so, which others bring about."""
+    """Wait until another task has made something so."""
     async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - what is waited for knows nothing of us
+        while not holds():  # noqa: ASYNC110 - the other task does not notify
             await asyncio.sleep(0.01)
 
 

@@ -116,7 +116,7 @@ def resident_bytes(server: Running) -> int:
     return int(pages) * resource.getpagesize()
 
 
-def test_half_requests_keep_nobody_out(url: str) -> None:
+def test_half_requests_keep_no_caller_out(url: str) -> None:
     """More of them than there is room, and others are answered all the same; the log has one line about it."""
     with serving(url, *HTTP, "--connections", "60") as server, contextlib.ExitStack() as held:
         lines = [held.enter_context(connect(server)) for _ in range(200)]
@@ -217,22 +217,22 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_left_by_the_system()
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_large_scans_side_by_side_take_little_memory(url: str) -> None:
-    """150 MB are stored. Whoever lists all of it gets pages, and the server never holds more than a few of them."""
+    """150 MB are stored. A caller that lists them gets pages, and the server never holds more than a few of them."""
     with limpet.sync.open(url) as store:
         for number in range(150):
             store.put(f"large/{number:03}", "x" * 990_000)
 
     def read_all(client: httpx2.Client) -> list[str]:
         found: list[str] = []
-        asked: dict[str, str] = {"prefix": "large/", "limit": "10000"}
+        parameters: dict[str, str] = {"prefix": "large/", "limit": "10000"}
         while True:
-            answer = client.get("/v1/default/scan", params=asked)
+            answer = client.get("/v1/default/scan", params=parameters)
             assert len(answer.content) < 6_000_000
             page = answer.json()
             found += [entry["key"] for entry in page["entries"]]
             if page["cursor"] is None:
                 return found
-            asked["after"] = page["cursor"]
+            parameters["after"] = page["cursor"]
 
     with serving(url, *HTTP) as server, httpx2.Client(base_url=server.http, timeout=PATIENCE_S) as client:
         client.get("/v1/default/scan", params={"limit": "1"}).raise_for_status()
@@ -248,7 +248,7 @@ def test_large_scans_side_by_side_take_little_memory(url: str) -> None:
     assert highest - before < 100_000_000
 
 
-def test_an_answer_that_nobody_takes_is_no_traceback_when_the_server_ends(url: str) -> None:
+def test_a_reply_that_is_not_read_is_no_traceback_when_the_server_ends(url: str) -> None:
     with limpet.sync.open(url) as store:
         for number in range(10):
             store.put(f"large/{number}", "x" * 990_000)

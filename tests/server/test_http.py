@@ -1,4 +1,4 @@
-"""HTTP: routes, entity tags, headers and problems, asked of the application itself."""
+"""HTTP: routes, entity tags, headers and problems, by requests to the application itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def http(made: Face) -> AsyncIterator[httpx2.AsyncClient]:
 
 
 def problem(response: httpx2.Response, status: int, code: str) -> dict[str, Any]:
-    """The problem that a response tells, which must be this one."""
+    """The problem document of a response, which must be this one."""
     document: dict[str, Any] = response.json()
     assert (response.status_code, document["code"]) == (status, code), document
     assert response.headers["Content-Type"] == "application/problem+json"
@@ -226,12 +226,12 @@ async def test_a_write_happens_only_if_its_tags_agree(
     assert (await http.put("entries/none", json=1, headers=headers)).status_code == gone
 
 
-async def test_a_refused_write_tells_what_it_found_and_no_value(http: httpx2.AsyncClient) -> None:
+async def test_a_refused_write_reports_what_it_found_and_no_value(http: httpx2.AsyncClient) -> None:
     await http.put("entries/k", json="secret")
 
     refused = await http.put("entries/k", json=2, headers={"If-Match": '"9"'})
-    told = problem(refused, 412, "conflict")
-    assert (told["key"], told["expected"], told["version"], told["revision"]) == ("k", "revision 9", 1, 1)
+    found = problem(refused, 412, "conflict")
+    assert (found["key"], found["expected"], found["version"], found["revision"]) == ("k", "revision 9", 1, 1)
     assert "secret" not in refused.text
 
 
@@ -362,14 +362,18 @@ async def test_pages_go_on_after_their_cursor(http: httpx2.AsyncClient) -> None:
     assert (await http.get("scan?where=n:exists&limit=1")).json()["entries"][0]["key"] == "job/0"
 
 
-async def test_the_history_of_a_key_is_told_oldest_first(http: httpx2.AsyncClient) -> None:
+async def test_the_history_of_a_key_comes_oldest_first(http: httpx2.AsyncClient) -> None:
     for turn in range(3):
         await http.put("entries/k", json=turn)
     await http.delete("entries/k")
 
-    told = (await http.get("history/k?limit=3")).json()
-    assert [(change["op"], change["value"]) for change in told["changes"]] == [("put", 1), ("put", 2), ("delete", None)]
-    assert told["truncated"] is True
+    found = (await http.get("history/k?limit=3")).json()
+    assert [(change["op"], change["value"]) for change in found["changes"]] == [
+        ("put", 1),
+        ("put", 2),
+        ("delete", None),
+    ]
+    assert found["truncated"] is True
     assert (await http.get("history/none")).json() == {"changes": [], "truncated": False, "cursor": None}
 
 
@@ -386,7 +390,7 @@ async def test_a_batch_happens_entirely_or_not_at_all(http: httpx2.AsyncClient) 
     assert (await http.get("keys")).json()["keys"] == ["a", "n"]
 
 
-async def test_the_status_tells_of_the_namespace(http: httpx2.AsyncClient) -> None:
+async def test_the_status_describes_the_namespace(http: httpx2.AsyncClient) -> None:
     await http.put("entries/k", json=1)
 
     assert (await http.get("status")).json()["keys"] == 1
@@ -460,7 +464,7 @@ async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClien
     assert answered.status_code == (409 if name in ("refresh", "unlock") else 200), answered.text
 
 
-async def test_a_watch_is_no_call_and_neither_is_what_nobody_knows(http: httpx2.AsyncClient) -> None:
+async def test_a_watch_and_an_unknown_operation_cannot_be_called(http: httpx2.AsyncClient) -> None:
     problem(await http.post("call/watch", json={}), 400, "invalid_value")
     problem(await http.post("call/nothing", json={}), 404, "no_operation")
 
@@ -494,7 +498,7 @@ async def test_metrics_are_for_those_who_may_see_all_namespaces() -> None:
             problem(await http.get(f"{ROOT}/metrics"), 401, "unauthorized")
 
 
-async def test_routes_of_other_parts_are_served_and_their_errors_told() -> None:
+async def test_routes_of_other_parts_are_served_and_their_errors_become_problems() -> None:
     async def broken(_: Any) -> Any:
         raise errors.RateLimited("too fast", retry_after=2.5)
 
@@ -556,7 +560,7 @@ async def test_a_path_that_is_not_there_is_404(http: httpx2.AsyncClient, path: s
     problem(await http.get(ROOT + path), 404, "no_route")
 
 
-# Requests that cannot be read, and what they are told.
+# Requests that cannot be read, and the error that each gets.
 BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
     ("GET", "entries/%ff", {}, 400, "invalid_path"),
     ("GET", "entries/%zz", {}, 400, "invalid_path"),
@@ -639,7 +643,7 @@ BAD: list[tuple[str, str, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "extra", "status", "code"), BAD)
-async def test_what_cannot_be_granted_is_told_and_changes_nothing(
+async def test_a_bad_request_gets_its_error_and_changes_nothing(
     http: httpx2.AsyncClient, method: str, path: str, extra: dict[str, Any], status: int, code: str
 ) -> None:
     await http.put("entries/there", json={"plain": "object"})
@@ -681,9 +685,9 @@ async def test_a_body_that_is_no_json_value_is_400(http: httpx2.AsyncClient, bod
 
 
 async def test_a_value_over_its_limit_is_413(http: httpx2.AsyncClient) -> None:
-    told = problem(await http.put("entries/k", json="x" * 1_000_000), 413, "value_too_large")
+    found = problem(await http.put("entries/k", json="x" * 1_000_000), 413, "value_too_large")
 
-    assert (told["size_bytes"], told["limit_bytes"]) == (1_000_002, 1_000_000)
+    assert (found["size_bytes"], found["limit_bytes"]) == (1_000_002, 1_000_000)
     assert (await http.put("entries/k", json="x" * 999_998)).status_code == 201
 
 
@@ -784,7 +788,7 @@ def one_of(kind: type[errors.LimpetError]) -> errors.LimpetError:
 
 
 @pytest.mark.parametrize("kind", CODES, ids=lambda kind: kind.__name__)
-async def test_every_error_is_told_by_its_row_in_the_table(
+async def test_every_error_is_reported_by_its_row_in_the_table(
     made: Face, kind: type[errors.LimpetError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fails(*_: object) -> Any:
@@ -794,13 +798,13 @@ async def test_every_error_is_told_by_its_row_in_the_table(
     async with made.client() as http:
         refused = await http.get("keys")
 
-    told = problem(refused, CODES[kind].status, kind.code)
-    assert (told["retryable"], told["outcome"]) == (kind.retryable, kind.outcome)
+    found = problem(refused, CODES[kind].status, kind.code)
+    assert (found["retryable"], found["outcome"]) == (kind.retryable, kind.outcome)
     assert ("Retry-After" in refused.headers) == (kind is errors.RateLimited)
-    assert "current" not in told
+    assert "current" not in found
 
 
-async def test_what_nobody_expected_is_500_with_nothing_but_a_traceback_in_the_log(
+async def test_an_unexpected_error_is_500_with_nothing_but_a_traceback_in_the_log(
     made: Face, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fails(*_: object) -> Any:
@@ -818,14 +822,14 @@ async def test_what_nobody_expected_is_500_with_nothing_but_a_traceback_in_the_l
     assert "secret" not in caplog.text
 
 
-async def test_what_is_refused_before_the_desk_is_told_there_once(made: Face) -> None:
+async def test_a_request_that_is_refused_early_is_reported_once(made: Face) -> None:
     async with made.client() as http:
         await http.get("keys?limit=x")
         await http.get("keys?limit=0")
         await http.get("keys")
 
-    told = [(call.operation, type(call.error).__name__) for call in made.notes.calls]
-    assert told == [("list_keys", "InvalidValue"), ("list", "InvalidValue"), ("list", "NoneType")]
+    found = [(call.operation, type(call.error).__name__) for call in made.notes.calls]
+    assert found == [("list_keys", "InvalidValue"), ("list", "InvalidValue"), ("list", "NoneType")]
 
 
 def test_every_operation_has_a_route() -> None:

@@ -14,7 +14,7 @@ from limpet.server.requests import request_of
 from tests.server.http_support import Face, Scoped, face
 
 ROOT = "http://limpet.test"
-SECRET = "a-value-that-nobody-else-may-see"
+SECRET = "a-value-that-no-other-caller-may-see"
 HIDDEN = "hidden-name"
 
 
@@ -47,7 +47,7 @@ def fenced(name: str) -> dict[str, Any]:
     return {"json": {"writes": [{"op": "put", "key": "team/a/x", "value": 1}], "fences": [{"name": name, "token": 1}]}}
 
 
-# Who asks for what: a caller of the keys under team/a/ in shop, and one of the namespace bank.
+# The caller, and its request: a caller of the keys under team/a/ in shop, and one of the namespace bank.
 ATTACKS: list[Attack] = [
     # Another namespace.
     ("other", "GET", f"entries/{THEIRS}", {}),
@@ -188,7 +188,7 @@ async def test_a_path_in_disguise_leads_nowhere(made: Face, token: str, path: st
 
 
 async def test_a_caller_of_a_prefix_does_all_that_concerns_it(made: Face) -> None:
-    """The walls are of no use if nothing can be done between them."""
+    """Isolation is of no use if a caller cannot work inside its own prefix."""
     async with made.client("team") as http:
         assert (await http.get("entries/team/a/mine")).json() == "mine"
         assert (await http.get("keys?prefix=team/a/")).json()["keys"] == ["team/a/mine"]
@@ -234,7 +234,7 @@ async def test_a_conflict_shows_no_value_to_anybody(made: Face) -> None:
 
 
 async def test_an_attempt_leaves_no_namespace_behind(made: Face) -> None:
-    """A server that kept something for every name that is asked for could be filled by asking."""
+    """A server that kept state for every requested name could be filled by requests."""
     known = set(made.dispatcher._stores)
     async with made.client("shop") as http:
         for number in range(20):
@@ -243,7 +243,7 @@ async def test_an_attempt_leaves_no_namespace_behind(made: Face) -> None:
     assert set(made.dispatcher._stores) == known
 
 
-def fully_asked() -> list[tuple[str, dict[str, Any]]]:
+def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
     """Requests of every operation that name something foreign in each member that can name something."""
     fence = {"fence": {"name": THEIRS, "token": 1}}
     mine = {"key": "team/a/x"}
@@ -256,48 +256,48 @@ def fully_asked() -> list[tuple[str, dict[str, Any]]]:
         "touch": {"ttl": 1},
         "fields": {"get": None},
     }
-    asked = [(name, {"key": THEIRS, **needed.get(name, {})}) for name in by_key]
+    named = [(name, {"key": THEIRS, **needed.get(name, {})}) for name in by_key]
     fencing = ["delete", "put", "cas", "incr", "take", "touch", "fields"]
-    asked += [(name, {**mine, **fence, **needed.get(name, {})}) for name in fencing]
-    asked += [(name, {"name": THEIRS, "ttl": 1, "token": 1}) for name in ("refresh",)]
-    asked += [("unlock", {"name": THEIRS, "token": 1}), ("lock", {"name": THEIRS, "ttl": 1})]
-    asked += [(name, {"prefix": prefix}) for name in ("list", "scan", "locks") for prefix in ("", "team/a", THEIRS)]
-    asked += [("watch", {"pattern": pattern}) for pattern in ("*", "team/a*", THEIRS)]
-    asked += [("outcome", {"request_id": "team/a/x"}), ("status", {})]
-    asked += [
+    named += [(name, {**mine, **fence, **needed.get(name, {})}) for name in fencing]
+    named += [(name, {"name": THEIRS, "ttl": 1, "token": 1}) for name in ("refresh",)]
+    named += [("unlock", {"name": THEIRS, "token": 1}), ("lock", {"name": THEIRS, "ttl": 1})]
+    named += [(name, {"prefix": prefix}) for name in ("list", "scan", "locks") for prefix in ("", "team/a", THEIRS)]
+    named += [("watch", {"pattern": pattern}) for pattern in ("*", "team/a*", THEIRS)]
+    named += [("outcome", {"request_id": "team/a/x"}), ("status", {})]
+    named += [
         ("batch", {"writes": [{**put, "key": THEIRS}]}),
         ("batch", {"writes": [put, {"op": "take", "key": THEIRS}]}),
     ]
-    asked += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
-    asked += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]
+    named += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
+    named += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]
     kv_put = {"value": {}, "semantics": {"purpose": "cursor"}}
     by, held = {"lastWriter": "a:b"}, {"held": {"key": THEIRS, "token": 1}}
-    asked += [
+    named += [
         ("kv_get", {"key": THEIRS}),
         ("kv_put", {"key": THEIRS, **kv_put, **by}),
         ("kv_delete", {"key": THEIRS, **by}),
     ]
-    asked += [("kv_put", {**mine, **kv_put, **by, **held}), ("kv_delete", {**mine, **by, **held})]
-    asked += [("kv_list", {"prefix": prefix}) for prefix in ("", "team/a", "team/b/")]
+    named += [("kv_put", {**mine, **kv_put, **by, **held}), ("kv_delete", {**mine, **by, **held})]
+    named += [("kv_list", {"prefix": prefix}) for prefix in ("", "team/a", "team/b/")]
     kv_items = [{"op": "put", **mine, **kv_put}]
-    asked += [("kv_batch", {"items": [*kv_items, {"op": "delete", "key": THEIRS}], **by})]
-    asked += [("kv_batch", {"items": [{"op": "put", "key": THEIRS, **kv_put}], **by})]
-    asked += [("kv_batch", {"items": kv_items, **by, **held})]
-    return asked
+    named += [("kv_batch", {"items": [*kv_items, {"op": "delete", "key": THEIRS}], **by})]
+    named += [("kv_batch", {"items": [{"op": "put", "key": THEIRS, **kv_put}], **by})]
+    named += [("kv_batch", {"items": kv_items, **by, **held})]
+    return named
 
 
 def test_the_reach_of_every_operation_has_whatever_a_request_names() -> None:
     """What a request names and its reach does not would pass the dispatcher unchecked."""
     caller = Scoped("team", "shop", "team/a/")
-    asked = fully_asked()
+    named = foreign_requests()
     passed = [
         (name, members)
-        for name, members in asked
+        for name, members in named
         if caller.may("shop", "read", OPERATIONS[name].reach(request_of(OPERATIONS[name].request, members)).spans)
     ]
 
     assert passed == []
-    assert {name for name, _ in asked} == set(OPERATIONS)
+    assert {name for name, _ in named} == set(OPERATIONS)
 
 
 def test_there_are_attacks_enough() -> None:

@@ -51,17 +51,17 @@ def test_the_description_is_valid() -> None:
 
 
 def test_every_route_is_described() -> None:
-    told = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    described_routes = {(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods}
 
-    assert {(one.method, re.sub(r":\w+}", "}", one.path)) for one in ENDPOINTS} <= told
+    assert {(one.method, re.sub(r":\w+}", "}", one.path)) for one in ENDPOINTS} <= described_routes
 
 
 def test_every_route_is_in_the_reference() -> None:
     page = (ROOT / "docs/reference/http.md").read_text()
     routes = page.partition("\n## The routes\n")[2].partition("\n## ")[0]
-    told = re.findall(r"^\| `([A-Z]+) (/[^`?]*)", routes, re.MULTILINE)
+    described_routes = re.findall(r"^\| `([A-Z]+) (/[^`?]*)", routes, re.MULTILINE)
 
-    assert sorted(told) == sorted(
+    assert sorted(described_routes) == sorted(
         (one.method, re.sub(r":\w+}", "}", one.path).removeprefix("/v1/{namespace}")) for one in ENDPOINTS
     )
 
@@ -80,7 +80,7 @@ def test_every_shape_of_a_request_is_described() -> None:
     assert shapes <= set(DOCUMENT["components"]["schemas"])
 
 
-def test_names_are_told_apart() -> None:
+def test_names_are_distinct() -> None:
     names = [one["operationId"] for methods in DOCUMENT["paths"].values() for one in methods.values()]
 
     assert len(names) == len(set(names))

@@ -28,17 +28,17 @@ from tests.processes import ROOT as CHECKOUT
 from tests.server.http_support import PATIENCE_S, Face, Scoped, face, in_thread, listening, until
 
 
-class Heard:
+class Received:
     """One message of a stream."""
 
     def __init__(self, lines: list[str]) -> None:
         fields = [line.partition(": ")[::2] for line in lines]
         self.comments = [text for name, text in fields if name == ""]
-        told = {name: text for name, text in fields if name}
-        self.id = told.get("id")
-        self.event = told.get("event")
-        self.retry = told.get("retry")
-        self.data: Any = json.loads(told["data"]) if "data" in told else None
+        named = {name: text for name, text in fields if name}
+        self.id = named.get("id")
+        self.event = named.get("event")
+        self.retry = named.get("retry")
+        self.data: Any = json.loads(named["data"]) if "data" in named else None
 
 
 class Stream:
@@ -49,7 +49,7 @@ class Stream:
         self.last_id: str | None = None
         self._lines = response.aiter_lines()
 
-    async def next(self) -> Heard | None:
+    async def next(self) -> Received | None:
         """The next message, comments among them; None at the end."""
         lines: list[str] = []
         async with asyncio.timeout(PATIENCE_S):
@@ -57,24 +57,24 @@ class Stream:
                 if line:
                     lines.append(line)
                     continue
-                heard = Heard(lines)
-                self.last_id = heard.id or self.last_id
-                return heard
+                received = Received(lines)
+                self.last_id = received.id or self.last_id
+                return received
         return None
 
-    async def event(self) -> Heard:
+    async def event(self) -> Received:
         """The next event."""
         while True:
-            heard = await self.next()
-            assert heard is not None, "the stream has ended"
-            if heard.event is not None:
-                return heard
+            received = await self.next()
+            assert received is not None, "the stream has ended"
+            if received.event is not None:
+                return received
 
-    async def rest(self) -> list[Heard]:
+    async def rest(self) -> list[Received]:
         """Everything until the end."""
         found = []
-        while (heard := await self.next()) is not None:
-            found.append(heard)
+        while (received := await self.next()) is not None:
+            found.append(received)
         return found
 
 
@@ -120,28 +120,33 @@ async def test_changes_come_as_they_happen(http: httpx2.AsyncClient) -> None:
         await http.patch("records/game/r", json={"set": {"a": 1}})
         await http.post("touch/game/1", json={"ttl": 60})
         await http.delete("entries/game/1")
-        heard = [await stream.event() for _ in range(4)]
+        received = [await stream.event() for _ in range(4)]
 
-    assert [(one.event, one.data["key"]) for one in heard] == [
+    assert [(one.event, one.data["key"]) for one in received] == [
         ("put", "game/1"),
         ("patch", "game/r"),
         ("touch", "game/1"),
         ("delete", "game/1"),
     ]
-    assert heard[0].data["value"] == {"turn": "alice\n"}
-    assert all(one.id == one.data["position"] for one in heard)
+    assert received[0].data["value"] == {"turn": "alice\n"}
+    assert all(one.id == one.data["position"] for one in received)
 
 
-async def test_what_there_is_comes_first_if_asked_for(http: httpx2.AsyncClient) -> None:
+async def test_existing_entries_come_first_if_requested(http: httpx2.AsyncClient) -> None:
     await http.put("entries/a", json=1)
     await http.put("entries/b", json=2)
     async with watching(http, "?initial=true") as stream:
-        heard = [await stream.event() for _ in range(3)]
+        received = [await stream.event() for _ in range(3)]
         await http.put("entries/c", json=3)
-        heard.append(await stream.event())
+        received.append(await stream.event())
 
-    assert [(one.event, one.data["key"]) for one in heard] == [("put", "a"), ("put", "b"), ("synced", ""), ("put", "c")]
-    assert [one.id is None for one in heard] == [True, True, False, False]
+    assert [(one.event, one.data["key"]) for one in received] == [
+        ("put", "a"),
+        ("put", "b"),
+        ("synced", ""),
+        ("put", "c"),
+    ]
+    assert [one.id is None for one in received] == [True, True, False, False]
 
 
 async def test_a_stream_is_resumed_from_where_it_was_even_before_its_first_event(http: httpx2.AsyncClient) -> None:
@@ -177,7 +182,7 @@ async def test_a_position_that_the_log_does_not_hold_is_410(http: httpx2.AsyncCl
         assert (refused.status_code, refused.json()["code"]) == (410, "compacted")
 
 
-async def test_a_watch_that_the_log_leaves_behind_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_watch_that_the_log_leaves_behind_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The position is good when the watch begins, and trimmed before it reads on."""
     window = limpet.Window(age_ms=0, changes=1, age_ms_min=0)
     async with face(window=window) as made, listening(made) as url, client(url) as http:
@@ -193,9 +198,13 @@ async def test_a_watch_that_the_log_leaves_behind_is_told(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(limpet.Watch, "__aenter__", begin_and_trim)
         async with watching(http, "?after=1") as stream:
-            (told,) = await stream.rest()
+            (last_message,) = await stream.rest()
 
-    assert (told.event, told.data["status"], told.data["code"]) == ("compacted", 410, "compacted")
+    assert (last_message.event, last_message.data["status"], last_message.data["code"]) == (
+        "compacted",
+        410,
+        "compacted",
+    )
 
 
 async def test_heartbeats_tell_how_far_the_log_is(http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,9 +214,9 @@ async def test_heartbeats_tell_how_far_the_log_is(http: httpx2.AsyncClient, monk
         begun = stream.last_id
         await http.put("entries/busy", json=1)
         while stream.last_id == begun:
-            heard = await stream.next()
-            assert heard is not None
-            assert (heard.comments, heard.data) == (["still here"], None)
+            received = await stream.next()
+            assert received is not None
+            assert (received.comments, received.data) == (["still here"], None)
         moved = stream.last_id
         await http.put("entries/quiet", json=1)
 
@@ -260,9 +269,9 @@ async def _lose_connections(made: Face, http: httpx2.AsyncClient) -> None:
         async with watching(http, last=last) as stream:
             upto = len(seen) + rolls.randint(1, 2 * total // 20)
             while len(seen) < min(upto, total):
-                heard = await stream.event()
-                seen.append(heard.data["revision"])
-                last = heard.id
+                received = await stream.event()
+                seen.append(received.data["revision"])
+                last = received.id
         cuts += 1
     await asyncio.gather(*writing)
 
@@ -271,7 +280,7 @@ async def _lose_connections(made: Face, http: httpx2.AsyncClient) -> None:
     assert len(seen) == total
 
 
-async def test_a_slow_client_holds_nobody_up_and_misses_nothing(made: Face, http: httpx2.AsyncClient) -> None:
+async def test_a_slow_client_delays_no_one_and_misses_nothing(made: Face, http: httpx2.AsyncClient) -> None:
     """It reads nothing while more is written than lies in the buffers between."""
     text = "x" * 100_000
     async with watching(http) as stream:
@@ -300,14 +309,14 @@ async def test_a_stream_ends_when_its_token_is_no_longer_good(made: Face, monkey
     async with listening(made) as url:
         async with client(url, "shop") as http, watching(http) as stream:
             del made.tokens.callers["shop"]
-            told = (await stream.rest())[-1]
-            assert (told.event, told.data["status"]) == ("unauthorized", 401)
+            last_message = (await stream.rest())[-1]
+            assert (last_message.event, last_message.data["status"]) == ("unauthorized", 401)
             assert (await http.get("watch")).status_code == 401
         made.tokens.callers["shop"] = Scoped("shop", "shop")
         async with client(url, "shop") as http, watching(http) as stream:
             made.tokens.callers["shop"] = Scoped("shop", "shop", rights=["read"])
-            told = (await stream.rest())[-1]
-            assert (told.event, told.data["status"]) == ("permission_denied", 403)
+            last_message = (await stream.rest())[-1]
+            assert (last_message.event, last_message.data["status"]) == ("permission_denied", 403)
 
 
 async def test_a_busy_stream_ends_too_when_its_token_is_no_longer_good(
@@ -318,11 +327,11 @@ async def test_a_busy_stream_ends_too_when_its_token_is_no_longer_good(
         writing = asyncio.ensure_future(_write_on(root))
         await stream.event()
         del made.tokens.callers["shop"]
-        told = (await stream.rest())[-1]
+        last_message = (await stream.rest())[-1]
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
 
-    assert told.event == "unauthorized"
+    assert last_message.event == "unauthorized"
 
 
 async def _write_on(http: httpx2.AsyncClient) -> None:
@@ -340,9 +349,9 @@ async def test_a_caller_of_a_prefix_hears_of_it_alone(made: Face) -> None:
         for key in ("team/ab/x", "team/b", "team/a", "team/a/mine", "zzz"):
             await root.put(f"entries/{key}", json=1)
         await root.post("batch", json={"writes": [{"op": "delete", "key": key} for key in ("zzz", "team/a/mine")]})
-        heard = [await stream.event() for _ in range(3)]
+        received = [await stream.event() for _ in range(3)]
 
-    assert [(one.event, one.data["key"]) for one in heard] == [
+    assert [(one.event, one.data["key"]) for one in received] == [
         ("synced", ""),
         ("put", "team/a/mine"),
         ("delete", "team/a/mine"),
@@ -371,13 +380,13 @@ async def test_there_is_a_bound_to_streams(made: Face, monkeypatch: pytest.Monke
             pass
 
 
-def test_streams_that_were_let_go_count_no_more() -> None:
+def test_no_stream_begins_after_the_end() -> None:
     streams = Streams(most=1)
-    streams.check_room("somebody")
+    streams.check_room("caller")
     streams.close()
 
     with pytest.raises(limpet.errors.Closed):
-        streams.check_room("somebody")
+        streams.check_room("caller")
 
 
 # Waiting ----------------------------------------------------------------------
@@ -452,7 +461,7 @@ asyncio.run(main())
 
 
 def test_a_server_with_open_streams_ends_soon_after_sigterm() -> None:
-    """By itself, with nobody but uvicorn to tell it: two seconds is what an operator waits."""
+    """By itself, with only uvicorn to end it: two seconds is what an operator waits."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
@@ -481,7 +490,7 @@ def test_a_server_with_open_streams_ends_soon_after_sigterm() -> None:
 
 
 def _listener(port: int) -> socket.socket:
-    """A client that has heard that its watch has begun."""
+    """A client whose watch has begun."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -491,9 +500,9 @@ def _listener(port: int) -> socket.socket:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     found.sendall(b"GET /v1/shop/watch HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer root\r\n\r\n")
-    heard = b""
-    while b": watching" not in heard:
-        heard += found.recv(4096)
+    received = b""
+    while b": watching" not in received:
+        received += found.recv(4096)
     return found
 
 

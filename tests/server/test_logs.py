@@ -1,4 +1,4 @@
-"""What the server writes down, at which level, how much of it, and what never."""
+"""The lines of the log: at which level, how many, and what is never in them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 class Talk:
-    """Somebody who asks at a dispatcher that logs."""
+    """A caller of a dispatcher that logs."""
 
     def __init__(self, store: Store, clock: ManualClock) -> None:
         # On a busy machine anything may take a while; what is slow has tests of its own.
@@ -68,10 +68,10 @@ def talk(store: Store, clock: ManualClock) -> Talk:
 
 
 def call(operation: str = "get", *, seconds: float = 0.001, error: Exception | None = None, **members: Any) -> Call:
-    """What an observer is told."""
-    asked = request_of(OPERATIONS[operation].request, members or {"key": "k"})
+    """A finished request, as an observer gets it."""
+    request = request_of(OPERATIONS[operation].request, members or {"key": "k"})
     answer = None if error is not None else {"exists": True}
-    return Call("nats", "alice", "trivia", operation, asked, seconds, answer, error)
+    return Call("nats", "alice", "trivia", operation, request, seconds, answer, error)
 
 
 def raised(error: Exception, cause: Exception | None = None) -> Exception:
@@ -215,7 +215,7 @@ def test_what_a_caller_did_wrong_is_no_error_of_the_server(
 
 
 @pytest.mark.parametrize(("error", "level", "code", "reason"), MISTAKES)
-def test_what_nobody_waits_for_a_reply_of_is_a_warning(
+def test_an_error_of_a_request_without_a_reply_is_a_warning(
     error: Exception, level: int, code: str, reason: str, clock: ManualClock, lines: pytest.LogCaptureFixture
 ) -> None:
     """The log is the only place where its sender can learn of it. A spent rate would flood it."""
@@ -306,8 +306,8 @@ async def test_a_request_that_was_refused_early_is_a_line_too(talk: Talk, lines:
 
 
 async def test_an_operation_that_was_cancelled_says_so(clock: ManualClock, lines: pytest.LogCaptureFixture) -> None:
-    asked = request_of(OPERATIONS["get"].request, {"key": "k"})
-    Logs(clock).done(Call("http", "alice", "trivia", "get", asked, 0.01))
+    request = request_of(OPERATIONS["get"].request, {"key": "k"})
+    Logs(clock).done(Call("http", "alice", "trivia", "get", request, 0.01))
 
     assert lines.records[0].getMessage() == "KV get cancelled: plugin=trivia key=k"
 
@@ -439,7 +439,7 @@ def test_a_slow_round_of_the_sweeper_is_a_warning_at_once(clock: ManualClock, li
 
 
 @pytest.mark.parametrize("engine", ["memory", "sqlite"])
-async def test_the_sweeper_tells_of_its_rounds(
+async def test_the_rounds_of_the_sweeper_are_summed_up(
     engine: str, tmp_path: Path, clock: ManualClock, lines: pytest.LogCaptureFixture
 ) -> None:
     async with limpet.open(url_of(engine, tmp_path), namespace="trivia", clock=clock) as store:
@@ -450,10 +450,10 @@ async def test_the_sweeper_tells_of_its_rounds(
             await store.put(str(number), 1, ttl=3)
 
         for _ in range(10):
-            heard = len(rounds)
+            count = len(rounds)
             await until(lambda: clock.sleepers > 0)
             clock.advance(SWEEP_S)
-            await until(lambda heard=heard: len(rounds) > heard)  # type: ignore[misc]
+            await until(lambda count=count: len(rounds) > count)  # type: ignore[misc]
 
     assert sum(sum(one.ended.values()) for one in rounds) == 5
     assert [record.getMessage() for record in lines.records] == ["KV cleanup: removed 5 expired keys in 0.00s"]

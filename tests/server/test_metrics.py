@@ -44,7 +44,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClo
 
 
 class Counted:
-    """A dispatcher that counts, and somebody who asks."""
+    """A dispatcher that counts, and a caller of it."""
 
     def __init__(self, store: Store, names: Names = "limpet", **options: Any) -> None:
         self.metrics = Metrics(store._session, names=names, **options)
@@ -168,7 +168,7 @@ def test_a_bucket_holds_what_took_as_long_or_less() -> None:
     assert (found["0.0005"], found["0.001"], found["2.5"], found["5.0"], found["+Inf"]) == (2, 3, 3, 4, 5)
 
 
-async def test_what_is_held_is_asked_when_somebody_looks_and_kept_for_a_moment(
+async def test_usage_is_read_when_metrics_are_scraped_and_kept_for_a_moment(
     counted: Counted, store: Store, clock: ManualClock
 ) -> None:
     await counted.ask("set", key="ab", value=123)
@@ -232,7 +232,7 @@ async def test_a_round_that_failed_is_counted_once(counted: Counted) -> None:
     assert await counted.value("limpet_sweep_duration_seconds_bucket", le="5.0") == 0
 
 
-async def test_it_tells_what_runs(counted: Counted, store: Store) -> None:
+async def test_the_build_is_exported(counted: Counted, store: Store) -> None:
     (build,) = [one for one in await counted.samples() if one.name == "limpet_build_info"]
 
     assert build.labels["version"] == limpet.__version__
@@ -240,7 +240,7 @@ async def test_it_tells_what_runs(counted: Counted, store: Store) -> None:
     assert await counted.value("limpet_engine_up") == 1
 
 
-async def test_an_engine_that_does_not_answer_is_down_and_the_rest_is_told_all_the_same(clock: ManualClock) -> None:
+async def test_an_engine_that_does_not_answer_is_down_and_the_rest_is_exported_all_the_same(clock: ManualClock) -> None:
     store = await limpet.open("memory:", namespace="trivia", clock=clock, sweep=False)
     counted = Counted(store)
     await counted.ask("set", key="a", value=1)
@@ -284,7 +284,7 @@ async def test_namespaces_beyond_the_limit_share_a_label(store: Store) -> None:
 
 
 async def test_a_name_that_was_made_up_gets_no_label(store: Store) -> None:
-    """Or somebody without a token could use up the names."""
+    """Or a caller without a token could use up the names."""
     counted = Counted(store, namespaces_max=3)
     for number in range(10):
         counted.dispatcher.report_refusal(TrustedCaller(), f"made-up-{number}", "set", MissingField("key"))
@@ -302,7 +302,7 @@ async def test_what_is_held_since_before_a_restart_is_known_by_name(store: Store
     assert await Counted(store).value("limpet_keys", namespace="trivia") == 1
 
 
-async def test_the_servers_own_namespace_is_nobodys_business(counted: Counted, store: Store) -> None:
+async def test_the_servers_own_namespace_is_not_exported(counted: Counted, store: Store) -> None:
     await store.namespace(OWN_NAMESPACE).put("token/1", 1)
 
     assert OWN_NAMESPACE not in (await counted.metrics.render()).decode()

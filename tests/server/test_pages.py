@@ -54,15 +54,15 @@ async def test_a_scan_ends_a_page_by_its_size_and_says_where_to_go_on(store: Sto
 
     found: list[str] = []
     sizes: list[int] = []
-    asked: dict[str, Any] = {"prefix": "large/", "limit": 10_000}
+    parameters: dict[str, Any] = {"prefix": "large/", "limit": 10_000}
     while True:
-        page = (await http.get("scan", params=asked)).json()
+        page = (await http.get("scan", params=parameters)).json()
         found += [entry["key"] for entry in page["entries"]]
         sizes.append(len(page["entries"]))
         assert page["truncated"] == (page["cursor"] is not None)
         if not page["truncated"]:
             break
-        asked["after"] = page["cursor"]
+        parameters["after"] = page["cursor"]
 
     assert found == [f"large/{number:02}" for number in range(12)]
     assert sizes == [PAGE_LARGE, PAGE_LARGE, 2]
@@ -122,16 +122,16 @@ async def test_locks_come_in_pages(store: Store, http: httpx2.AsyncClient) -> No
 # History ------------------------------------------------------------------------
 
 
-async def history(http: httpx2.AsyncClient, key: str, **asked: Any) -> list[list[int]]:
+async def history(http: httpx2.AsyncClient, key: str, **parameters: Any) -> list[list[int]]:
     """The versions on each page of a history, from the latest page to the first."""
     pages: list[list[int]] = []
     while True:
-        page = (await http.get(f"history/{key}", params=asked)).json()
+        page = (await http.get(f"history/{key}", params=parameters)).json()
         pages.append([change["version"] for change in page["changes"]])
         assert page["truncated"] == (page["cursor"] is not None)
         if not page["truncated"]:
             return pages
-        asked["before"] = page["cursor"]
+        parameters["before"] = page["cursor"]
 
 
 async def test_a_history_begins_with_the_latest_changes_and_goes_back(store: Store, http: httpx2.AsyncClient) -> None:
@@ -194,9 +194,9 @@ def test_a_test_compares_with_a_bounded_number_of_values() -> None:
         with pytest.raises(InvalidValue, match="up to 1,000 values"):
             build(many)
     for op in ("in", "not_in"):
-        asked = request_of(Scan, {"where": [{"field": "n", "op": op, "value": [*many]}]})
+        parameters = request_of(Scan, {"where": [{"field": "n", "op": op, "value": [*many]}]})
         with pytest.raises(InvalidValue, match="up to 1,000 values"):
-            asked.where[0].filter()
+            parameters.where[0].filter()
     sent = Filter((Test("n", "in", tuple(b"%d" % number for number in many)),))
     with pytest.raises(InvalidValue, match="up to 1,000 values"):
         nouns.check_scan(wire.Scan(Span("", None), where=sent))
@@ -211,8 +211,8 @@ def test_a_filter_has_a_bounded_number_of_tests() -> None:
 
 
 async def test_too_many_operands_over_http_are_refused(http: httpx2.AsyncClient) -> None:
-    asked = {"where": [{"field": "n", "op": "in", "value": [*range(OPERANDS_MAX + 1)]}]}
-    answer = await http.post("scan", json=asked)
+    parameters = {"where": [{"field": "n", "op": "in", "value": [*range(OPERANDS_MAX + 1)]}]}
+    answer = await http.post("scan", json=parameters)
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_value")
     assert "1,000" in answer.json()["detail"]
 

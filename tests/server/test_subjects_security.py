@@ -179,10 +179,10 @@ async def test_no_subject_that_is_not_the_plugins_reaches_it(sqlite_nats: Plugin
     inbox = sqlite_nats.client.new_inbox()
     received: list[bytes] = []
 
-    async def hear(message: Any) -> None:
+    async def receive(message: Any) -> None:
         received.append(message.data)
 
-    await sqlite_nats.client.subscribe(f"{inbox}.*", cb=hear)
+    await sqlite_nats.client.subscribe(f"{inbox}.*", cb=receive)
     await settle(sqlite_nats.client)
     body = b'{"key":"secret","value":1}'
     with contextlib.closing(RawLine()) as line:
@@ -210,10 +210,10 @@ async def test_an_answer_goes_to_an_inbox_of_the_caller_alone(sqlite_nats: Plugi
         reply = reply.replace("_INBOX_victim", "_LIMPETS")
     received: list[bytes] = []
 
-    async def hear(message: Any) -> None:
+    async def receive(message: Any) -> None:
         received.append(message.data)
 
-    await sqlite_nats.client.subscribe(reply, cb=hear)
+    await sqlite_nats.client.subscribe(reply, cb=receive)
     await settle(sqlite_nats.client)
     before = len(sqlite_nats.observer.calls)
 
@@ -392,11 +392,11 @@ async def test_malformed_requests_are_answered_and_leave_no_value_in_a_log(caplo
     def has(count: int) -> bool:
         return len(answered) >= count
 
-    async def hear(message: Any) -> None:
+    async def receive(message: Any) -> None:
         answered.append(json.loads(message.data))
 
     async with opened("memory:") as session, serving(session) as served, connected() as client:
-        await client.subscribe("_INBOX.fuzz-replies.*", cb=hear)
+        await client.subscribe("_INBOX.fuzz-replies.*", cb=receive)
         await settle(client)
         line = RawLine()
         for first in range(0, COUNT, 250):

@@ -87,7 +87,7 @@ async def test_a_killed_server_loses_no_acknowledged_write_and_doubles_none(tmp_
     url = f"sqlite:///{tmp_path}/state.db"
     async with connected() as client:
         with Worker("serve", url, nats_server().url) as victim, Worker("serve", url, nats_server().url) as survivor:
-            await asyncio.gather(victim.heard(), survivor.heard())
+            await asyncio.gather(victim.receive_async(), survivor.receive_async())
             done: list[int] = []
             wrong: list[Exception] = []
 
@@ -115,4 +115,4 @@ async def test_a_killed_server_loses_no_acknowledged_write_and_doubles_none(tmp_
             # None was written twice: every key is at its first version.
             scanned = await client.request("db.kv.a.scan", b'{"prefix":"key/","limit":1000}', timeout=PATIENCE_S)
             assert {entry["version"] for entry in json.loads(scanned.data)["entries"]} == {1}
-            survivor.tell("end")
+            survivor.send("end")

@@ -274,7 +274,7 @@ class Listener:
 
         self.subscription = await self._nats.client.subscribe(self.subject, cb=receive)
 
-    async def hear(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         async with asyncio.timeout(120):
             while True:
                 document = await self.received.get()
@@ -296,7 +296,7 @@ async def test_changes_are_delivered_as_they_happen(nats: Plugins) -> None:
     await nats.ask("set", key="config/theme", value="dark", request_id="why")
     await nats.ask("delete", key="config/theme")
 
-    put, delete = await listener.hear(), await listener.hear()
+    put, delete = await listener.receive(), await listener.receive()
 
     assert (put["op"], put["key"], put["value"], put["version"]) == ("put", "config/theme", "dark", 1)
     assert (put["watch"], put["cause"]) == (answer["watch"], "why")
@@ -309,24 +309,24 @@ async def test_a_watch_without_a_subject_delivers_behind_its_answer(nats: Plugin
     listener = Listener(nats)
     await listener.listen()
     await nats.client.publish("db.kv.my-plugin.watch", b'{"initial":true}', reply=listener.subject)
-    assert (await listener.hear())["success"]
-    assert (await listener.hear())["op"] == "synced"
+    assert (await listener.receive())["success"]
+    assert (await listener.receive())["op"] == "synced"
     await nats.ask("set", key="k", value=1)
 
-    assert (await listener.hear())["key"] == "k"
+    assert (await listener.receive())["key"] == "k"
 
 
 async def test_a_watch_resumes_after_a_position_and_begins_with_what_there_is(nats: Plugins) -> None:
     await nats.ask("set", key="a", value=1)
     first, _ = await listening(nats, initial=True)
-    assert [(await first.hear())["op"] for _ in range(2)] == ["put", "synced"]
+    assert [(await first.receive())["op"] for _ in range(2)] == ["put", "synced"]
     await nats.ask("set", key="b", value=2)
-    seen = await first.hear()
+    seen = await first.receive()
     await nats.ask("set", key="c", value=3)
 
     second, _ = await listening(nats, after=seen["position"])
 
-    assert (await second.hear())["key"] == "c"
+    assert (await second.receive())["key"] == "c"
 
 
 async def test_a_watch_from_nowhere_is_refused(nats: Plugins) -> None:
@@ -340,7 +340,7 @@ async def test_a_watch_ends_when_it_is_told_to(nats: Plugins) -> None:
     listener, answer = await listening(nats)
 
     assert await nats.ask("unwatch", watch=answer["watch"]) == {"success": True, "ended": True}
-    ended = await listener.hear()
+    ended = await listener.receive()
     assert (ended["op"], ended["reason"]) == ("end", "unwatched")
     assert await nats.ask("unwatch", watch=answer["watch"]) == {"success": True, "ended": False}
 
@@ -416,6 +416,6 @@ async def test_a_value_too_large_for_a_message_is_left_out_of_the_event(sqlite_n
     listener, _ = await listening(sqlite_nats)
     await Store(sqlite_nats.session, "my-plugin").put("big", b"x" * 900_000)
 
-    event = await listener.hear()
+    event = await listener.receive()
 
     assert (event["op"], event["key"], event["value"], event["omitted"]) == ("put", "big", None, True)

@@ -113,7 +113,7 @@ async def test_kv_cleanup_logging(sqlite_nats: Plugins, caplog: pytest.LogCaptur
     sqlite_nats.session.sweeper.start()
 
     async with asyncio.timeout(120):
-        while "KV cleanup" not in caplog.text:
+        while "KV cleanup: " not in caplog.text:
             sqlite_nats.turn(60)
             await asyncio.sleep(0.02)
 

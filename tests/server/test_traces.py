@@ -66,9 +66,9 @@ def test_only_what_the_server_did_wrong_is_a_failure(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("limpet.server.traces._error_status", lambda: "ERROR")
     recorder = Recorder()
     traces = Traces(recorder)
-    asked = request_of(OPERATIONS["get"].request, {"key": "k"})
+    request = request_of(OPERATIONS["get"].request, {"key": "k"})
 
-    traces.done(Call("http", "alice", "trivia", "get", asked, 0.1, error=limpet.errors.NotFound("k")))
+    traces.done(Call("http", "alice", "trivia", "get", request, 0.1, error=limpet.errors.NotFound("k")))
     assert recorder.status is None
-    traces.done(Call("http", "alice", "trivia", "get", asked, 0.1, error=limpet.errors.Unavailable("away")))
+    traces.done(Call("http", "alice", "trivia", "get", request, 0.1, error=limpet.errors.Unavailable("away")))
     assert recorder.status == ("ERROR", "unavailable")

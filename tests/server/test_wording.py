@@ -1,7 +1,7 @@
-"""What a server says when its engine fails: the right code, plain words, and nothing that the engine said.
+"""The replies of a server when its engine fails: the right code, plain words, and no message of the engine.
 
-An engine or a driver may quote a value, and names files, hosts and ports. None of it may be in an answer, of whichever
-face, or in a line of the log.
+An engine or a driver may quote a value, and names files, hosts and ports. None of it may be in an answer, on either
+interface, or in a line of the log.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ async def provoke(server: Server) -> dict[str, Any]:
     """Everything that a caller can do while the database refuses what it is given. Returns some of the answers."""
     value = {"v": PLANTED}
     semantic = {"value": value, "lastWriter": "a:b", "semantics": {"purpose": "checkpoint"}}
-    told = {
+    replies = {
         "put": await server.http("PUT", "/v1/shop/entries/boom", json=value),
         "batch": await server.http(
             "POST", "/v1/shop/batch", json={"writes": [{"op": "put", "key": "boom", "value": value}]}
@@ -229,27 +229,27 @@ async def provoke(server: Server) -> dict[str, Any]:
             with pytest.raises(LimpetError) as refused:
                 await attempt
             server.answers.append("".join(traceback.format_exception_only(refused.value)) + repr(refused.value))
-            told["engine"] = refused.value
+            replies["engine"] = refused.value
     for path in ("/readyz", "/healthz", "/metrics", "/"):
         await server.http("GET", path)
-    return told
+    return replies
 
 
 async def test_a_constraint_of_the_database_gives_no_value_away(server: Server, schema: str) -> None:
     """As any constraint, trigger or policy does, PostgreSQL quotes the whole row when it refuses one."""
     async with connected() as other:
         await other.execute(f"ALTER TABLE \"{schema}\".limpet_entries ADD CONSTRAINT ours CHECK (key NOT LIKE '%boom')")
-        told = await provoke(server)
+        replies = await provoke(server)
 
-    assert {told[name].status_code for name in ("put", "batch", "record", "call", "semantic")} == {400}
-    assert told["put"].json()["code"] == "invalid_value"
-    assert told["put"].json()["retryable"] is False
+    assert {replies[name].status_code for name in ("put", "batch", "record", "call", "semantic")} == {400}
+    assert replies["put"].json()["code"] == "invalid_value"
+    assert replies["put"].json()["retryable"] is False
     assert (
-        told["put"].json()["detail"]
+        replies["put"].json()["detail"]
         == "the database behind the store refuses this; its operator can see why in its log"
     )
-    assert (told["nats"]["error_code"], told["nats"]["code"]) == ("VALIDATION_ERROR", "invalid_value")
-    assert isinstance(told["engine"], InvalidValue)
+    assert (replies["nats"]["error_code"], replies["nats"]["code"]) == ("VALIDATION_ERROR", "invalid_value")
+    assert isinstance(replies["engine"], InvalidValue)
     text = server.log.getvalue()
     assert "error=VALIDATION_ERROR" in text
     assert "23514" in text
@@ -262,7 +262,7 @@ async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: s
         lines = stream.aiter_lines()
         await anext(lines)
         await other.execute(f'ALTER TABLE "{schema}".limpet_changes RENAME TO away')
-        told = await provoke(server)
+        replies = await provoke(server)
         await server.http("GET", "/v1/shop/history/x")
         # Either it is refused, or it begins and waits for the table.
         async with server.client.stream("GET", "/v1/shop/watch", params={"after": "0"}) as another:
@@ -277,7 +277,7 @@ async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: s
                 if line.startswith("event:"):
                     break
 
-    assert told["put"].status_code >= 500
+    assert replies["put"].status_code >= 500
     check(server, schema)
 
 

@@ -22,7 +22,7 @@ from limpet.engines.sqlite.cache import Cache
 from limpet.model import Entry
 from tests.sqlite.cache_support import UNCACHED, by_hand, disable_cache, engine_of
 from tests.sqlite.support import Process, in_place
-from tests.sqlite.workers import await_moment, hear, in_child, say
+from tests.sqlite.workers import await_moment, in_child, receive, say
 
 
 class Peer(Process):
@@ -31,8 +31,8 @@ class Peer(Process):
     module = "tests.sqlite.cache_scenes"
 
     def do(self, verb: str, *args: object) -> Any:
-        self.tell([verb, *args])
-        return self.hear()
+        self.send([verb, *args])
+        return self.receive()
 
 
 class Party:
@@ -74,7 +74,7 @@ class Party:
         with closing(by_hand(Path(self._path))) as connection:
             connection.execute(sql).fetchall()
 
-    def tell(self, key: str) -> float:
+    def send(self, key: str) -> float:
         """Add to a counter, and say when that was done."""
         self._store.add(key)
         return time.monotonic()
@@ -97,7 +97,7 @@ def obeys(url: str, path: str, caching: str) -> None:
     with limpet.sync.open(url, sweep=False, clock=clock) as store:
         party = Party(store, path, clock)
         say("ready")
-        while (order := hear()) is not None:
+        while (order := receive()) is not None:
             say(party.do(*order))
 
 

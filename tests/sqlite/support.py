@@ -208,4 +208,4 @@ def together(processes: Sequence[Process]) -> None:
     """Let processes that wait for it begin at the same moment."""
     moment = time.monotonic() + 0.02
     for process in processes:
-        process.tell(moment)
+        process.send(moment)

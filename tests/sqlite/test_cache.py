@@ -247,7 +247,7 @@ def test_what_another_process_wrote_is_in_the_next_read(
     with ExitStack() as stack:
         store = stack.enter_context(limpet.sync.open(address, sweep=False, clock=clock))
         there = stack.enter_context(Peer("obeys", address, path, caching))
-        assert there.hear() == "ready"
+        assert there.receive() == "ready"
         parties: list[Party | Peer] = [Party(store, str(path), clock), there]
 
         for turn in range(turns):
@@ -299,7 +299,7 @@ def test_a_counter_of_two_processes_never_stands_still(url: str, path: Path) -> 
     """
     address = f"{url}?synchronous=normal"
     with limpet.sync.open(address, sweep=False) as store, Peer("obeys", address, path, CACHED) as there:
-        there.hear()
+        there.receive()
         for turn in range(0, LONG * 1000, 2):
             assert store.add("count") == turn + 1
             assert there.do("add", "count", 1) == turn + 2
@@ -316,7 +316,7 @@ def test_a_new_wal_index_of_the_same_file_is_seen_as_it_is(url: str, path: Path)
         store.put("key", 0)
     for turn in range(5):
         with Peer("obeys", url, path, CACHED) as there:
-            there.hear()
+            there.receive()
             with limpet.sync.open(url, sweep=False) as store:
                 assert store.get("key") == turn
             there.do("add", "key", 1)

@@ -228,7 +228,7 @@ async def test_news_of_another_process_come_soon(
     dice = random.Random(11)
     async with limpet.open(url, sweep=False) as store, store.watch("news") as watch:
         with Peer("obeys", url, path, caching) as there:
-            await asyncio.to_thread(there.hear)
+            await asyncio.to_thread(there.receive)
             for turn in range(1, rounds + 1):
                 await asyncio.sleep(dice.random() * 0.03)
                 telling = asyncio.create_task(asyncio.to_thread(there.do, "tell", "news"))
@@ -327,11 +327,11 @@ def test_time_goes_forward_for_all_readers(url: str, path: Path, tmp_path: Path,
             for index, api in enumerate(("threads", "tasks", "threads"))
         ]
         disturber = stack.enter_context(Peer("disturbs", address, path, seconds))
-        assert [process.hear() for process in (*workers, disturber)] == ["ready"] * 4
+        assert [process.receive() for process in (*workers, disturber)] == ["ready"] * 4
 
         together([*workers, disturber])
-        reports = [worker.hear() for worker in workers]
-        disturbances = disturber.hear()
+        reports = [worker.receive() for worker in workers]
+        disturbances = disturber.receive()
 
         book = Ledger(str(ledger))
         counted = [store.get(f"count/{counter}") for counter in range(COUNTERS)]

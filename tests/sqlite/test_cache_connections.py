@@ -219,7 +219,7 @@ def test_opening_what_cannot_be_used_leaves_no_descriptor(url: str, path: Path) 
 def test_parent_and_child_see_each_other(url: str) -> None:
     """A child after a fork goes on with its own connections, and sees what its parent writes, and the other way."""
     with Peer("forks_and_takes_turns", f"{url}?synchronous=normal", LONG * 400) as process:
-        assert process.hear() == [[], []]
+        assert process.receive() == [[], []]
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_a_fork_among_readers_of_the_cache_deceives_no_reader(url: str) -> None:
     What was read before the fork is forgotten by both.
     """
     with Peer("forks_among_cached_readers", f"{url}?synchronous=normal", LONG * 40) as process:
-        problems, reads = process.hear()
+        problems, reads = process.receive()
 
     assert problems == []
     assert reads > 100
@@ -250,7 +250,7 @@ def test_a_child_that_closes_what_it_inherited_goes_on(url: str, held_elsewhere:
             store = stack.enter_context(limpet.sync.open(url, sweep=False))
             assert store.get("count") is None
         with Peer("forks_as_a_daemon_does", url, opens) as process:
-            assert process.hear() == [1, 1, 2, 2, 0, 2]
+            assert process.receive() == [1, 1, 2, 2, 0, 2]
 
 
 # Connections that come and go ---------------------------------------------------

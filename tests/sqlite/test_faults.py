@@ -347,7 +347,7 @@ def test_a_file_that_may_not_be_written_is_named(open_folder: Path) -> None:
     path.chmod(0o444)
 
     with Process("opens_as_another_user", f"sqlite:///{path}") as process:
-        name, message = process.hear()
+        name, message = process.receive()
 
     assert name == "PermissionDenied"
     assert str(path) in message
@@ -363,7 +363,7 @@ def test_a_folder_that_may_not_be_written_is_named(open_folder: Path) -> None:
     open_folder.chmod(0o555)
 
     with Process("opens_as_another_user", f"sqlite:///{path}") as process:
-        name, message = process.hear()
+        name, message = process.receive()
 
     assert name == "PermissionDenied"
     assert str(path) in message
@@ -471,8 +471,8 @@ def test_a_process_without_descriptors_may_try_later(url: str, verb: str) -> Non
         store.put("key", 1)
 
     with Process("runs_out_of_descriptors", url, verb) as process:
-        assert process.hear() == ["Unavailable", True]
-        assert process.hear() == 1
+        assert process.receive() == ["Unavailable", True]
+        assert process.receive() == 1
 
 
 # The file of another program ------------------------------------------------------
@@ -559,7 +559,7 @@ def test_a_file_that_may_not_grow_is_reported_and_passes(url: str) -> None:
     ones before it are kept, and the process goes on when there is room again.
     """
     with Process("outgrows", url, 600_000) as process:
-        name, message, written, found, before, after = process.hear()
+        name, message, written, found, before, after = process.receive()
 
     assert name in ("Unavailable", "Ambiguous")
     assert "state.db" in message

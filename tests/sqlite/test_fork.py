@@ -22,7 +22,7 @@ def test_a_fork_while_threads_write_loses_nothing(url: str) -> None:
     inherit the belief that a thread holds the writer's lock.
     """
     with Process("forks_among_threads", url, 10) as process:
-        written, problems = process.hear()
+        written, problems = process.receive()
 
     assert problems == []
     with limpet.sync.open(url) as store:
@@ -38,7 +38,7 @@ def test_a_parent_that_closes_leaves_its_child_safe(url: str) -> None:
     and not the locks is invisible to its parent, which on closing takes itself for the last and removes the WAL.
     """
     with Process("forks_and_closes", url) as process:
-        assert process.hear() == "acknowledged"
+        assert process.receive() == "acknowledged"
 
     with limpet.sync.open(url) as store:
         assert [store.get(key) for key in ("parent", "child/before", "child/after")] == [1, 1, 2]
@@ -51,7 +51,7 @@ def test_a_parent_that_closes_at_once_leaves_its_child_safe(url: str) -> None:
     and later opens the file again, writes and closes.
     """
     with Process("forks_and_closes_at_once", url) as process:
-        assert process.hear() == "acknowledged"
+        assert process.receive() == "acknowledged"
 
     with limpet.sync.open(url) as store:
         assert [store.get(key) for key in ("parent", "child/before", "child/after")] == [2, 1, 2]
@@ -64,7 +64,7 @@ def test_a_fork_while_threads_open_connections_is_harmless(url: str) -> None:
     ever let go of them.
     """
     with Process("forks_among_openers", url, 40) as process:
-        assert process.hear() == []
+        assert process.receive() == []
 
     with limpet.sync.open(url) as store:
         assert store.keys("child/").count == 40
@@ -78,7 +78,7 @@ def test_a_fork_may_come_at_any_moment(url: str, moment: str) -> None:
     and nothing that it held may be waited for there.
     """
     with Process("forks_at_a_bad_moment", url, moment) as process:
-        assert process.hear() == 1
+        assert process.receive() == 1
 
     with limpet.sync.open(url) as store:
         assert store.get("child") == 1
@@ -87,7 +87,7 @@ def test_a_fork_may_come_at_any_moment(url: str, moment: str) -> None:
 def test_time_does_not_go_back_in_a_child(url: str) -> None:
     """The clock never goes back."""
     with Process("forks_after_the_clock_was_set_back", url) as process:
-        parent_ms, child_ms = process.hear()
+        parent_ms, child_ms = process.receive()
 
     assert parent_ms == 2_000_000
     assert child_ms >= parent_ms

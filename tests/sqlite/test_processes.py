@@ -23,10 +23,10 @@ def test_processes_that_add_at_once_lose_nothing(url: str, processes: int) -> No
     """Concurrent adds all count."""
     with ExitStack() as stack:
         adders = [stack.enter_context(Process("adds", url, 200)) for _ in range(processes)]
-        assert [adder.hear() for adder in adders] == ["ready"] * processes
+        assert [adder.receive() for adder in adders] == ["ready"] * processes
 
         together(adders)
-        answers = [adder.hear() for adder in adders]
+        answers = [adder.receive() for adder in adders]
 
     # Each add answered with its own value, so no two were counted as one.
     assert sorted(value for answer in answers for value in answer) == [*range(1, 200 * processes + 1)]
@@ -49,13 +49,13 @@ def test_a_watch_in_another_process_sees_everything_in_order(url: str, writers: 
         # Of three writes, one makes one change and two make two; the first deletes come one write late.
         total = writers * (count // 3) * 5
         watchers = [stack.enter_context(Process("watches", url, total)) for _ in range(2)]
-        assert [watcher.hear() for watcher in watchers] == ["ready"] * 2
+        assert [watcher.receive() for watcher in watchers] == ["ready"] * 2
         processes = [stack.enter_context(Process("writes", url, f"w{index}", count)) for index in range(writers)]
-        assert [process.hear() for process in processes] == ["ready"] * writers
+        assert [process.receive() for process in processes] == ["ready"] * writers
 
         together(processes)
-        acknowledged = [change for process in processes for change in process.hear()]
-        watched = [watcher.hear() for watcher in watchers]
+        acknowledged = [change for process in processes for change in process.receive()]
+        watched = [watcher.receive() for watcher in watchers]
 
     revisions = [revision for revision, _, _ in acknowledged]
     assert len(set(revisions)) == len(revisions) == total
@@ -71,7 +71,7 @@ async def test_a_watch_is_woken_by_another_process(url: str) -> None:
         engine = store._session.engine
         before = (await store.status()).revision
         with Process("adds", url, 1) as adder:
-            adder.hear()
+            adder.receive()
             together([adder])
             feed = await engine.changes("default", before, wait_s=30.0)
 
@@ -87,11 +87,11 @@ def test_a_swap_has_one_winner_among_processes(url: str, processes: int) -> None
         record = store.record("state")
         record.put({"round": 0})
         players = [stack.enter_context(Process("swaps", url, rounds)) for _ in range(processes)]
-        assert [player.hear() for player in players] == ["ready"] * processes
+        assert [player.receive() for player in players] == ["ready"] * processes
 
         for number in range(rounds):
             together(players)
-            won = [player.hear() for player in players]
+            won = [player.receive() for player in players]
 
             assert sum(won) == 1
             assert record.fields() == {"round": number + 1, "winner": players[won.index(True)].pid}
@@ -111,11 +111,11 @@ def test_processes_may_create_the_file_at_the_same_moment(tmp_path: Path, proces
     rounds = 40
     with ExitStack() as stack:
         openers = [stack.enter_context(Process("opens", tmp_path, rounds)) for _ in range(processes)]
-        assert [opener.hear() for opener in openers] == ["ready"] * processes
+        assert [opener.receive() for opener in openers] == ["ready"] * processes
 
         for number in range(rounds):
             together(openers)
-            answers = [opener.hear() for opener in openers]
+            answers = [opener.receive() for opener in openers]
 
             assert [problem for _, problem in answers] == [None] * processes
             assert len({store_id for store_id, _ in answers}) == 1
@@ -130,10 +130,10 @@ def test_a_lock_keeps_processes_apart(url: str) -> None:
     """
     with ExitStack() as stack:
         takers = [stack.enter_context(Process("locks", url, 10)) for _ in range(3)]
-        assert [taker.hear() for taker in takers] == ["ready"] * 3
+        assert [taker.receive() for taker in takers] == ["ready"] * 3
 
         together(takers)
-        tokens = [taker.hear() for taker in takers]
+        tokens = [taker.receive() for taker in takers]
 
     # Acquiring gives a token that is greater than every earlier one on that name.
     assert Counter(token for own in tokens for token in own).most_common(1)[0][1] == 1
@@ -146,10 +146,10 @@ def test_a_lock_keeps_processes_apart(url: str) -> None:
 def test_a_lock_of_another_process_is_respected(url: str) -> None:
     """A lock that is held raises LockHeld, with its holder, token and remaining time."""
     with limpet.sync.open(url) as store, Process("holds", url, 60) as holder:
-        token = holder.hear()
+        token = holder.receive()
 
         with Process("tries_to_lock", url) as other:
-            held_by, held_token = other.hear()
+            held_by, held_token = other.receive()
 
         assert held_by.endswith(f":{holder.pid}")
         assert held_token == token
@@ -164,7 +164,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(url: str) -> None:
     """
     with limpet.sync.open(url) as store:
         with Process("holds", url, 0.4) as holder:
-            first = holder.hear()
+            first = holder.receive()
             holder.kill()
 
         lock = store.lock("door", ttl=10, wait=15)
@@ -187,14 +187,14 @@ def test_two_stores_of_one_process_are_safe_from_the_end_of_another_process(url:
     try:
         first.put("before", 1)
         with Process("visits", url, "before") as visitor:
-            assert visitor.hear() == [1]
+            assert visitor.receive() == [1]
 
         first.put("first", 2)
         second.put("second", 3)
 
         # Seen from outside, while we are still open: nothing waits for our good manners at the end.
         with Process("visits", url, "before", "first", "second") as visitor:
-            assert visitor.hear() == [1, 2, 3]
+            assert visitor.receive() == [1, 2, 3]
         assert [first.get("second"), second.get("first")] == [3, 2]
     finally:
         first.close()
@@ -225,12 +225,12 @@ def test_a_store_opened_while_another_makes_the_file_is_safe(
     with opened.pop() if opened else limpet.sync.open(url, sweep=False) as other:
         other.put("before", 1)
         with Process("visits", url, "before") as visitor:
-            assert visitor.hear() == [1]
+            assert visitor.receive() == [1]
 
         other.put("after", 2)
 
         with Process("visits", url, "before", "after") as visitor:
-            assert visitor.hear() == [1, 2]
+            assert visitor.receive() == [1, 2]
 
 
 def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
@@ -238,12 +238,12 @@ def test_closing_one_of_two_stores_leaves_the_other_safe(url: str) -> None:
     with limpet.sync.open(url, sweep=False) as first:
         limpet.sync.open(url, sweep=False).close()
         with Process("visits", url, "first") as visitor:
-            assert visitor.hear() == [None]
+            assert visitor.receive() == [None]
 
         first.put("first", 1)
 
         with Process("visits", url, "first") as visitor:
-            assert visitor.hear() == [1]
+            assert visitor.receive() == [1]
 
 
 def test_closing_a_store_under_its_readers_harms_none_of_them(url: str) -> None:
@@ -252,13 +252,13 @@ def test_closing_a_store_under_its_readers_harms_none_of_them(url: str) -> None:
     Threads are in the middle of reading, or of opening a connection, when the store is closed beneath them.
     """
     with Process("closes_under_readers", url, 150) as process:
-        assert [process.hear() for _ in range(150)] == [[]] * 150
+        assert [process.receive() for _ in range(150)] == [[]] * 150
 
 
 def test_a_worker_is_another_process(url: str) -> None:
     """The tests above would prove little if their workers ran here."""
     with Process("adds", url, 0) as process:
-        assert process.hear() == "ready"
+        assert process.receive() == "ready"
         assert process.pid != os.getpid()
         together([process])
-        assert process.hear() == []
+        assert process.receive() == []

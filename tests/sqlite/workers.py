@@ -37,13 +37,13 @@ def say(word: Any) -> None:
     print(json.dumps(word), flush=True)
 
 
-def hear() -> Any:
+def receive() -> Any:
     line = sys.stdin.readline()
     return json.loads(line) if line else None
 
 
 def await_moment() -> None:
-    moment = hear()
+    moment = receive()
     while time.monotonic() < moment:
         pass
 
@@ -141,7 +141,7 @@ def holds(url: str, ttl: str) -> None:
     with limpet.sync.open(url) as store:
         lock = store.lock("door", ttl=float(ttl))
         say(lock.acquire().token)
-        hear()
+        receive()
 
 
 @worker

@@ -108,22 +108,39 @@ async def _opening(
         yield open_on_right_clock
 
 
+class _ClockOfTest:
+    """The clock of shared engines: that of the test which runs now."""
+
+    def __init__(self) -> None:
+        self.current: limpet.Clock = limpet.SystemClock()
+
+    def now_ms(self) -> int:
+        return self.current.now_ms()
+
+    def monotonic(self) -> float:
+        return self.current.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await self.current.sleep(seconds)
+
+
 class SharedEngines:
     """The engines that the tests of one file share, by their URLs."""
 
     def __init__(self) -> None:
+        self.clock = _ClockOfTest()
         self._engines: dict[str, Engine | None] = {}
 
     async def open(self, url: str, *, changes: bool) -> Engine | None:
         """The engine of a URL; None where each test needs one to itself.
 
-        A URL that ``changes`` from test to test has an engine for each. So has an engine that goes by our clock,
-        because each test has its own, and encryption, which does too.
+        A URL that ``changes`` from test to test has an engine for each. So has an engine that remembers our clock for
+        all namespaces together, and encryption, which keeps the clock it was opened with.
         """
         if changes or "encryption=" in url:
             return None
         if url not in self._engines:
-            engine = await open_engine(url, limpet.SystemClock())
+            engine = await open_engine(url, self.clock)
             if engine.traits.clock != "server":
                 await engine.close()
                 self._engines[url] = None
@@ -176,7 +193,8 @@ async def store(
             yield await open_one()
         return
     is_set = await turn(clock.now_ms())
-    session = Session(engine, clock if is_set else limpet.SystemClock())
+    shared_engines.clock.current = clock if is_set else limpet.SystemClock()
+    session = Session(engine, shared_engines.clock.current)
     store = limpet.Store(session, namespace)
     session.sweeper.start()
     yield store

@@ -141,7 +141,7 @@ def name_of(item: pytest.Item) -> str:
 def _test(definition: pytest.Item) -> SuiteTest:
     # The engines and interfaces are no marker, so they are not counted.
     cases = math.prod(len(list(marker.args[1])) for marker in definition.iter_markers("parametrize"))
-    return SuiteTest(name_of(definition), cases, frozenset(marker.name for marker in definition.iter_markers()))
+    return SuiteTest(name_of(definition), max(1, cases), frozenset(marker.name for marker in definition.iter_markers()))
 
 
 def _runs(config: pytest.Config, test: SuiteTest, case: int, engine: str, face: str) -> bool:

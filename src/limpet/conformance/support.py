@@ -1,4 +1,4 @@
-"""What the tests of the suite share: the blocking face made awaitable, patience, and failing engines."""
+"""What the tests of the suite share: the sync API made awaitable, patience, and failing engines."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class Blocking:
-    """Something of the blocking face behind the names of the asynchronous one.
+    """An object of the sync API behind the names of the async one.
 
-    Each call runs in a thread, as callers of the blocking face do, so that the very same tests hold both.
+    Each call runs in a thread, as callers of the sync API do, so that the same tests hold for both.
     """
 
     _PLAIN = frozenset({"name", "traits", "key", "token", "lost", "fence", "dropped"})
@@ -82,7 +82,7 @@ async def _iterate(make: Callable[[], Iterable[Any]]) -> AsyncIterator[Any]:
 
 
 class _BlockingWatch:
-    """A blocking watch, asked in a thread. An answer that nobody waited for is kept for the next who asks."""
+    """A watch of the sync API, polled in a thread. An event whose caller gave up is kept for the next call."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -153,12 +153,12 @@ def expected_log(store: Any, happened: Sequence[T]) -> list[T]:
     """
     if store.traits.log == "every":
         return list(happened)
-    told: dict[object, list[int]] = {}
+    left: dict[object, list[int]] = {}
     for number, change in enumerate(happened):
         op, place = _op_and_place(change)
-        before = told.get(place, []) if op == "touch" else []
-        told[place] = [*(each for each in before if _op_and_place(happened[each])[0] != "touch"), number]
-    return [happened[number] for number in sorted(number for numbers in told.values() for number in numbers)]
+        before = left.get(place, []) if op == "touch" else []
+        left[place] = [*(each for each in before if _op_and_place(happened[each])[0] != "touch"), number]
+    return [happened[number] for number in sorted(number for numbers in left.values() for number in numbers)]
 
 
 def _op_and_place(change: Any) -> tuple[str, object]:
@@ -168,7 +168,7 @@ def _op_and_place(change: Any) -> tuple[str, object]:
 
 
 def assert_delivered(store: Any, found: Sequence[object], happened: Sequence[object]) -> None:
-    """Fail unless somebody who followed the log while all this happened found what it owes.
+    """Fail unless a reader that followed the log while all this happened found what it owes.
 
     A log of ``every`` change owes all of it. A log of the ``last`` change of each key owes what it still tells,
     and may tell more of what happened: each change once, and in order.
@@ -223,7 +223,7 @@ class Failing:
             self.before -= 1
             raise Unavailable("the line is cut, nothing was sent")
         since = (await self._engine.status(namespace)).revision
-        # Whoever may lose an answer names the request, so that it can be asked for.
+        # Name the request, so that its outcome can be looked up when the reply is lost.
         request_id = batch.request_id or new_request_id()
         outcome = await self._engine.commit(namespace, msgspec.structs.replace(batch, request_id=request_id))
         if self.after > 0:
@@ -233,7 +233,7 @@ class Failing:
 
 
 class Raising:
-    """An engine in front of another, whose commits raise an error that nobody foresees."""
+    """An engine in front of another, whose commits raise an unforeseen error."""
 
     def __init__(self, engine: Engine, error: BaseException) -> None:
         self._engine = engine

@@ -191,12 +191,12 @@ class PluginKV:
     # Reading ------------------------------------------------------------------
 
     async def get(self, key: str, default: Any = None) -> Any:
-        """The value under a key, or the default when there is none."""
+        """The value under a key, or the default if the key does not exist."""
         reply = await self._connection.read("get", {"key": key})
         return reply["value"] if reply["exists"] else default
 
     async def entry(self, key: str) -> PluginEntry | None:
-        """The value with its version, revision and times; None when there is none."""
+        """The value with its version, revision and times; None if the key does not exist."""
         reply = await self._connection.read("entry", {"key": key})
         return msgspec.convert(reply["entry"], PluginEntry) if reply["exists"] else None
 

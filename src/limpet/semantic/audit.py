@@ -146,7 +146,7 @@ class Row(msgspec.Struct, frozen=True, rename="camel"):
         request_id: The request; None for an expiry.
         version: The version after the change; of an end, the last one.
         before: The keyed hash of the value before; None where there was none.
-        after: The keyed hash of the value after; None where there is none.
+        after: The keyed hash of the value after; None after an end.
         previous: The signature of the key's row before.
         spec_ref: The specification that governs it.
     """

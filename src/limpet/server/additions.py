@@ -33,29 +33,29 @@ def additions_of(request: Request, *, with_sizes: bool = True) -> dict[str, Addi
     """The additions of a request by their keys. Empty for one that only reads, deletes or touches."""
     match request:
         case requests.Set() | requests.Cas():
-            return {request.key: _of_value(request.value, with_sizes)}
+            return {request.key: _measure_value(request.value, with_sizes)}
         case requests.Put():
-            return {request.key: _of_write(request, with_sizes)}
+            return {request.key: _measure_write(request, with_sizes)}
         case requests.Incr():
             return {request.key: _COUNTER}
         case requests.FieldsOf():
             fields = {} if isinstance(request.set, UnsetType) else request.set
             if not isinstance(request.swap, UnsetType):
                 fields = {request.swap.field: request.swap.new}
-            return {request.key: _of_fields(fields, with_sizes)} if fields else {}
+            return {request.key: _measure_fields(fields, with_sizes)} if fields else {}
         case requests.Batch():
-            return {write.key: _of_write(write, with_sizes) for write in request.writes if write.op in _ADDING}
+            return {write.key: _measure_write(write, with_sizes) for write in request.writes if write.op in _ADDING}
         case requests.KvPut():
-            return {request.key: _of_value(request.value, with_sizes)}
+            return {request.key: _measure_value(request.value, with_sizes)}
         case requests.KvBatch():
             return {
-                item.key: _of_value(item.value, with_sizes)
+                item.key: _measure_value(item.value, with_sizes)
                 for item in request.items
                 if isinstance(item, requests.KvItemPut)
             }
         case requests.Primitive(what=Batch() as batch):
             return {
-                write.key: _of_primitive(write)
+                write.key: _measure_primitive(write)
                 for write in batch.writes
                 if isinstance(write, Put | Add | Patch) and write.family == "data"
             }
@@ -63,7 +63,7 @@ def additions_of(request: Request, *, with_sizes: bool = True) -> dict[str, Addi
             return {}
 
 
-def _of_primitive(write: Put | Add | Patch) -> Addition:
+def _measure_primitive(write: Put | Add | Patch) -> Addition:
     match write:
         case Put():
             return Addition(codec.size_bytes(write.stored))
@@ -76,22 +76,22 @@ def _of_primitive(write: Put | Add | Patch) -> Addition:
 _ADDING: Final = frozenset({"put", "create", "add", "set"})
 
 
-def _of_write(request: requests.Put | requests.BatchWrite, with_sizes: bool) -> Addition:
+def _measure_write(request: requests.Put | requests.BatchWrite, with_sizes: bool) -> Addition:
     op = request.op if isinstance(request, requests.BatchWrite) else "put"
     if op == "add":
         return _COUNTER
     if not isinstance(request.fields, UnsetType):
-        addition = _of_fields(request.fields, with_sizes)
+        addition = _measure_fields(request.fields, with_sizes)
         return addition if op == "set" else Addition(addition.size_bytes)
     if not isinstance(request.bytes, UnsetType):
         return Addition(len(request.bytes))
-    return _of_value(None if request.value is UNSET else request.value, with_sizes)
+    return _measure_value(None if request.value is UNSET else request.value, with_sizes)
 
 
-def _of_value(value: Any, with_sizes: bool) -> Addition:
+def _measure_value(value: Any, with_sizes: bool) -> Addition:
     return Addition(codec.size_bytes(codec.encode(value)) if with_sizes else 0)
 
 
-def _of_fields(fields: Mapping[str, Any], with_sizes: bool) -> Addition:
+def _measure_fields(fields: Mapping[str, Any], with_sizes: bool) -> Addition:
     encoded = codec.encode(codec.Fields({name: field_of(item) for name, item in fields.items()})) if with_sizes else {}
     return Addition(codec.size_bytes(encoded), tuple(fields))

@@ -226,7 +226,7 @@ class HttpCall:
         try:
             self.caller = await authenticate(self._incoming, self._callers)
             members = await self.parameters()
-            operation = endpoint.operation or _named_operation(members.pop("operation"))
+            operation = endpoint.operation or _find_operation(members.pop("operation"))
             if endpoint.shape is not None:
                 members = endpoint.shape(members, self.caller.name)
             request = request_of(operation.request, members)
@@ -336,7 +336,7 @@ class HttpCall:
         return ", ".join(self._incoming.headers.getlist(name))
 
 
-def _named_operation(name: str) -> Operation:
+def _find_operation(name: str) -> Operation:
     if name not in OPERATIONS:
         raise Problem(404, "no_operation", "there is no operation of this name")
     return OPERATIONS[name]

@@ -118,8 +118,8 @@ def _reply_deleted(answer: Answer, request: Any, headers: Headers) -> Response:
 
 def _reply_value(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
     """The value itself, under its media type."""
-    entry = _found_entry(answer, request)
-    described = _headers_of(entry)
+    entry = _require_entry(answer, request)
+    described = _describe(entry)
     if _is_current(headers, entry):
         return Response(status_code=304, headers=described)
     value = entry.value
@@ -129,29 +129,29 @@ def _reply_value(answer: Answer, request: requests.Entry, headers: Headers) -> R
 
 
 def _reply_bytes(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
-    entry = _found_entry(answer, request)
+    entry = _require_entry(answer, request)
     if entry.kind != "bytes":
         raise TypeMismatch(entry.key, expected="raw bytes", found=str(entry.kind))
     return _reply_value(answer, request, headers)
 
 
 def _reply_head(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
-    entry = _found_entry(answer, request)
-    response = Response(status_code=304 if _is_current(headers, entry) else 200, headers=_headers_of(entry))
+    entry = _require_entry(answer, request)
+    response = Response(status_code=304 if _is_current(headers, entry) else 200, headers=_describe(entry))
     response.headers["Content-Type"] = _media_type(entry)
     # The length of the body is not known without encoding it.
     del response.headers["Content-Length"]
     return response
 
 
-def _found_entry(answer: Answer, request: requests.Entry) -> Entry:
+def _require_entry(answer: Answer, request: requests.Entry) -> Entry:
     if not answer["exists"]:
         raise NotFound(request.key)
     entry: Entry = answer["entry"]
     return entry
 
 
-def _headers_of(entry: Entry) -> dict[str, str]:
+def _describe(entry: Entry) -> dict[str, str]:
     return entry_headers(entry_as_json(entry, with_value=False))
 
 
@@ -218,15 +218,15 @@ class Patch(requests.Strict, frozen=True, kw_only=True):
     ttl: requests.TTL | UnsetType = UNSET
 
 
-def _without_value(members: Members, caller: str) -> Members:
+def _shape_head(members: Members, caller: str) -> Members:
     return {**members, "with_value": False}
 
 
-def _all_fields(members: Members, caller: str) -> Members:
+def _shape_fields(members: Members, caller: str) -> Members:
     return {"get": None, **members}
 
 
-def _patch_batch(members: Members, caller: str) -> Members:
+def _shape_patch(members: Members, caller: str) -> Members:
     """A batch of one write, which may have guards that a record's own verb has not."""
     key, expect, fence, request_id = (members.pop(name, None) for name in ("key", "expect", "fence", "request_id"))
     patch = requests.request_of(Patch, members)
@@ -241,16 +241,16 @@ def _patch_batch(members: Members, caller: str) -> Members:
     return batch
 
 
-def _swap(members: Members, caller: str) -> Members:
+def _shape_swap(members: Members, caller: str) -> Members:
     beside: Members = {name: members.pop(name) for name in ("key", "fence", "request_id") if name in members}
     return {**beside, "swap": members}
 
 
-def _with_holder(members: Members, caller: str) -> Members:
+def _shape_lock(members: Members, caller: str) -> Members:
     return {"holder": caller, **members}
 
 
-def _resumed_watch(members: Members, caller: str) -> Members:
+def _shape_watch(members: Members, caller: str) -> Members:
     # A browser that lost its connection requests the same URL again, and adds the last event that it has received.
     last = members.pop("last_event_id", None)
     return members if last is None else {**members, "after": last, "initial": False}
@@ -317,7 +317,7 @@ def _endpoints() -> Sequence[Endpoint]:
     events = {200: ReplyDoc(None, ["text/event-stream"])}
     return [
         Endpoint("GET", entries, "get_entry", FETCH, _reply_value, {**known, 200: value}, [UNLESS_CURRENT]),
-        Endpoint("HEAD", entries, "head_entry", FETCH, _reply_head, known, [UNLESS_CURRENT], None, _without_value),
+        Endpoint("HEAD", entries, "head_entry", FETCH, _reply_head, known, [UNLESS_CURRENT], None, _shape_head),
         Endpoint("PUT", entries, "put_entry", run["put"], _reply_written, written, [*timed, META], "value"),
         Endpoint("DELETE", entries, "delete_entry", run["delete"], _reply_deleted, done, CONDITIONS),
         Endpoint("GET", raws, "get_bytes", FETCH, _reply_bytes, {**known, 200: raw}, [UNLESS_CURRENT]),
@@ -332,10 +332,10 @@ def _endpoints() -> Sequence[Endpoint]:
             _ok("FieldsDocument"),
             [FIELD],
             None,
-            _all_fields,
+            _shape_fields,
         ),
         Endpoint(
-            "PATCH", records, "patch_record", run["batch"], _reply_patched, written, CONDITIONS, Patch, _patch_batch
+            "PATCH", records, "patch_record", run["batch"], _reply_patched, written, CONDITIONS, Patch, _shape_patch
         ),
         Endpoint(
             "POST",
@@ -346,7 +346,7 @@ def _endpoints() -> Sequence[Endpoint]:
             _ok("SwapAnswer"),
             [FENCE, *once],
             requests.Swap,
-            _swap,
+            _shape_swap,
         ),
         Endpoint(
             "POST", _keyed("incr"), "increment", run["incr"], _reply_json, _ok("CounterAnswer"), timed, requests.Incr
@@ -371,7 +371,7 @@ def _endpoints() -> Sequence[Endpoint]:
             events,
             resumed,
             None,
-            _resumed_watch,
+            _shape_watch,
             runs="stream",
         ),
         Endpoint("GET", f"{SPACE}/locks", "list_locks", run["locks"], _reply_json, _ok("Locks"), page),
@@ -384,7 +384,7 @@ def _endpoints() -> Sequence[Endpoint]:
             {201: ReplyDoc("LockAnswer")},
             [],
             requests.Lock,
-            _with_holder,
+            _shape_lock,
             runs="wait",
         ),
         Endpoint("PUT", lock, "refresh_lock", run["refresh"], _reply_done, done, [TOKEN], requests.Refresh),

@@ -352,30 +352,30 @@ def _reach_keys(keys: Sequence[str]) -> Reach:
     return Reach([Span(key, key + "\0") for key in keys], keys)
 
 
-def _of_key(request: Any) -> Reach:
+def _reach_key(request: Any) -> Reach:
     fence = getattr(request, "fence", None)
     return _reach_keys([request.key] if fence is None else [request.key, fence.name])
 
 
-def _of_semantic(request: Any) -> Reach:
+def _reach_semantic(request: Any) -> Reach:
     written = [item.key for item in request.items] if isinstance(request, requests.KvBatch) else [request.key]
     held = getattr(request, "held", None)
     return _reach_keys(written if held is None else [*written, held.key])
 
 
-def _of_name(request: Any) -> Reach:
+def _reach_name(request: Any) -> Reach:
     return _reach_keys([request.name])
 
 
-def _of_prefix(request: Any) -> Reach:
+def _reach_prefix(request: Any) -> Reach:
     return Reach([prefix_span(request.prefix)])
 
 
-def _of_pattern(request: requests.Watch) -> Reach:
+def _reach_pattern(request: requests.Watch) -> Reach:
     return Reach([pattern_span(request.pattern)])
 
 
-def _of_batch(request: requests.Batch) -> Reach:
+def _reach_batch(request: requests.Batch) -> Reach:
     written, guarded = [write.key for write in request.writes], [guard.key for guard in request.guards]
     return _reach_keys([*written, *guarded, *(fence.name for fence in request.fences)])
 
@@ -463,43 +463,49 @@ def _table(*rows: Operation) -> dict[str, Operation]:
 
 
 OPERATIONS: Final = _table(
-    Operation("get", requests.Get, "read", _get, _of_key, reveals=True),
-    Operation("set", requests.Set, "write", _set, _of_key),
-    Operation("delete", requests.Delete, "write", _delete, _of_key),
-    Operation("list", requests.List, "read", _list, _of_prefix),
+    Operation("get", requests.Get, "read", _get, _reach_key, reveals=True),
+    Operation("set", requests.Set, "write", _set, _reach_key),
+    Operation("delete", requests.Delete, "write", _delete, _reach_key),
+    Operation("list", requests.List, "read", _list, _reach_prefix),
     Operation(
-        "entry", requests.Entry, "read", _entry, _of_key, reveals=True, conceals=lambda request: not request.with_value
+        "entry",
+        requests.Entry,
+        "read",
+        _entry,
+        _reach_key,
+        reveals=True,
+        conceals=lambda request: not request.with_value,
     ),
-    Operation("put", requests.Put, "write", _put, _of_key),
-    Operation("cas", requests.Cas, "write", _cas, _of_key),
-    Operation("incr", requests.Incr, "write", _incr, _of_key, reveals=True),
-    Operation("take", requests.Take, "write", _take, _of_key, reveals=True),
-    Operation("touch", requests.Touch, "write", _touch, _of_key),
+    Operation("put", requests.Put, "write", _put, _reach_key),
+    Operation("cas", requests.Cas, "write", _cas, _reach_key),
+    Operation("incr", requests.Incr, "write", _incr, _reach_key, reveals=True),
+    Operation("take", requests.Take, "write", _take, _reach_key, reveals=True),
+    Operation("touch", requests.Touch, "write", _touch, _reach_key),
     Operation(
         "fields",
         requests.FieldsOf,
         "write",
         _fields,
-        _of_key,
+        _reach_key,
         reveals=True,
         only_reads=_reads_fields,
         conceals=_only_sets_fields,
     ),
-    Operation("batch", requests.Batch, "write", _batch, _of_batch),
-    Operation("scan", requests.Scan, "read", _scan, _of_prefix, reveals=True, conceals=_needs_no_value),
-    Operation("history", requests.History, "read", _history, _of_key, reveals=True),
-    Operation("watch", requests.Watch, "read", _watch, _of_pattern, reveals=True),
-    Operation("lock", requests.Lock, "lock", _lock, _of_name),
-    Operation("refresh", requests.Refresh, "lock", _refresh, _of_name),
-    Operation("unlock", requests.Unlock, "lock", _unlock, _of_name, is_care=_is_forced),
-    Operation("locks", requests.Locks, "read", _locks, _of_prefix),
+    Operation("batch", requests.Batch, "write", _batch, _reach_batch),
+    Operation("scan", requests.Scan, "read", _scan, _reach_prefix, reveals=True, conceals=_needs_no_value),
+    Operation("history", requests.History, "read", _history, _reach_key, reveals=True),
+    Operation("watch", requests.Watch, "read", _watch, _reach_pattern, reveals=True),
+    Operation("lock", requests.Lock, "lock", _lock, _reach_name),
+    Operation("refresh", requests.Refresh, "lock", _refresh, _reach_name),
+    Operation("unlock", requests.Unlock, "lock", _unlock, _reach_name, is_care=_is_forced),
+    Operation("locks", requests.Locks, "read", _locks, _reach_prefix),
     Operation("outcome", requests.Outcome, "read", _outcome, lambda _: _EVERYTHING),
     Operation("status", requests.Status, "read", _status, lambda _: _EVERYTHING),
-    Operation("kv_get", requests.KvGet, "read", _kv_get, _of_semantic, reveals=True, is_semantic=True),
-    Operation("kv_put", requests.KvPut, "write", _kv_put, _of_semantic, is_semantic=True),
-    Operation("kv_delete", requests.KvDelete, "write", _kv_delete, _of_semantic, is_semantic=True),
-    Operation("kv_list", requests.KvList, "read", _kv_list, _of_prefix, reveals=True, is_semantic=True),
-    Operation("kv_batch", requests.KvBatch, "write", _kv_batch, _of_semantic, is_semantic=True),
+    Operation("kv_get", requests.KvGet, "read", _kv_get, _reach_semantic, reveals=True, is_semantic=True),
+    Operation("kv_put", requests.KvPut, "write", _kv_put, _reach_semantic, is_semantic=True),
+    Operation("kv_delete", requests.KvDelete, "write", _kv_delete, _reach_semantic, is_semantic=True),
+    Operation("kv_list", requests.KvList, "read", _kv_list, _reach_prefix, reveals=True, is_semantic=True),
+    Operation("kv_batch", requests.KvBatch, "write", _kv_batch, _reach_semantic, is_semantic=True),
 )
 
 FETCH: Final = OPERATIONS["entry"]._replace(run=_fetch)

@@ -463,11 +463,11 @@ def request_of(shape: type[R], members: Any) -> R:
         try:
             return parse_document(members, shape)
         except InvalidField as error:
-            raise InvalidField(error.field, _without_value(error.problem)) from None
+            raise InvalidField(error.field, _strip_value(error.problem)) from None
     try:
         return msgspec.convert(members, shape)
     except msgspec.ValidationError as error:
-        raise InvalidValue(_without_value(str(error))) from None
+        raise InvalidValue(_strip_value(str(error))) from None
 
 
 def _required(shape: type[Request]) -> Sequence[str]:
@@ -480,7 +480,7 @@ def _required(shape: type[Request]) -> Sequence[str]:
 _REQUIRED: dict[type[Request], Sequence[str]] = {}
 
 
-def _without_value(problem: str) -> str:
+def _strip_value(problem: str) -> str:
     """The message of msgspec, without the word that was sent where another was expected."""
     text, at, path = problem.partition(" - at ")
     if text.startswith("Invalid enum value"):

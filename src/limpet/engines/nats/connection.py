@@ -2,7 +2,7 @@
 
 The driver connects, authenticates and notices when the connection is dead. Requests bypass its queues: all
 frames of one turn of the loop are written together, and each reply is delivered to its waiter, which is
-found by the last word of the reply's subject. A connection that broke stays broken. Nothing is buffered and
+found by the token that ends the reply's subject. A connection that broke stays broken. Nothing is buffered and
 nothing is sent again, so a frame that is sent once arrives once or never.
 """
 

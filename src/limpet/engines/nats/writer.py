@@ -38,7 +38,7 @@ from limpet.engines.nats.stream import (
     seqs_of,
 )
 from limpet.errors import Ambiguous
-from limpet.model import Batch, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write
+from limpet.model import Batch, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write, live
 from limpet.retry import jitter_s
 from limpet.transition import plan
 
@@ -221,9 +221,10 @@ class Writer:
             receipt: EntryId = ("receipt", cause)
             found = {receipt: await self._stream.last(receipt), entry_id: message}
             named = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
+            now_ms = self._commit_time(*found.values())
             if is_mark(found[receipt]):
-                return await self._complete(named, receipt, found, self._commit_time(*found.values()))
-            earlier = _replay_receipt(named, found[receipt], since)
+                return await self._complete(named, receipt, found, now_ms)
+            earlier = _replay_receipt(named, found[receipt], since, now_ms)
             if earlier is None:
                 await self._check_remembered(cause, since, 0 if message is None else message.lost)
             return earlier
@@ -315,7 +316,7 @@ class Writer:
                     break
                 attempts.raise_refusal()
                 if attempts.since is not None:
-                    earlier = _replay_receipt(named, found[receipt], attempts.since)
+                    earlier = _replay_receipt(named, found[receipt], attempts.since, now_ms)
                     if earlier is not None:
                         answer = earlier
                         break
@@ -441,13 +442,16 @@ def _only_expires(batch: Batch) -> bool:
     return all(type(write) is Expire for write in batch.writes)
 
 
-def _replay_receipt(batch: Batch, receipt: Message | None, since: int) -> Commit | Refusal | None:
+def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: int) -> Commit | Refusal | None:
     """The result of a retry from the receipt that it left after ``since``, also if the receipt has expired."""
     if receipt is None or receipt.held is None or receipt.seq <= since:
         return None
     named = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
     outcome = plan(named, _always(receipt.held), now_ms=receipt.at_ms, revision=BASE)
-    return outcome if isinstance(outcome, Refusal) else outcome.commit
+    if isinstance(outcome, Refusal):
+        # Another request had this id: it is refused now, not at the time of the receipt, unless that has expired.
+        return None if live(receipt.held, now_ms) is None else msgspec.structs.replace(outcome, at_ms=now_ms)
+    return outcome.commit
 
 
 def _finder(found: dict[EntryId, Message | None]) -> Callable[[Family, str], Entry | None]:

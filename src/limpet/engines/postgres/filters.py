@@ -16,7 +16,7 @@ from limpet.model import Filter, Test
 __all__ = ["FIRST_OPERAND", "filter_sql"]
 
 FIRST_OPERAND = 7
-"""The number of the first operand: a scan has six parameters of its own."""
+"""The number of the first operand: a scan itself has six parameters."""
 
 
 def filter_sql(where: Filter) -> tuple[str, list[Any]]:
