@@ -1,9 +1,9 @@
-"""What a contender is, and how each is looked at before anything is timed.
+"""Contenders, and the checks that each must pass before it is timed.
 
-Every contender, Limpet included, is reached through one ``put`` and one ``get`` of its class,
-so that nobody is spared a call that another has to make. A contender that does not keep what
-it was given, or whose file is not set as stated, voids the run; one that cannot be opened at
-all is left out, and the report says why.
+Every contender, Limpet included, is called through one ``put`` and one ``get`` of its class, so
+that all pay for the same extra call. A contender that does not return the values it was given, or
+whose file does not have the stated settings, voids the run. One that cannot be opened at all is
+left out, and the report gives the reason.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Contender:
     role: ClassVar[Role] = "peer"
     note: ClassVar[str] = ""
     expects: ClassVar[dict[str, str]] = {}
-    """What `settings` must find."""
+    """The settings that `settings` must return."""
     keeps_files: ClassVar[bool] = True
-    """Whether what it writes is in its folder, and not with a server."""
+    """Whether it writes to files in its folder, and not to a server."""
 
     async def open(self, folder: Path) -> None:
-        """Make an empty store; a folder of its own is there for files."""
+        """Make an empty store. The folder is for its files alone."""
 
     async def put(self, key: str, value: Any) -> Any:
         raise NotImplementedError
@@ -54,17 +54,17 @@ class Contender:
         raise NotImplementedError
 
     async def fill(self, jobs: Iterable[Job]) -> None:
-        """Store everything, as fast as it likes: this is not timed."""
+        """Store all of this, by the fastest way: it is not timed."""
         pending = iter(jobs)
         while some := list(islice(pending, CALLERS)):
             await asyncio.gather(*(self.put(*job) for job in some))
 
     async def settings(self) -> dict[str, str]:
-        """How durable its own connection says it is."""
+        """The durability settings, read from its own connection."""
         return {}
 
     async def close(self) -> None:
-        """Let go of everything."""
+        """Close the store and its connections."""
 
 
 class BlockingContender:
@@ -77,7 +77,7 @@ class BlockingContender:
     keeps_files: ClassVar[bool] = True
 
     def open(self, folder: Path) -> None:
-        """Make an empty store; a folder of its own is there for files."""
+        """Make an empty store. The folder is for its files alone."""
 
     def put(self, key: str, value: Any) -> Any:
         raise NotImplementedError
@@ -86,23 +86,23 @@ class BlockingContender:
         raise NotImplementedError
 
     def fill(self, jobs: Iterable[Job]) -> None:
-        """Store everything, as fast as it likes: this is not timed."""
+        """Store all of this, by the fastest way: it is not timed."""
         for job in jobs:
             self.put(*job)
 
     def settings(self) -> dict[str, str]:
-        """How durable its own connection says it is."""
+        """The durability settings, read from its own connection."""
         return {}
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close the store and its connections."""
 
 
 AnyContender = Contender | BlockingContender
 
 
 class Check(NamedTuple):
-    """What was found when a contender was looked at."""
+    """The results of checking a contender."""
 
     contender: str
     role: Role
@@ -110,16 +110,16 @@ class Check(NamedTuple):
     equal: int
     """Values that came back as they were put, of `SAMPLE`."""
     isolates: str
-    """Whether the store keeps a value of its own: ``yes``, or what it shares with whom."""
+    """Whether the store keeps its own copy of a value: ``yes``, or with which callers it shares an object."""
     note: str
 
 
 class Void(Exception):
-    """A contender does not do what its figures would claim."""
+    """A contender does not do what its figures would claim; the run is void."""
 
 
-class Dispatcher:
-    """Opens contenders, fills them and looks at them."""
+class Setup:
+    """Opens contenders, fills them and checks them."""
 
     def __init__(self, runner: asyncio.Runner, folder: Path) -> None:
         self.checks: list[Check] = []
@@ -128,7 +128,7 @@ class Dispatcher:
         self._folder = folder
 
     @contextlib.contextmanager
-    def opened(self, contenders: Sequence[AnyContender], keys: int) -> Iterator[list[AnyContender]]:
+    def open_all(self, contenders: Sequence[AnyContender], keys: int) -> Iterator[list[AnyContender]]:
         """The contenders that could be opened, each holding so many keys."""
         present: list[AnyContender] = []
         try:
@@ -144,7 +144,7 @@ class Dispatcher:
                     continue
                 present.append(contender)
                 self.call(contender.fill, workload.in_order(keys))
-                self.checks.append(self._checked(contender, keys))
+                self.checks.append(self._check(contender, keys))
                 if contender.expects and contender.keeps_files:
                     self._check_that_a_put_is_written(contender, folder)
             yield present
@@ -157,7 +157,7 @@ class Dispatcher:
         result = method(*args)
         return self._runner.run(result) if inspect.iscoroutine(result) else result
 
-    def _checked(self, contender: AnyContender, keys: int) -> Check:
+    def _check(self, contender: AnyContender, keys: int) -> Check:
         settings = self.call(contender.settings)
         for name, expected in contender.expects.items():
             if settings.get(name) != expected:
@@ -170,9 +170,9 @@ class Dispatcher:
         return Check(contender.name, contender.role, settings, equal, self._isolation(contender), contender.note)
 
     def _check_that_a_put_is_written(self, contender: AnyContender, folder: Path) -> None:
-        """A store that says how it syncs has to write something first, before the put returns."""
+        """Check that a put has written to a file when it returns: a sync setting is worth nothing otherwise."""
         before = _state_of(folder)
-        # Longer than the grain of the file system's clock.
+        # Longer than the resolution of the file system's clock.
         time.sleep(0.02)
         self.call(contender.put, workload.key(0), workload.value(0, turn=1))
         if _state_of(folder) == before:
@@ -180,7 +180,7 @@ class Dispatcher:
         self.call(contender.put, workload.key(0), workload.value(0))
 
     def _isolation(self, contender: AnyContender) -> str:
-        """Change what was given and what was read, and see whether the store changes with it."""
+        """Change the object that was put and the one that was read, and check whether the stored value changes."""
         key, given = workload.key(0), workload.value(0)
         self.call(contender.put, key, given)
         given["id"] = "changed by the writer"

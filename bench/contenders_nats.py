@@ -1,7 +1,7 @@
 """Stores on NATS JetStream: Limpet, and the key-value store of the driver that it is built on.
 
-Both have a bucket of their own on one server. A guarded put names the revision that the same caller
-was last told, so it is granted unless two callers hold the same key.
+Each has its own bucket on one server. A guarded put expects the revision that the same caller last got,
+so it succeeds unless two callers use the same key.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class NatsPy(OnNats):
 
 
 class ByHand(LimpetNats):
-    """One guarded message a put, with a header as long as ours, on the line that the engine uses.
+    """One guarded message per put, with a header as long as ours, on the connection that the engine uses.
 
-    No key is checked, nothing is planned, no entry made: this is what the server and the line leave room for.
+    No key is checked, nothing is planned, no entry made: this is the limit of the server and the connection.
     """
 
     name = "a guarded message by hand"

@@ -1,6 +1,6 @@
 """Stores on PostgreSQL: Limpet, its peers, and what the driver can do in the same time.
 
-One server, with fsync on, serves all of them; each works in a schema of its own. The driver's
+One server, with fsync on, serves all of them; each has its own schema. The driver's
 limit gets 64 calls handed over as one list, and makes one statement of them.
 """
 
@@ -41,7 +41,7 @@ class OnPostgres(Contender):
         self.schema = f"bench_{uuid.uuid4().hex[:8]}"
 
     async def connect(self, count: int) -> Any:
-        """A pool of the driver in a schema of its own, all its connections made."""
+        """A pool of the driver in a new schema, with all its connections made."""
         asyncpg = load("asyncpg")
         connection = await asyncpg.connect(self.url)
         await connection.execute(f"CREATE SCHEMA {self.schema}")
@@ -76,7 +76,7 @@ class LimpetPostgres(OnPostgres):
 class ByHand(LimpetPostgres):
     """The very function of ours on the server, called for 64 callers with nothing of the store above it.
 
-    No key is checked, no entry made: this is what the server and the driver leave room for.
+    No key is checked, no entry made: this is the limit of the server and the driver.
     """
 
     name = "our statement by hand"

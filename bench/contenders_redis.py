@@ -1,7 +1,7 @@
 """Stores on Redis: Limpet, its peers, and what the driver can do in the same time.
 
-One server, with its append-only file synced every second, serves all of them; each works in a
-database of its own. The driver's limit gets 64 calls handed over as one list, and makes one
+One server, with its append-only file synced every second, serves all of them; each has its
+own database. The driver's limit gets 64 calls handed over as one list, and makes one
 command of them.
 """
 

@@ -1,6 +1,6 @@
 """Stores on SQLite: Limpet, its peers, and what SQLite itself can do in the same time.
 
-Each has a file of its own in WAL mode and says on its own connection how it syncs. ``FULL``
+Each has its own file in WAL mode and reads its sync setting from its own connection. ``FULL``
 means that a write is on the disk when the call returns, ``NORMAL`` that a power cut may lose it.
 """
 
@@ -24,7 +24,7 @@ _UPSERT = "INSERT INTO pairs VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value
 _SELECT = "SELECT value FROM pairs WHERE key = ?"
 
 
-def _expected(synchronous: Synchronous) -> dict[str, str]:
+def _expected_settings(synchronous: Synchronous) -> dict[str, str]:
     return {"journal_mode": "wal", "synchronous": synchronous}
 
 
@@ -45,7 +45,7 @@ class LimpetFull(Contender):
     role = "limpet"
     note = "versions, revisions, a log row of every change, TTL"
     synchronous: ClassVar[Synchronous] = "FULL"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     async def open(self, folder: Path) -> None:
         self.path = folder / "limpet.db"
@@ -67,7 +67,7 @@ class LimpetFull(Contender):
 class LimpetNormal(LimpetFull):
     name = "Limpet NORMAL"
     synchronous = "NORMAL"
-    expects = _expected("NORMAL")
+    expects = _expected_settings("NORMAL")
 
 
 class LimpetBlockingFull(BlockingContender):
@@ -75,7 +75,7 @@ class LimpetBlockingFull(BlockingContender):
     role = "limpet"
     note = LimpetFull.note
     synchronous: ClassVar[Synchronous] = "FULL"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     def open(self, folder: Path) -> None:
         self._store = limpet.sync.open(f"sqlite:///{folder / 'limpet.db'}?synchronous={self.synchronous.lower()}")
@@ -104,7 +104,7 @@ class LimpetBlockingFull(BlockingContender):
 class LimpetBlockingNormal(LimpetBlockingFull):
     name = "Limpet, blocking, NORMAL"
     synchronous = "NORMAL"
-    expects = _expected("NORMAL")
+    expects = _expected_settings("NORMAL")
 
 
 def _writer_of(store: limpet.Store) -> Any:
@@ -120,7 +120,7 @@ def _writer_of(store: limpet.Store) -> Any:
 class Aiosqlite(Contender):
     name = "aiosqlite upsert"
     note = "a key and a value; commits one by one"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     async def open(self, folder: Path) -> None:
         # Autocommit: tasks that share a connection would commit each other's transactions.
@@ -152,7 +152,7 @@ class Aiosqlite(Contender):
 class LanggraphSqlite(Contender):
     name = "LangGraph AsyncSqliteStore"
     note = "groups the calls of one loop turn; no versions, no log; set to WAL"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     async def open(self, folder: Path) -> None:
         self._connection = await load("aiosqlite").connect(folder / "store.db", isolation_level=None)
@@ -177,11 +177,11 @@ class LanggraphSqlite(Contender):
 class PyKeyValueDisk(Contender):
     name = "py-key-value DiskStore"
     note = "on diskcache; blocks the loop; commits one by one"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     async def open(self, folder: Path) -> None:
         self._cache = _diskcache(folder, "FULL")
-        # It takes an empty cache for none at all, and then has none.
+        # It treats an empty cache as missing, and would then have none.
         self._cache.set("first", b"")
         self._store = load("key_value.aio.stores.disk").DiskStore(disk_cache=self._cache)
 
@@ -207,7 +207,7 @@ class DiskcacheFull(BlockingContender):
     name = "diskcache FULL"
     note = "blocking; TTL; no eviction; commits one by one"
     synchronous: ClassVar[Synchronous] = "FULL"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     def open(self, folder: Path) -> None:
         self._cache = _diskcache(folder, self.synchronous)
@@ -233,7 +233,7 @@ class DiskcacheFull(BlockingContender):
 class DiskcacheNormal(DiskcacheFull):
     name = "diskcache NORMAL"
     synchronous = "NORMAL"
-    expects = _expected("NORMAL")
+    expects = _expected_settings("NORMAL")
 
 
 def _diskcache(folder: Path, synchronous: Synchronous) -> Any:
@@ -263,7 +263,7 @@ class RawBatched(BlockingContender):
     name = "sqlite3, 64 a transaction"
     role = "limit"
     note = "a key and a value, nothing else"
-    expects = _expected("FULL")
+    expects = _expected_settings("FULL")
 
     def open(self, folder: Path) -> None:
         self._connection = sqlite3.connect(folder / "pairs.db", isolation_level=None)
@@ -306,7 +306,7 @@ class RawBatched(BlockingContender):
 
 
 class RawSameWork(RawBatched):
-    """As above, and also what a version, a revision and a log ask for: a read, a log row, a counter."""
+    """As above, with the work that a version, a revision and a log need: a read, a log row, a counter."""
 
     name = "sqlite3, the same work"
     note = "64 a transaction; reads the row, writes it and a log row, moves a counter"

@@ -71,7 +71,7 @@ async def _grown_by(name: str, keys: int) -> int:
             contender.open(Path(folder))
         else:
             await contender.open(Path(folder))
-        # The first call brings in what is not the keys'.
+        # The first call imports and allocates what does not belong to the keys.
         await _put(contender, workload.in_order(1))
         gc.collect()
         before = resident_bytes()

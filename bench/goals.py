@@ -1,4 +1,4 @@
-"""What is aimed at: a line that must be passed and one worth dreaming of, for each figure that is judged."""
+"""The goals: for each judged figure, a line that it must pass, and a more ambitious one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ POSTGRES: Final = {
 }
 POSTGRES_ALONE: Final = {"put": Goal(1.1, 1.5), "get": Goal(1.4, 2.2)}
 POSTGRES_PROCESSES: Final = Goal(1)
-# What the store itself may cost above the server's work: nothing below it is ours to make faster.
+# The cost that the store may add to the server's work, which we cannot make faster.
 OF_BY_HAND: Final = Goal(0.7, 0.9)
 REDIS: Final = {"put": (Goal(4.5, 8), Goal(0.4, 0.6)), "get": (Goal(6.5, 10), Goal(0.6, 0.9))}
 REDIS_ALONE: Final = {"put": Goal(0.7, 1.1), "get": Goal(0.75, 1.2)}

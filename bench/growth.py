@@ -2,7 +2,7 @@
 
 The three files are made first. Then all are open in one process and are measured in turn, as
 everything else. What a process holds in memory after serving 100,000 keys of each file is
-measured in a process of its own:
+measured in a separate process:
 
     python -m bench.growth URL KEYS
 """
@@ -155,10 +155,10 @@ async def _wake_ms(store: limpet.Store, key: str) -> float:
     return 1000 * took
 
 
-# In a process of its own ------------------------------------------------------
+# In a separate process --------------------------------------------------------
 
 
-async def _served(url: str, size: int, calls: int) -> dict[str, float]:
+async def _serve(url: str, size: int, calls: int) -> dict[str, float]:
     """What a process grows by when it reads so many keys and writes a tenth of them."""
     async with limpet.open(url) as store:
         await store.put(workload.key(0), workload.value(0))
@@ -188,4 +188,4 @@ def _private_bytes() -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(_served(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))
+    print(json.dumps(asyncio.run(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))))

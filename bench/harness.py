@@ -44,7 +44,7 @@ class Slice(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A contender with what it has to do: runs for about so many seconds and tells what it did."""
+    """A contender with its work: runs for about so many seconds and returns its slice."""
 
     name: str
     run: Callable[[float], Slice]
@@ -82,7 +82,7 @@ class Race:
         ]
 
     def fastest(self, names: Sequence[str]) -> str:
-        """Who of these is fastest by median."""
+        """The fastest of these by median."""
         return max(names, key=self.rate)
 
 
@@ -92,8 +92,8 @@ def race(lanes: Sequence[Lane], *, rounds: int, slice_s: float) -> Race:
     assert len(slices) == len(lanes), "two lanes of one name"
     for lane in lanes:
         lane.run(slice_s / 4)
-    # Not frozen: a collector that knows of no old objects looks through the new ones again and again,
-    # which only those pay for who keep a log.
+    # Not frozen: a collector without old objects examines the new ones again and again, and only contenders
+    # that keep a log would pay for that.
     gc.collect()
     for number in range(rounds):
         first = number % len(lanes)

@@ -1,7 +1,7 @@
-"""What a server takes of its machine, for many keys and under attack: ``./dev load --memory`` and ``--attack``.
+"""The memory that a server uses, for many keys and under attack: ``./dev load --memory`` and ``--attack``.
 
-The attacks are those of somebody who can reach the port: half requests on many connections, headers that never end,
-bodies that trickle, and scans of everything at once. While they last, another caller must be answered.
+The attacks need only access to the port: half requests on many connections, headers that never end, bodies that
+trickle, and scans of everything at once. While they last, another caller must be answered.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from bench.run import ROOT, say
 
 if TYPE_CHECKING:
-    from bench.load import Ask, Board
+    from bench.load import Board, Send
 
 KEYS: Final = 100_000
 VALUE: Final = "x" * 486
@@ -36,7 +36,7 @@ HELD_S: Final = 35.0
 
 
 def used_mb(pid: int) -> tuple[float, float]:
-    """What a process has for itself, and what of it is resident with the files that it maps."""
+    """The private memory of a process, and its resident memory with the files that it maps."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     kb = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     return (kb["Private_Clean"] + kb["Private_Dirty"] - _mapped_kb(pid)) / 1024, kb["Rss"] / 1024
@@ -53,16 +53,16 @@ def _mapped_kb(pid: int) -> int:
     return found
 
 
-async def memory(board: Board, ask: Ask, process: subprocess.Popen[str]) -> None:
+async def memory(board: Board, send: Send, process: subprocess.Popen[str]) -> None:
     """Many keys of 50 characters and 488 bytes, stored by batches and listed, over NATS."""
-    await _store(ask, range(1))
+    await _store(send, range(1))
     before = used_mb(process.pid)
-    await _store(ask, range(KEYS))
+    await _store(send, range(KEYS))
     stored = used_mb(process.pid)
     count, after = 0, None
     while True:
-        asked: dict[str, Any] = {"limit": 10_000} if after is None else {"limit": 10_000, "after": after}
-        answer = await ask("many-7", "list", asked)
+        parameters: dict[str, Any] = {"limit": 10_000} if after is None else {"limit": 10_000, "after": after}
+        answer = await send("many-7", "list", parameters)
         count, after = count + answer["count"], answer["keys"][-1]
         if not answer["truncated"]:
             break
@@ -74,10 +74,10 @@ async def memory(board: Board, ask: Ask, process: subprocess.Popen[str]) -> None
     board.at_most("resident memory grows by, when listed", listed[1] - before[1], 100, "MB")
 
 
-async def _store(ask: Ask, numbers: range) -> None:
+async def _store(send: Send, numbers: range) -> None:
     async def some(few: range) -> None:
         writes = [{"op": "put", "key": f"player/{number:043}", "value": VALUE} for number in few]
-        answer = await ask("many-7", "batch", {"writes": writes})
+        answer = await send("many-7", "batch", {"writes": writes})
         assert answer.get("success"), answer
 
     for first in range(0, len(numbers), 400):
@@ -90,8 +90,8 @@ async def _store(ask: Ask, numbers: range) -> None:
 
 
 async def attack(board: Board, store: str) -> None:
-    """All attacks, one after the other, and what another caller and the memory say meanwhile."""
-    # With fewer files than connections, as many systems have it.
+    """All attacks, one after the other, while another caller calls and the memory is measured."""
+    # With fewer files than connections, as on many systems.
     words = ["sh", "-c", f'ulimit -n {FILES} && exec "$@"', "sh", sys.executable, "-m", "limpet.cli", "--url", store]
     words += ["serve", "--http", "127.0.0.1:0", "--log-level", "warning"]
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stderr=subprocess.PIPE)
@@ -99,9 +99,9 @@ async def attack(board: Board, store: str) -> None:
     try:
         while not (line := (await process.stderr.readline()).decode()).startswith("limpet: serving http at "):
             assert line, "the server did not start"
-        said = asyncio.ensure_future(process.stderr.read())
-        place = urlsplit(line.split()[-1])
-        server = _Server(place.hostname or "127.0.0.1", place.port or 80)
+        logged = asyncio.ensure_future(process.stderr.read())
+        address = urlsplit(line.split()[-1])
+        server = _Server(address.hostname or "127.0.0.1", address.port or 80)
         for number in range(LARGE):
             assert await server.put(f"large/{number:03}", json.dumps("x" * 990_000).encode()) in (200, 201)
         for what, attacking in (
@@ -113,19 +113,19 @@ async def attack(board: Board, store: str) -> None:
             say(f"\n{what}")
             before = used_mb(process.pid)[1]
             watched = _Watched(server, process.pid)
-            async with watched, attacking as told:
+            async with watched, attacking as result:
                 pass
-            say(f"  {told}; {watched.answers} answers to another caller, the slowest after {watched.slowest_s:.2f} s")
+            say(f"  {result}; {watched.answers} replies to another caller, the slowest after {watched.slowest_s:.2f} s")
             board.at_most("callers that were not answered", watched.failures, 0, "")
             board.at_most("resident memory grows by", watched.highest_mb - before, 100, "MB")
     finally:
         process.terminate()
     await process.wait()
-    say(f"\nThe log\n{(await said).decode()}")
+    say(f"\nThe log\n{(await logged).decode()}")
 
 
 class _Watched:
-    """Another caller, and the memory of the server, as long as an attack lasts."""
+    """Calls the server and measures its memory, as long as an attack lasts."""
 
     def __init__(self, server: _Server, pid: int) -> None:
         self.answers = self.failures = 0
@@ -137,7 +137,7 @@ class _Watched:
         self._task = asyncio.ensure_future(self._call())
 
     async def __aexit__(self, *_: object) -> None:
-        # Once more, to be sure that the server is still there.
+        # One more call, to check that the server still answers.
         self._is_last = True
         await self._task
 
@@ -158,18 +158,18 @@ class _Watched:
 
 
 class _Server:
-    """The server, by plain connections: nothing between an attack and its bytes."""
+    """The server, by plain connections, so that an attack controls every byte."""
 
     def __init__(self, host: str, port: int) -> None:
-        self._place = (host, port)
+        self._address = (host, port)
 
     async def put(self, key: str, body: bytes) -> int:
-        """Put a value on a connection of its own. Returns the status."""
-        status, _ = await self._ask(_head("PUT", f"/v1/default/entries/{key}", len(body)) + body)
+        """Put a value on a new connection. Returns the status."""
+        status, _ = await self._request(_head("PUT", f"/v1/default/entries/{key}", len(body)) + body)
         return status
 
-    async def _ask(self, request: bytes) -> tuple[int, bytes]:
-        reader, writer = await asyncio.open_connection(*self._place)
+    async def _request(self, request: bytes) -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(*self._address)
         try:
             writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
@@ -181,28 +181,28 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def half_open(self, beginning: bytes) -> AsyncIterator[str]:
-        """Many connections that never come to an end of what they say, and say a byte a second."""
-        lines = [await asyncio.open_connection(*self._place) for _ in range(CONNECTIONS)]
-        for _, writer in lines:
+        """Many connections that never finish their request, and send a byte a second."""
+        connections = [await asyncio.open_connection(*self._address) for _ in range(CONNECTIONS)]
+        for _, writer in connections:
             writer.write(beginning)
         held: list[int] = []
         try:
             until = time.perf_counter() + HELD_S
             while time.perf_counter() < until:
                 await asyncio.sleep(1)
-                open_now = [writer for reader, writer in lines if not reader.at_eof() and not writer.is_closing()]
+                open_now = [writer for reader, writer in connections if not reader.at_eof() and not writer.is_closing()]
                 for writer in open_now:
                     writer.write(b"1")
                 held.append(len(open_now))
             yield f"the server held {max(held)} of them, after {HELD_S:.0f} s {held[-1]}"
         finally:
-            for _, writer in lines:
+            for _, writer in connections:
                 writer.close()
 
     @contextlib.asynccontextmanager
     async def endless_headers(self) -> AsyncIterator[str]:
         """One connection that sends headers as fast as it can."""
-        _, writer = await asyncio.open_connection(*self._place)
+        _, writer = await asyncio.open_connection(*self._address)
         sent = 0
         with contextlib.suppress(ConnectionError):
             writer.write(b"GET /healthz HTTP/1.1\r\n")
@@ -224,7 +224,7 @@ class _Server:
         sizes, after = [], ""
         while True:
             path = f"/v1/default/scan?prefix=large/&limit=10000{after}"
-            _, body = await self._ask(_head("GET", path, 0))
+            _, body = await self._request(_head("GET", path, 0))
             sizes.append(len(body))
             page = json.loads(body)
             if page["cursor"] is None:

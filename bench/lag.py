@@ -1,8 +1,8 @@
-"""What a busy store does to everybody else on the loop, told by a task that only wants to sleep 1 ms.
+"""How long a busy store delays other tasks on the loop, measured by a task that only sleeps 1 ms.
 
 The figure is the 99th percentile of how long those sleeps took, the millisecond included,
-beside that of a loop with nothing else to do. A store that completes its calls in place
-without ever giving way shows here as one sleep as long as the whole slice.
+compared with that of an idle loop. A store that completes its calls without ever yielding to the
+loop shows here as one sleep as long as the whole slice.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Ticks(NamedTuple):
 def measure(run: Run) -> None:
     keys = run.options.scaled(KEYS, 500)
     slice_s = 0.1 if run.options.quick else max(run.options.slice_s, SLICE_S)
-    dispatcher, findings = run.dispatcher("lag"), run.findings
+    setup, findings = run.setup("lag"), run.findings
     kinds = (on_sqlite.LimpetFull, on_sqlite.LanggraphSqlite, on_sqlite.Aiosqlite, on_sqlite.PyKeyValueDisk)
-    with dispatcher.opened([kind() for kind in kinds], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
         loads: dict[str, Callable[[float], Ticks]] = {IDLE: lambda seconds: run.runner.run(_beside(None, seconds))}
         for contender in contenders:
             assert isinstance(contender, Contender)

@@ -1,10 +1,10 @@
 """Load on a server: ten plugins over NATS on durable SQLite, as ``./dev load`` measures it.
 
-A NATS server, ``limpet serve`` and the plugins are processes of their own. Latencies are taken at a set pace, so
-that a slow answer delays nobody's next request; throughput is what ten plugins get through as fast as they can.
-Beside it runs a service that only echoes, on the same driver: what NATS itself allows here.
+A NATS server, ``limpet serve`` and the plugins are separate processes. Latencies are measured at a set pace, so that
+a slow reply delays no other request. Throughput is measured with ten plugins that send as fast as they can. An echo
+service on the same driver shows the limit of NATS itself on this machine.
 
-Exits with 1 when a figure misses its line.
+Exits with 1 when a figure misses its limit.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ PLUGINS: Final = 10
 TIMEOUT_S: Final = 5.0
 VALUE: Final = {"turn": "alice", "round": 3, "players": ["alice", "bob"], "note": "x" * 60}
 
-Ask = Callable[[str, str, dict[str, Any]], Awaitable[dict[str, Any]]]
-"""Sends a request: plugin, operation, what is asked."""
+Send = Callable[[str, str, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Sends a request: plugin, operation, parameters."""
 
 
-class Line(NamedTuple):
-    """A figure and what is asked of it."""
+class Measurement(NamedTuple):
+    """A figure and its limit."""
 
     what: str
     figure: float
-    line: float
+    limit: float
     unit: str
     lower: bool
 
     @property
     def passes(self) -> bool:
-        return self.figure <= self.line if self.lower else self.figure >= self.line
+        return self.figure <= self.limit if self.lower else self.figure >= self.limit
 
 
 class Board:
-    """What was found."""
+    """The figures of a run."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.measurements: list[Measurement] = []
 
-    def at_most(self, what: str, figure: float, line: float, unit: str = "ms") -> None:
-        self._add(Line(what, figure, line, unit, lower=True))
+    def at_most(self, what: str, figure: float, limit: float, unit: str = "ms") -> None:
+        self._add(Measurement(what, figure, limit, unit, lower=True))
 
-    def at_least(self, what: str, figure: float, line: float, unit: str = "/s") -> None:
-        self._add(Line(what, figure, line, unit, lower=False))
+    def at_least(self, what: str, figure: float, limit: float, unit: str = "/s") -> None:
+        self._add(Measurement(what, figure, limit, unit, lower=False))
 
-    def _add(self, line: Line) -> None:
-        self.lines.append(line)
-        sign = "≤" if line.lower else "≥"
-        verdict = "PASS" if line.passes else "MISS"
-        say(f"  {verdict}  {line.what}: {brief(line.figure)} {line.unit} ({sign} {brief(line.line)})")
+    def _add(self, measured: Measurement) -> None:
+        self.measurements.append(measured)
+        sign = "≤" if measured.lower else "≥"
+        verdict = "PASS" if measured.passes else "MISS"
+        say(f"  {verdict}  {measured.what}: {brief(measured.figure)} {measured.unit} ({sign} {brief(measured.limit)})")
 
 
 # The processes ----------------------------------------------------------------
@@ -87,7 +87,7 @@ def server(url: str, store: str, *more: str) -> Iterator[subprocess.Popen[str]]:
             assert process.stderr is not None
             while "serving nats" not in (line := process.stderr.readline()):
                 assert line, "the server did not start"
-            # It would stand still at its next warning once the pipe is full.
+            # Read the pipe, or the server would block at a warning once it is full.
             threading.Thread(target=process.stderr.read, daemon=True).start()
             yield process
         finally:
@@ -96,7 +96,7 @@ def server(url: str, store: str, *more: str) -> Iterator[subprocess.Popen[str]]:
 
 @contextlib.contextmanager
 def echo(url: str) -> Iterator[None]:
-    """A service that answers with what it is asked."""
+    """A service that replies with the request, in its own process."""
     words = [sys.executable, "-m", "bench.load", "--echo", url]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -108,7 +108,7 @@ def echo(url: str) -> Iterator[None]:
 
 
 async def run_echo(url: str) -> None:
-    """What that process does."""
+    """Run the echo service. This is the main function of its process."""
     connection = await nats.connect(url)
 
     async def answer(message: Any) -> None:
@@ -121,20 +121,20 @@ async def run_echo(url: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def plugins(url: str, prefix: str = "db.kv") -> AsyncIterator[Ask]:
-    """Ten plugins, each with a connection of its own."""
+async def plugins(url: str, prefix: str = "db.kv") -> AsyncIterator[Send]:
+    """Ten plugins, each with its own connection."""
     connections = [await nats.connect(url) for _ in range(PLUGINS)]
 
-    async def ask(plugin: str, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def send(plugin: str, operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
         connection = connections[int(plugin.rpartition("-")[2]) % PLUGINS]
         message = await connection.request(
-            f"{prefix}.{plugin}.{operation}", json.dumps(asked).encode(), timeout=TIMEOUT_S
+            f"{prefix}.{plugin}.{operation}", json.dumps(parameters).encode(), timeout=TIMEOUT_S
         )
         answer: dict[str, Any] = json.loads(message.data)
         return answer
 
     try:
-        yield ask
+        yield send
     finally:
         for connection in connections:
             await connection.close()
@@ -143,14 +143,14 @@ async def plugins(url: str, prefix: str = "db.kv") -> AsyncIterator[Ask]:
 # The measurements -------------------------------------------------------------
 
 
-async def at_pace(ask: Callable[[int], Awaitable[Any]], rate: float, seconds: float) -> list[float]:
-    """Milliseconds that calls took which began at a set pace, whatever became of those before."""
+async def at_pace(send: Callable[[int], Awaitable[Any]], rate: float, seconds: float) -> list[float]:
+    """Milliseconds of each call. Calls begin at a set pace, whether or not those before have ended."""
     times: list[float] = []
     calls: set[asyncio.Task[None]] = set()
 
     async def one(number: int, due: float) -> None:
-        await ask(number)
-        # From when it was due: a caller that is late makes nobody wait less.
+        await send(number)
+        # Count from when it was due: a late start is part of the wait of a real caller.
         times.append(1000 * (time.perf_counter() - due))
 
     began = time.perf_counter()
@@ -166,7 +166,7 @@ async def at_pace(ask: Callable[[int], Awaitable[Any]], rate: float, seconds: fl
     return times
 
 
-async def flat_out(ask: Callable[[int], Awaitable[Any]], callers: int, seconds: float) -> tuple[float, list[float]]:
+async def flat_out(send: Callable[[int], Awaitable[Any]], callers: int, seconds: float) -> tuple[float, list[float]]:
     """Calls a second that so many callers get through together, and how long each took in milliseconds."""
     times: list[float] = []
     numbers = count()
@@ -175,7 +175,7 @@ async def flat_out(ask: Callable[[int], Awaitable[Any]], callers: int, seconds: 
     async def caller() -> None:
         while time.perf_counter() - began < seconds:
             start = time.perf_counter()
-            await ask(next(numbers))
+            await send(next(numbers))
             times.append(1000 * (time.perf_counter() - start))
 
     await asyncio.gather(*(caller() for _ in range(callers)))
@@ -183,15 +183,15 @@ async def flat_out(ask: Callable[[int], Awaitable[Any]], callers: int, seconds: 
 
 
 class Errors:
-    """Counts answers that say no."""
+    """Counts failed requests."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, send: Send) -> None:
+        self._send = send
         self.count = 0
 
-    async def __call__(self, plugin: str, operation: str, asked: dict[str, Any]) -> dict[str, Any]:
+    async def __call__(self, plugin: str, operation: str, parameters: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._ask(plugin, operation, asked)
+            answer = await self._send(plugin, operation, parameters)
         except Exception:
             self.count += 1
             return {}
@@ -206,47 +206,47 @@ def of(number: int) -> str:
 async def measure(board: Board, url: str, process: subprocess.Popen[str], options: argparse.Namespace) -> None:
     short = options.seconds
     async with plugins(url) as bare:
-        ask = Errors(bare)
-        await flat_out(lambda n: ask(of(n), "set", {"key": f"k{n % 1000}", "value": VALUE}), PLUGINS, 1)
+        send = Errors(bare)
+        await flat_out(lambda n: send(of(n), "set", {"key": f"k{n % 1000}", "value": VALUE}), PLUGINS, 1)
 
         say("\nLatency at a set pace")
-        times = await at_pace(lambda n: ask(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 1000, short)
+        times = await at_pace(lambda n: send(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 1000, short)
         _latency(board, "set at 1,000/s", times, (50, 5), (95, 10), (99, 20))
-        times = await at_pace(lambda n: ask(of(n), "get", {"key": f"k{n % 5000}"}), 2000, short)
+        times = await at_pace(lambda n: send(of(n), "get", {"key": f"k{n % 5000}"}), 2000, short)
         _latency(board, "get at 2,000/s", times, (50, 5), (95, 10), (99, 15))
-        times = await at_pace(lambda n: ask(of(n), "delete", {"key": f"k{n}"}), 500, short)
+        times = await at_pace(lambda n: send(of(n), "delete", {"key": f"k{n}"}), 500, short)
         _latency(board, "delete at 500/s", times, (50, 5), (95, 10))
-        for keys, percent, line in ((100, 50, 10), (1_000, 95, 50), (10_000, 99, 100)):
+        for keys, percent, limit in ((100, 50, 10), (1_000, 95, 50), (10_000, 99, 100)):
             plugin = f"list-{keys}"
-            await _fill(ask, plugin, keys)
-            times = await at_pace(lambda _, p=plugin: ask(p, "list", {"limit": 10_000}), 20, short)  # type: ignore[misc]
-            _latency(board, f"list of {keys:,} keys", times, (percent, line))
+            await _fill(send, plugin, keys)
+            times = await at_pace(lambda _, p=plugin: send(p, "list", {"limit": 10_000}), 20, short)  # type: ignore[misc]
+            _latency(board, f"list of {keys:,} keys", times, (percent, limit))
 
         say("\nAs fast as ten plugins can")
         mixed = mixture()
-        rate, times = await flat_out(lambda n: ask(*mixed(n)), PLUGINS, options.sustained)
+        rate, times = await flat_out(lambda n: send(*mixed(n)), PLUGINS, options.sustained)
         board.at_least(f"70 % get, 30 % set for {options.sustained:.0f} s", rate, 3000)
         board.at_most("its p95", percentile(times, 95), 10)
-        rate, _ = await flat_out(lambda n: ask(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 64, short)
+        rate, _ = await flat_out(lambda n: send(of(n), "set", {"key": f"k{n % 5000}", "value": VALUE}), 64, short)
         board.at_least("burst of set, 64 at a time", rate, 5000)
-        rate, _ = await flat_out(lambda n: ask(of(n), "get", {"key": f"k{n % 5000}"}), 64, short)
+        rate, _ = await flat_out(lambda n: send(of(n), "get", {"key": f"k{n % 5000}"}), 64, short)
         board.at_least("burst of get, 64 at a time", rate, 5000)
-        board.at_most("answers that say no", ask.count, 0, "")
+        board.at_most("failed requests", send.count, 0, "")
 
         say("\nMemory")
         before = _resident_mb(process.pid)
-        await _fill(ask, "many-7", 100_000)
+        await _fill(send, "many-7", 100_000)
         board.at_most("growth for 100,000 keys", _resident_mb(process.pid) - before, 50, "MB")
 
 
 async def against_echo(url: str, seconds: float) -> None:
-    """How far from what the driver can do at all."""
-    async with plugins(url) as ask, plugins(url, "echo") as heard:
-        asked = mixture()
+    """Compare the throughput with that of the echo service."""
+    async with plugins(url) as send, plugins(url, "echo") as send_echo:
+        mixed = mixture()
         rates: dict[str, list[float]] = {"limpet": [], "echo": []}
         for _ in range(5):
-            for name, one in (("limpet", ask), ("echo", heard)):
-                rate, _ = await flat_out(lambda n, one=one: one(*asked(n)), PLUGINS, seconds)  # type: ignore[misc]
+            for name, one in (("limpet", send), ("echo", send_echo)):
+                rate, _ = await flat_out(lambda n, one=one: one(*mixed(n)), PLUGINS, seconds)  # type: ignore[misc]
                 rates[name].append(rate)
     ratios = [ours / theirs for ours, theirs in zip(rates["limpet"], rates["echo"], strict=True)]
     say(
@@ -259,32 +259,32 @@ async def large(board: Board, url: str, keys: int) -> None:
     """Many plugins and many keys: everything is still there, and still quick."""
     names, each = 1_000, keys // 1_000
     async with plugins(url) as bare:
-        ask = Errors(bare)
+        send = Errors(bare)
         began = time.perf_counter()
         for first in range(0, names, PLUGINS):
-            await asyncio.gather(*(_fill(ask, f"p-{number}", each) for number in range(first, first + PLUGINS)))
+            await asyncio.gather(*(_fill(send, f"p-{number}", each) for number in range(first, first + PLUGINS)))
             if (done := first + PLUGINS) % 100 == 0:
                 say(f"  {done * each:,} keys, {time.perf_counter() - began:.0f} s")
         board.at_least(f"{keys:,} keys of {names:,} plugins stored", keys / (time.perf_counter() - began), 1000)
-        times = await at_pace(lambda n: ask(f"p-{n * 7 % names}", "get", {"key": f"k{n % each}"}), 1000, 5)
+        times = await at_pace(lambda n: send(f"p-{n * 7 % names}", "get", {"key": f"k{n % each}"}), 1000, 5)
         _latency(board, f"get among {keys:,} keys", times, (95, 10))
         answer = await bare("p-7", "list", {"limit": 10_000})
         board.at_least("keys listed of one plugin", answer["count"], each, "")
-        board.at_most("answers that say no", ask.count, 0, "")
+        board.at_most("failed requests", send.count, 0, "")
 
 
 async def _memory(board: Board, url: str, process: subprocess.Popen[str]) -> None:
-    async with plugins(url) as ask:
-        await holding.memory(board, ask, process)
+    async with plugins(url) as send:
+        await holding.memory(board, send, process)
 
 
-async def _fill(ask: Ask, plugin: str, keys: int) -> None:
+async def _fill(send: Send, plugin: str, keys: int) -> None:
     """Store so many keys, a hundred in a batch."""
 
     async def some(first: int) -> None:
         numbers = range(first, min(first + 100, keys))
         writes = [{"op": "put", "key": f"k{number}", "value": VALUE} for number in numbers]
-        answer = await ask(plugin, "batch", {"writes": writes})
+        answer = await send(plugin, "batch", {"writes": writes})
         assert answer.get("success"), answer
 
     for first in range(0, keys, 400):
@@ -292,20 +292,20 @@ async def _fill(ask: Ask, plugin: str, keys: int) -> None:
 
 
 def mixture() -> Callable[[int], tuple[str, str, dict[str, Any]]]:
-    """Seven gets to three sets, on keys that are there."""
+    """Seven gets to three sets, on existing keys."""
     verbs = cycle(["get", "get", "set", "get", "get", "set", "get", "get", "set", "get"])
 
-    def asked(number: int) -> tuple[str, str, dict[str, Any]]:
+    def make_request(number: int) -> tuple[str, str, dict[str, Any]]:
         key = f"k{number * 7 % 5000}"
         verb = next(verbs)
         return of(number), verb, {"key": key} if verb == "get" else {"key": key, "value": VALUE}
 
-    return asked
+    return make_request
 
 
-def _latency(board: Board, what: str, times: list[float], *asked: tuple[int, float]) -> None:
-    for percent, line in asked:
-        board.at_most(f"{what}, p{percent}", percentile(times, percent), line)
+def _latency(board: Board, what: str, times: list[float], *limits: tuple[int, float]) -> None:
+    for percent, limit in limits:
+        board.at_most(f"{what}, p{percent}", percentile(times, percent), limit)
 
 
 def _resident_mb(pid: int) -> float:
@@ -315,15 +315,17 @@ def _resident_mb(pid: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="./dev load", description="Put load on a server, and hold it to its figures.")
-    parser.add_argument("--url", help="the store to serve (a SQLite file of its own)")
+    parser = argparse.ArgumentParser(
+        prog="./dev load", description="Put load on a server, and check it against its limits."
+    )
+    parser.add_argument("--url", help="the store to serve (default: a new SQLite file)")
     parser.add_argument("--seconds", type=float, default=10.0, metavar="S", help="how long each measurement takes (10)")
     parser.add_argument("--sustained", type=float, default=60.0, metavar="S", help="how long the mixed load lasts (60)")
     parser.add_argument("--large", type=int, metavar="KEYS", help="only this: so many keys of 1,000 plugins")
+    parser.add_argument("--memory", action="store_true", help="only this: the server's memory for 100,000 keys")
     parser.add_argument(
-        "--memory", action="store_true", help="only this: what 100,000 keys take of the server's memory"
+        "--attack", action="store_true", help="only this: whether other callers are answered under attack"
     )
-    parser.add_argument("--attack", action="store_true", help="only this: whether others are answered under attack")
     parser.add_argument("--echo", metavar="URL", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.echo:
@@ -354,8 +356,8 @@ def main() -> int:
 
 def verdict(board: Board) -> int:
     """The exit code."""
-    missed = [line for line in board.lines if not line.passes]
-    say(f"\n{len(board.lines) - len(missed)} of {len(board.lines)} pass.")
+    missed = [each for each in board.measurements if not each.passes]
+    say(f"\n{len(board.measurements) - len(missed)} of {len(board.measurements)} pass.")
     return 1 if missed else 0
 
 

@@ -19,13 +19,13 @@ _VERBS = (("put", workload.puts, goals.MEMORY_PUT), ("get", workload.gets, goals
 
 def measure(run: Run) -> None:
     keys = run.options.scaled(KEYS, 1_000)
-    dispatcher, findings = run.dispatcher("memory"), run.findings
-    with dispatcher.opened([kind() for kind in in_memory.CONTENDERS], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
-        isolating = [check.contender for check in dispatcher.checks if check.role == "peer" and check.isolates == "yes"]
+    setup, findings = run.setup("memory"), run.findings
+    with setup.open_all([kind() for kind in in_memory.CONTENDERS], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
+        isolating = [check.contender for check in setup.checks if check.role == "peer" and check.isolates == "yes"]
         for verb, jobs, goal in _VERBS:
             result = _race(run, f"memory {verb}", [_lane(run, one, verb, jobs(keys)) for one in contenders])
-            say(race_table(f"\nMemory, {verb}, one caller, {keys:,} keys", result, OURS, dispatcher.checks))
+            say(race_table(f"\nMemory, {verb}, one caller, {keys:,} keys", result, OURS, setup.checks))
             findings.compare("memory", f"memory {verb}, x litestar", "x", result, OURS, LITESTAR, goal)
             findings.compare("memory", f"memory {verb}, x {BEST}", "x", result, OURS, isolating)
 
@@ -33,7 +33,7 @@ def measure(run: Run) -> None:
         chosen = [one for one in contenders if one.name in (OURS, *isolating)]
         for verb, jobs, _ in _VERBS:
             result = _race(run, f"memory {verb}@64", [_lane_of_many(run, one, verb, jobs(keys)) for one in chosen])
-            say(race_table(f"\nMemory, {verb}, 64 callers, {keys:,} keys", result, OURS, dispatcher.checks))
+            say(race_table(f"\nMemory, {verb}, 64 callers, {keys:,} keys", result, OURS, setup.checks))
             findings.compare("memory", f"memory {verb}@64, x {BEST}", "x", result, OURS, isolating)
 
 

@@ -22,12 +22,12 @@ BATCH_BY_HAND = on_nats.BatchByHand.name
 def measure(run: Run) -> None:
     keys, findings = run.options.scaled(KEYS, 200), run.findings
     with nats() as server:
-        dispatcher = run.dispatcher("nats-contenders")
-        with dispatcher.opened([kind(server.url) for kind in on_nats.CONTENDERS], keys) as contenders:
-            findings.keep_checks(dispatcher.checks, dispatcher.absent)
+        setup = run.setup("nats-contenders")
+        with setup.open_all([kind(server.url) for kind in on_nats.CONTENDERS], keys) as contenders:
+            findings.keep_checks(setup.checks, setup.absent)
             for verb, jobs in (("put", workload.puts), ("get", workload.gets), ("guarded", workload.puts)):
                 found = _race(run, verb, contenders, jobs(keys), CALLERS)
-                say(race_table(f"\nNATS, {verb}, 64 callers, {keys:,} keys", found, OURS, dispatcher.checks))
+                say(race_table(f"\nNATS, {verb}, 64 callers, {keys:,} keys", found, OURS, setup.checks))
                 name = f"NATS {'guarded put' if verb == 'guarded' else verb}@64, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS[verb])
                 if verb != "get":
@@ -38,13 +38,13 @@ def measure(run: Run) -> None:
                         "nats", f"NATS put@64, of {BY_HAND}", "of", found, OURS, [BY_HAND], goals.OF_BY_HAND
                     )
     with nats(lambda folder: jetstream(folder, "sync_interval: always")) as server:
-        dispatcher = run.dispatcher("nats-synced-contenders")
+        setup = run.setup("nats-synced-contenders")
         url = f"{server.url}?sync=always"
         synced = [on_nats.LimpetNats(url), on_nats.NatsPy(server.url), on_nats.BatchByHand(url)]
-        with dispatcher.opened(synced, keys) as contenders:
+        with setup.open_all(synced, keys) as contenders:
             for callers in (64, 512):
                 found = _race(run, "put", contenders, workload.puts(keys), callers, synced=True)
-                say(race_table(f"\nNATS, each put synced, {callers} callers", found, OURS, dispatcher.checks))
+                say(race_table(f"\nNATS, each put synced, {callers} callers", found, OURS, setup.checks))
                 name = f"NATS synced put@{callers}, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS_SYNCED[callers])
                 findings.compare("nats", f"{BATCH_BY_HAND}, {name}", "x", found, BATCH_BY_HAND, [PEER], None)

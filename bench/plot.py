@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from bench.report import IMAGES, Findings, Line, brief, shown
+from bench.report import IMAGES, Findings, Line, brief, show_figure
 
 WIDTH: Final = 860
 LABELS: Final = 400
@@ -47,11 +47,11 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 
 
 def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
-    """Draw what the result has figures for, and tell which files were written."""
+    """Draw the pictures that the result has figures for. Returns the files written."""
     folder.mkdir(parents=True, exist_ok=True)
     drawn = []
     ratios = [line for line in findings.lines if line.unit in ("x", "of") and line.passing is not None and line.rounds]
-    # An audit that counts to exactly one is no ratio to look at, and beside thousands nothing else would be seen.
+    # Leave out audits, whose ratio is always one, and ratios of thousands, which would hide all others.
     ratios = [line for line in ratios if line.moonshot is not None and line.group != "filter"]
     if ratios:
         drawn.append(folder / "bench.svg")
@@ -105,7 +105,7 @@ def peers(lines: Sequence[Line], under: str) -> str:
         body += [
             f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(_short(line))}</text>',
             f'<rect class="bar" x="{LABELS}" y="{y + 3}" width="{max(length, 1):.1f}" height="{ROW - 9}" rx="2"/>',
-            f'<text x="{LABELS + length + 8:.1f}" y="{y + 15}">{shown(line.figure, line.unit)}</text>',
+            f'<text x="{LABELS + length + 8:.1f}" y="{y + 15}">{show_figure(line.figure, line.unit)}</text>',
         ]
     legend = f"Bar: Limpet. Line: the peer, at 1. Longer is faster. {under}"
     body += [
@@ -128,7 +128,7 @@ def _bars(lines: Sequence[Line], top: int) -> list[str]:
             f'<text x="{LABELS - 10}" y="{y + 15}" text-anchor="end">{escape(_short(line))}</text>',
             f'<rect class="{kind}" x="{LABELS}" y="{y + 3}" width="{max(length, 1):.1f}" height="{ROW - 9}" rx="2"/>',
             f'<line class="mark" x1="{mark:.1f}" x2="{mark:.1f}" y1="{y}" y2="{y + ROW - 3}"/>',
-            f'<text x="{max(LABELS + length, mark) + 8:.1f}" y="{y + 15}">{shown(line.figure, line.unit)}</text>',
+            f'<text x="{max(LABELS + length, mark) + 8:.1f}" y="{y + 15}">{show_figure(line.figure, line.unit)}</text>',
         ]
     return body
 

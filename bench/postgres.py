@@ -48,11 +48,11 @@ def measure(run: Run) -> None:
 
 def _races(run: Run, url: str) -> None:
     keys = run.options.scaled(KEYS, 200)
-    dispatcher, findings = run.dispatcher("postgres-contenders"), run.findings
-    with dispatcher.opened([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
+    setup, findings = run.setup("postgres-contenders"), run.findings
+    with setup.open_all([kind(url) for kind in on_postgres.CONTENDERS], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
         present = {one.name for one in contenders}
-        found = races(run, "PostgreSQL", contenders, dispatcher.checks, keys, ours=OURS, limits=(RAW, IN_HAND))
+        found = races(run, "PostgreSQL", contenders, setup.checks, keys, ours=OURS, limits=(RAW, IN_HAND))
     for verb in ("put", "get"):
         what, many = f"PostgreSQL {verb}@64", found[f"{verb}@64"]
         by_pool, by_langgraph, by_raw = goals.POSTGRES[verb]
@@ -121,16 +121,16 @@ async def _write(url: str, seconds: float) -> None:
 
 
 def _sweeps(run: Run, url: str) -> None:
-    def place(number: int) -> tuple[str, sweep.Count]:
+    def new_schema(number: int) -> tuple[str, sweep.Count]:
         schema = f"bench_sweep_{number}"
 
         async def count() -> int:
-            async with _connected(url) as connection:
+            async with _connect(url) as connection:
                 return len(await connection.fetch(sweep.ENDED_ONCE.format(schema=f"{schema}.")))
 
         return f"{url}?schema={schema}", count
 
-    sweep.measure_on(run, "postgres", "PostgreSQL", place, goals.POSTGRES_SWEEP_S)
+    sweep.measure_on(run, "postgres", "PostgreSQL", new_schema, goals.POSTGRES_SWEEP_S)
 
 
 def _pages(run: Run, url: str) -> None:
@@ -148,7 +148,7 @@ def _pages(run: Run, url: str) -> None:
 async def _page_times(url: str, keys: int, rounds: int) -> dict[str, list[float]]:
     schema = "bench_pages"
     times: dict[str, list[float]] = {"store.keys": [], "sequential scan": []}
-    async with limpet.open(f"{url}?schema={schema}", sweep=False) as store, _connected(url) as connection:
+    async with limpet.open(f"{url}?schema={schema}", sweep=False) as store, _connect(url) as connection:
         # As they would be stored; one by one they would take minutes.
         await connection.execute(_FILL.format(schema=schema), workload.KEYS_PER_PREFIX, keys)
         await connection.execute(f"VACUUM ANALYZE {schema}.limpet_entries")
@@ -182,7 +182,7 @@ _SEQUENTIAL = "SELECT key FROM {schema}.limpet_entries WHERE starts_with(key, $1
 
 
 @contextlib.asynccontextmanager
-async def _connected(url: str) -> AsyncIterator[Any]:
+async def _connect(url: str) -> AsyncIterator[Any]:
     connection = await load("asyncpg").connect(url)
     try:
         yield connection

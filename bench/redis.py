@@ -18,11 +18,11 @@ PEERS = [kind.name for kind in on_redis.CONTENDERS if kind.role == "peer"]
 def measure(run: Run) -> None:
     keys, findings = run.options.scaled(KEYS, 200), run.findings
     with redis({"appendonly": "yes", "appendfsync": "everysec"}) as server:
-        dispatcher = run.dispatcher("redis-contenders")
-        with dispatcher.opened([kind(server.url) for kind in on_redis.CONTENDERS], keys) as contenders:
-            findings.keep_checks(dispatcher.checks, dispatcher.absent)
+        setup = run.setup("redis-contenders")
+        with setup.open_all([kind(server.url) for kind in on_redis.CONTENDERS], keys) as contenders:
+            findings.keep_checks(setup.checks, setup.absent)
             peers = [name for name in PEERS if name in {one.name for one in contenders}]
-            found = races(run, "Redis", contenders, dispatcher.checks, keys, ours=OURS, limits=(RAW,))
+            found = races(run, "Redis", contenders, setup.checks, keys, ours=OURS, limits=(RAW,))
         for verb in ("put", "get"):
             by_best, by_raw = goals.REDIS[verb]
             many = found[f"{verb}@64"]

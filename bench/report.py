@@ -1,4 +1,4 @@
-"""What a run found: kept whole as JSON, printed as tables, and written into the documentation."""
+"""The findings of a run: saved as JSON, printed as tables, and written into the documentation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ END: Final = "<!-- figures: end -->"
 
 @dataclass
 class Line:
-    """One judged figure: the median of its rounds, and its aim where there is one."""
+    """One judged figure: the median of its rounds, and its goal if it has one."""
 
     group: str
     what: str
@@ -41,7 +41,7 @@ class Line:
 
 @dataclass
 class Findings:
-    """Everything that a run found, in the shape in which it is kept."""
+    """All findings of a run, in the form in which they are saved."""
 
     about: dict[str, Any] = field(default_factory=dict)
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Findings:
         goal: Goal | None = None,
         note: str = "",
     ) -> Line:
-        """Add a figure by its rounds, and say whether it is as good as it should be."""
+        """Add a figure by its rounds, and judge it by its goal."""
         figure = statistics.median(rounds)
         line = Line(group, what, unit, figure, list(rounds), note=note)
         if goal is not None:
@@ -80,7 +80,7 @@ class Findings:
         theirs: Sequence[str],
         goal: Goal | None = None,
     ) -> None:
-        """Add the ratio of ours to the best of theirs. Judged by the clock on the wall, told by CPU time as well."""
+        """Add the ratio of ours to the best of theirs: judged by wall time, and reported by CPU time as well."""
         present = [name for name in theirs if name in race.slices]
         if present:
             note = f"best: {race.fastest(present)}" if len(theirs) > 1 else ""
@@ -120,13 +120,13 @@ class Findings:
 
 
 def brief(figure: float) -> str:
-    """Three digits that matter."""
+    """A figure with three significant digits."""
     if figure >= 100 or figure == int(figure):
         return f"{figure:,.0f}"
     return f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
-def shown(figure: float, unit: Unit) -> str:
+def show_figure(figure: float, unit: Unit) -> str:
     return f"{brief(figure)}x" if unit == "x" else brief(figure) if unit == "of" else f"{brief(figure)} {unit}"
 
 
@@ -145,7 +145,7 @@ def spread(line: Line) -> str:
 
 
 def by_cpu(line: Line) -> str:
-    return "" if line.by_cpu is None else shown(line.by_cpu, line.unit)
+    return "" if line.by_cpu is None else show_figure(line.by_cpu, line.unit)
 
 
 # On the terminal --------------------------------------------------------------
@@ -168,7 +168,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def race_table(title: str, race: Race, ours: str, checks: Iterable[Check]) -> str:
-    """Who did how much, fastest first, and what each gives for it."""
+    """The rates of all contenders, fastest first, with the settings and isolation of each."""
     known = {check.contender: check for check in checks}
     rows = []
     for name in sorted(race.slices, key=race.rate, reverse=True):
@@ -194,7 +194,7 @@ def lines_table(lines: Iterable[Line]) -> str:
     rows = [
         (
             line.what,
-            shown(line.figure, line.unit) if line.rounds else "",
+            show_figure(line.figure, line.unit) if line.rounds else "",
             *aim(line),
             line.verdict,
             spread(line),
@@ -210,7 +210,7 @@ def lines_table(lines: Iterable[Line]) -> str:
 
 
 def write_docs(findings: Findings, path: Path = DOCS) -> None:
-    """Put the figures between the two marks of the page, in place of what stood there."""
+    """Put the figures between the two marks of the page, replacing the old ones."""
     page = path.read_text(encoding="utf-8")
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -234,7 +234,7 @@ def figures(findings: Findings) -> str:
     rows = [
         (
             line.what,
-            shown(line.figure, line.unit) if line.rounds else "",
+            show_figure(line.figure, line.unit) if line.rounds else "",
             *aim(line),
             f"**{line.verdict}**" if line.verdict in ("MISS", "VOID") else line.verdict,
             spread(line),

@@ -1,4 +1,4 @@
-"""One run: its options, where it keeps files, what it finds. Every measurement is handed one."""
+"""One run: its options, its folder and its findings. Every measurement gets one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import limpet
-from bench.contenders import Dispatcher
+from bench.contenders import Setup
 from bench.report import Findings
 
 ROOT = Path(__file__).parent.parent
@@ -37,12 +37,12 @@ class Options:
     quick: bool
 
     def scaled(self, full: int, quick: int) -> int:
-        """A number of keys or repetitions, small when the run only tries things out."""
+        """A number of keys or repetitions, small in a trial run."""
         return quick if self.quick else full
 
 
 class Run:
-    """What the measurements share."""
+    """The state that the measurements share."""
 
     def __init__(self, options: Options, folder: Path, runner: asyncio.Runner) -> None:
         self.options = options
@@ -50,18 +50,18 @@ class Run:
         self.runner = runner
         self.findings = Findings(about=_about(options, folder))
 
-    def dispatcher(self, name: str) -> Dispatcher:
-        """A place to open contenders, with a folder of its own."""
-        return Dispatcher(self.runner, self.folder / name)
+    def setup(self, name: str) -> Setup:
+        """A setup to open contenders in, with its own folder."""
+        return Setup(self.runner, self.folder / name)
 
     def child(self, *arguments: str) -> str:
-        """What a fresh interpreter prints. It starts where ``bench`` can be imported."""
+        """The output of a fresh interpreter, started where ``bench`` can be imported."""
         command = [sys.executable, "-m", *arguments]
         return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def say(text: str = "") -> None:
-    """Print at once, so that a long run shows how far it is."""
+    """Print without buffering, so that a long run shows its progress."""
     print(text, flush=True)
 
 

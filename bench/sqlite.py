@@ -27,14 +27,14 @@ def measure(run: Run) -> None:
 
 def _on_a_loop(run: Run) -> None:
     keys = run.options.scaled(KEYS, 500)
-    dispatcher, findings = run.dispatcher("sqlite"), run.findings
+    setup, findings = run.setup("sqlite"), run.findings
     kinds = (on_sqlite.LimpetFull, on_sqlite.LimpetNormal, *_ASYNC_PEERS, on_sqlite.DiskcacheFull, *_LIMITS)
     raw, same_work = (kind.name for kind in _LIMITS)
-    with dispatcher.opened([kind() for kind in kinds], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
 
         puts = _race(run, "SQLite put@64", [_put_lane(run, one, keys) for one in contenders])
-        say(race_table(f"\nSQLite, put, 64 callers, {keys:,} keys", puts, FULL, dispatcher.checks))
+        say(race_table(f"\nSQLite, put, 64 callers, {keys:,} keys", puts, FULL, setup.checks))
         what = "SQLite FULL put@64"
         for peer in (on_sqlite.Aiosqlite, on_sqlite.PyKeyValueDisk, on_sqlite.DiskcacheFull):
             findings.compare("sqlite", f"{what}, x {peer.name}", "x", puts, FULL, [peer.name], goals.PUT_OF_ONE_BY_ONE)
@@ -46,7 +46,7 @@ def _on_a_loop(run: Run) -> None:
 
         readers = [one for one in contenders if one.name not in (NORMAL, on_sqlite.DiskcacheFull.name, same_work)]
         gets = _race(run, "SQLite get@64", [_get_lane(run, one, keys) for one in readers])
-        say(race_table(f"\nSQLite, get, 64 callers, {keys:,} keys", gets, FULL, dispatcher.checks))
+        say(race_table(f"\nSQLite, get, 64 callers, {keys:,} keys", gets, FULL, setup.checks))
         peers = [kind.name for kind in _ASYNC_PEERS]
         findings.compare(
             "sqlite", "SQLite get@64, x the best peer on a loop", "x", gets, FULL, peers, goals.GET_OF_BEST
@@ -56,26 +56,26 @@ def _on_a_loop(run: Run) -> None:
 
 def _blocking(run: Run) -> None:
     keys = run.options.scaled(KEYS, 500)
-    dispatcher, findings = run.dispatcher("sqlite-blocking"), run.findings
+    setup, findings = run.setup("sqlite-blocking"), run.findings
     kinds = (
         *(on_sqlite.LimpetBlockingFull, on_sqlite.LimpetBlockingNormal),
         *(on_sqlite.DiskcacheFull, on_sqlite.DiskcacheNormal),
     )
     full, normal = on_sqlite.DiskcacheFull.name, on_sqlite.DiskcacheNormal.name
-    with dispatcher.opened([kind() for kind in kinds], keys) as contenders:
-        findings.keep_checks(dispatcher.checks, dispatcher.absent)
+    with setup.open_all([kind() for kind in kinds], keys) as contenders:
+        findings.keep_checks(setup.checks, setup.absent)
 
         puts = _race(
             run, "SQLite blocking put", [_blocking_lane(one, "put", workload.puts(keys)) for one in contenders]
         )
-        say(race_table(f"\nSQLite, put, one blocking caller, {keys:,} keys", puts, BLOCKING_FULL, dispatcher.checks))
+        say(race_table(f"\nSQLite, put, one blocking caller, {keys:,} keys", puts, BLOCKING_FULL, setup.checks))
         what = "SQLite blocking put, x diskcache, both"
         findings.compare("sqlite", f"{what} NORMAL", "x", puts, BLOCKING_NORMAL, [normal], goals.BLOCKING_PUT_NORMAL)
         findings.compare("sqlite", f"{what} FULL", "x", puts, BLOCKING_FULL, [full], goals.BLOCKING_PUT_FULL)
 
         readers = [one for one in contenders if one.name not in (BLOCKING_NORMAL, normal)]
         gets = _race(run, "SQLite blocking get", [_blocking_lane(one, "get", workload.gets(keys)) for one in readers])
-        say(race_table(f"\nSQLite, get, one blocking caller, {keys:,} keys", gets, BLOCKING_FULL, dispatcher.checks))
+        say(race_table(f"\nSQLite, get, one blocking caller, {keys:,} keys", gets, BLOCKING_FULL, setup.checks))
         findings.compare(
             "sqlite", "SQLite blocking get, x diskcache", "x", gets, BLOCKING_FULL, [full], goals.BLOCKING_GET
         )

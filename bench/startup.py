@@ -1,4 +1,4 @@
-"""What starting costs: the import, and one command of the command line. CPU time of whole processes.
+"""The cost of starting: the import, and one command of the command line. CPU time of whole processes.
 
 The least of many tries is taken: a process cannot use less CPU than it needs, only more. The
 processes see what a user would have installed and none of the peers, because a package that
@@ -69,7 +69,7 @@ def _cpu_ms(command: list[str], prints: str = "") -> float:
     child = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert child.stdout is not None
     printed = child.stdout.read().decode()
-    # Popen's own wait does not tell what the process used.
+    # Popen's own wait does not return the resources that the process used.
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     child.stdout.close()

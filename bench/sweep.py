@@ -1,8 +1,8 @@
-"""How long 10,000 expired keys take to be ended, and what those who work meanwhile notice of it.
+"""How long a sweep of 10,000 expired keys takes, and how much it delays other callers.
 
-The entries have expired before the clock starts and nobody has swept. Eight tasks put and get
-other keys while one sweep ends them all. Afterwards the database itself is asked, in plain
-SQL, whether every one of them left its expire change in the log.
+The entries have expired before the measurement starts, and were not swept. Eight tasks put and get
+other keys while one sweep ends all expired ones. Afterwards a query of the database, in plain SQL,
+checks that each of them has its expire change in the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = 128
 ENDED_ONCE = "SELECT key FROM {schema}limpet_changes WHERE op = 'expire' GROUP BY key HAVING count(*) = 1"
 
 Count = Callable[[], Awaitable[int]]
-"""Asks the database how many keys have exactly one expire change in the log."""
+"""Counts, in the database, the keys with exactly one expire change in the log."""
 
 
 class Sweep(NamedTuple):
@@ -46,17 +46,19 @@ class Sweep(NamedTuple):
 
 
 def measure(run: Run) -> None:
-    def place(number: int) -> tuple[str, Count]:
+    def new_database(number: int) -> tuple[str, Count]:
         path = run.folder / f"sweep-{number}.db"
         return f"sqlite:///{path}", lambda: asyncio.to_thread(_expire_changes, path)
 
-    measure_on(run, "sweep", "SQLite FULL", place, goals.SWEEP_S)
+    measure_on(run, "sweep", "SQLite FULL", new_database, goals.SWEEP_S)
 
 
-def measure_on(run: Run, group: str, engine: str, place: Callable[[int], tuple[str, Count]], goal: goals.Goal) -> None:
-    """The same on any engine, each round in a place of its own."""
+def measure_on(
+    run: Run, group: str, engine: str, new_database: Callable[[int], tuple[str, Count]], goal: goals.Goal
+) -> None:
+    """The same on any engine, each round in a new database."""
     expired, findings = run.options.scaled(EXPIRED, 1_000), run.findings
-    found = [run.runner.run(_sweep(*place(number), expired)) for number in range(run.options.scaled(5, 1))]
+    found = [run.runner.run(_sweep(*new_database(number), expired)) for number in range(run.options.scaled(5, 1))]
     findings.samples[f"sweep, {engine}"] = [sweep._asdict() for sweep in found]
     say(f"\nSweep of {expired:,} expired keys beside {CALLERS} callers, {engine}")
     head = (
@@ -110,7 +112,7 @@ async def _fill(store: limpet.Store, expired: int) -> None:
 
 
 async def _beside(store: limpet.Store, work: Any) -> tuple[Any, float, list[float]]:
-    """Do some work while callers go on: what it gave, how long it took, and how long each of their calls took."""
+    """Do some work while callers go on. Returns its result, its time, and the time of each of their calls."""
     took: list[float] = []
     done = False
 

@@ -1,4 +1,4 @@
-"""What every contender stores: the same keys and the same values, met in the same order."""
+"""The keys and values that every contender stores, in the same order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def prefix(number: int) -> str:
 
 
 def value(number: int, turn: int = 0) -> dict[str, Any]:
-    """A JSON object that says which key it belongs to, differs from turn to turn and is always of the same size."""
+    """A JSON object that names its key, differs from turn to turn and always has the same size."""
     return {
         "id": f"{number:08d}",
         "owner": "agent-worker-7",
@@ -45,7 +45,7 @@ def value(number: int, turn: int = 0) -> dict[str, Any]:
         "done": False,
         "parent": None,
         "tags": ["alpha", "beta", "gamma"],
-        "note": "what this agent was doing when it was last heard.",
+        "note": "what this agent was doing when it was last found.",
     }
 
 
@@ -55,7 +55,7 @@ def in_order(count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def puts(count: int) -> Jobs:
-    """Keys with values without end, in an order that is mixed but the same for everybody.
+    """Keys with values without end, in an order that is mixed but the same for every contender.
 
     Each put of a key changes its value. SQLite neither writes nor syncs a row that stays the same, so a
     store that keeps nothing but the value would otherwise be measured doing nothing.

@@ -20,7 +20,7 @@ import pytest
 
 import limpet
 import limpet.sync
-from limpet.conformance.support import count, in_line, session_of
+from limpet.conformance.support import count, session_of, wait_for_queue
 from limpet.engine import Engine
 from limpet.engines.budget import Budget
 from limpet.errors import Closed, LockHeld
@@ -453,7 +453,7 @@ async def test_a_thousand_waiters_are_all_served(url: str) -> None:
                 order.append(number)
 
         working = [asyncio.create_task(work(number)) for number in range(waiters)]
-        await in_line(store, waiters, "lock", "default", "job")
+        await wait_for_queue(store, waiters, "lock", "default", "job")
         await first.release()
         await asyncio.gather(*working)
 
@@ -479,7 +479,7 @@ async def test_closing_ends_all_who_wait(url: str) -> None:
     store = await limpet.open(url)
     await store.lock("job", ttl=600).acquire()
     waiting = [asyncio.create_task(store.lock("job", ttl=600, wait=600).acquire()) for _ in range(50)]
-    await in_line(store, 50, "lock", "default", "job")
+    await wait_for_queue(store, 50, "lock", "default", "job")
     await store.close()
 
     answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE_S)
@@ -492,7 +492,7 @@ def test_closing_ends_all_threads_that_wait(blocking: limpet.sync.Store) -> None
 
     def wait(number: int) -> BaseException | None:
         if number == 0:
-            asyncio.run(in_line(blocking, THREADS - 1, "lock", "default", "job"))
+            asyncio.run(wait_for_queue(blocking, THREADS - 1, "lock", "default", "job"))
             blocking.close()
             return None
         try:
@@ -524,7 +524,7 @@ def test_a_child_forked_inside_an_update_goes_on(blocking: limpet.sync.Store) ->
             for _ in range(2):
                 behind.append(threading.Thread(target=blocking.update, args=("k", lambda found: found + 1)))
                 behind[-1].start()
-            asyncio.run(in_line(blocking, 3, "update", "default", "k"))
+            asyncio.run(wait_for_queue(blocking, 3, "update", "default", "k"))
             children.append(os.fork())
             if children[0] == 0:
                 blocking.update("other", _plus_one)

@@ -601,9 +601,9 @@ def test_the_recorder_notes_moments_that_are_never_equal() -> None:
     part = recorder.call("c", "b", "put", 2, part_of=first)
     lost = recorder.call("e", "a", "delete")
     gone = recorder.call("f", "a", "delete")
-    recorder.done(first, made=KeyState(1, 7, 1))
-    recorder.refused(second, None)
-    recorder.done(part, seen=KeyState(1), revision=8)
+    recorder.note_success(first, made=KeyState(1, 7, 1))
+    recorder.note_refusal(second, None)
+    recorder.note_success(part, seen=KeyState(1), revision=8)
     recorder.forget(gone)
 
     assert recorder.operations == [first, second, part, lost]
@@ -677,7 +677,7 @@ class Simulated:
                 self._effect(late.pop())
         for key in ("a", "b", "n"):
             get = self.recorder.call("last", key, "get")
-            self.recorder.done(get, seen=self.state.get(key))
+            self.recorder.note_success(get, seen=self.state.get(key))
 
     def _ask(self, client: str) -> list[Operation]:
         call, dice = self.recorder.call, self.dice
@@ -776,17 +776,17 @@ class Simulated:
     def _return(self, parts: list[Operation]) -> None:
         outcome, found, made = self.answers[parts[0].call]
         if outcome == "refused":
-            self.recorder.refused(parts[0], found[0])
+            self.recorder.note_refusal(parts[0], found[0])
             for op in parts[1:]:
                 self.recorder.forget(op)
             return
         for op, held, left in zip(parts, found, made, strict=True):
             if op.op == "get" or (op.op == "delete" and held is None):
-                self.recorder.done(op, seen=held)
+                self.recorder.note_success(op, seen=held)
             elif op.op == "delete":
-                self.recorder.done(op, seen=held, revision=left.revision)
+                self.recorder.note_success(op, seen=held, revision=left.revision)
             else:
-                self.recorder.done(op, made=left)
+                self.recorder.note_success(op, made=left)
 
 
 SEEDS = range(120)

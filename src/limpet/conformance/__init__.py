@@ -2,7 +2,7 @@
 
     pytest -p limpet.conformance.plugin --asyncio-mode=auto --pyargs limpet.conformance --limpet-engine 'sqlite:///{tmp}/state.db'
 
-Every test quotes the sentence it holds an engine to as the first paragraph of its docstring: a
-line of docs/contract.md, or of a Behaviour list in `limpet.engine`. It runs through the
-asynchronous and the blocking face alike.
+The first paragraph of each test's docstring quotes the sentence that the test checks: a line of
+docs/contract.md, or of a Behaviour list in `limpet.engine`. Every test runs on the async and on
+the sync API.
 """

@@ -147,7 +147,7 @@ class Recorder:
         self.operations.append(operation)
         return operation
 
-    def done(
+    def note_success(
         self,
         operation: Operation,
         *,
@@ -160,7 +160,7 @@ class Recorder:
         operation.outcome, operation.seen, operation.made = "done", seen, made
         operation.revision = made.revision if revision is None and made is not None else revision
 
-    def refused(self, operation: Operation, seen: KeyState | None) -> None:
+    def note_refusal(self, operation: Operation, seen: KeyState | None) -> None:
         """Note that a guard did not hold, and what was found."""
         operation.returned = self._time()
         operation.outcome, operation.seen = "refused", seen

@@ -281,7 +281,7 @@ def count(store: Any) -> Counting:
     return counting
 
 
-async def in_line(store: Any, callers: int, *key: str) -> None:
+async def wait_for_queue(store: Any, callers: int, *key: str) -> None:
     """Wait until so many callers stand in line for a lock, or for an update of a key."""
     async with asyncio.timeout(PATIENCE_S):
         while session_of(store).turns.waiting(key) != callers:  # noqa: ASYNC110 - no event tells of it

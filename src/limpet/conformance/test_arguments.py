@@ -1,7 +1,7 @@
-"""Arguments: what a verb makes of anything that somebody may pass to it.
+"""Arguments: how each verb handles any value that a caller may pass.
 
-Each verb is called with good arguments, of which one is replaced by something odd. The call then succeeds or is
-refused by an error of ours or by a TypeError, whatever the engine, and a refused call changes nothing.
+Each verb is called with good arguments, of which one is replaced by an odd value. On every engine the call then
+succeeds, or raises a LimpetError or a TypeError, and a call that raises changes nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
         self.kind, self.verb, self.parameter, self.odd, self.arguments = kind, verb, parameter, odd, arguments
 
     async def run(self, store: Any) -> None:
-        """Call it, and finish what it began."""
+        """Make the call, and run to its end whatever it returns."""
         owner = store
         match self.kind:
             case "Record":
@@ -62,7 +62,7 @@ class Case:
             case _:
                 pass
         try:
-            await _finished(getattr(owner, self.verb)(*self.arguments.args, **self.arguments.kwargs))
+            await _finish(getattr(owner, self.verb)(*self.arguments.args, **self.arguments.kwargs))
         finally:
             if self.kind in ("Lock", "Election"):
                 await (owner.release() if self.kind == "Lock" else owner.resign())
@@ -71,8 +71,8 @@ class Case:
         return f"{self.kind}.{self.verb}({self.parameter}={format_argument(self.odd)})"
 
 
-async def _finished(made: Any) -> None:
-    """Await, iterate, commit, take or enter what a verb made, so that all of it is asked for."""
+async def _finish(made: Any) -> None:
+    """Await, iterate, commit, acquire or enter the result of a verb, so that it reaches the engine."""
     if inspect.isawaitable(made):
         await made
     elif hasattr(made, "__aenter__") and hasattr(made, "aclose"):
@@ -92,7 +92,7 @@ async def _finished(made: Any) -> None:
 
 
 def cases() -> Iterator[Case]:
-    """Every verb with every parameter replaced by everything odd."""
+    """Every verb with each parameter replaced by each odd value."""
     for kind in (limpet.Store, limpet.Record, limpet.Draft, limpet.Lock, limpet.Election):
         for verb, method in inspect.getmembers(kind, inspect.isfunction):
             if verb.startswith("_") or verb in NO_VERBS - ({"fence"} if kind is limpet.Draft else set()):
@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
 
 
 def share(store: limpet.Store, face: str) -> Iterator[Case]:
-    """The cases for a store: all of them in place, and a part where each takes a way through threads or to a server."""
+    """The cases for a store: all of them in process, and a sample where each goes through a thread or to a server."""
     in_place = store.traits.inline and not store.traits.encrypted
     every = 1 if in_place and face == "async" else 3 if in_place else 7
     turn = zlib.crc32(f"{store.traits.engine} {face}".encode())
@@ -115,7 +115,7 @@ async def state(store: limpet.Store) -> object:
 
 
 async def outcome(store: limpet.Store, case: Case) -> str:
-    """What a call comes to: success, or the name of the error, with a remark where that is not as promised."""
+    """The outcome of a call: success, or the name of its error, with a remark if that breaks the contract."""
     before = await state(store)
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -145,13 +145,13 @@ async def test_odd_arguments_are_refused(store: limpet.Store, face: str, clock: 
 
 
 def may_differ(store: limpet.Store, case: Case, face: str) -> bool:
-    """Whether an engine or a face may answer otherwise: what it does not have, it refuses in its own way."""
+    """Whether an engine or an interface may give another error, because it lacks the feature."""
     return (face == "sync" and case.parameter == "cancel") or (
         store.traits.encrypted and case.verb in ("reseal", "index")
     )
 
 
-# Callers whose batches travel together ------------------------------------------
+# Callers whose batches are grouped ----------------------------------------------
 
 ODD_CALLS: Final[dict[str, Callable[[limpet.Store], Awaitable[object]]]] = {
     "a token that is None": lambda store: store.put("odd", 1, fence=limpet.Fence("lock", None)),  # type: ignore[arg-type]
@@ -159,12 +159,12 @@ ODD_CALLS: Final[dict[str, Callable[[limpet.Store], Awaitable[object]]]] = {
     "a token beyond 64 bits": lambda store: store.put("odd", 1, fence=limpet.Fence("lock", 2**70)),
     "a version beyond 64 bits": lambda store: store.put("odd", 1, expect=limpet.Version(10**30)),
     "a revision beyond 64 bits": lambda store: store.put("odd", 1, expect=limpet.Revision(10**30), request_id="r"),
-    "a dict among the writes": lambda store: _committed(store, {"key": "odd"}),
-    "a value that is not encoded": lambda store: _committed(store, Put("odd", "text")),  # type: ignore[arg-type]
+    "a dict among the writes": lambda store: _commit_with(store, {"key": "odd"}),
+    "a value that is not encoded": lambda store: _commit_with(store, Put("odd", "text")),  # type: ignore[arg-type]
 }
 
 
-async def _committed(store: limpet.Store, write: Any) -> object:
+async def _commit_with(store: limpet.Store, write: Any) -> object:
     return await store.batch().put("even", 1).include(write).commit()
 
 
@@ -172,7 +172,7 @@ async def _committed(store: limpet.Store, write: Any) -> object:
 async def test_an_odd_argument_fails_its_own_caller_alone(store: limpet.Store, odd: str) -> None:
     """Invalid arguments of one caller fail no other caller."""
     calls: list[Awaitable[object]] = [store.put(f"k{number}", number) for number in range(20)]
-    calls.insert(10, _started(ODD_CALLS[odd], store))
+    calls.insert(10, _start(ODD_CALLS[odd], store))
 
     found = await asyncio.gather(*calls, return_exceptions=True)
 
@@ -180,7 +180,7 @@ async def test_an_odd_argument_fails_its_own_caller_alone(store: limpet.Store, o
     assert [isinstance(one, limpet.Entry) and one.version for one in found] == [1] * 20
 
 
-async def _started(call: Callable[[limpet.Store], Awaitable[object]], store: limpet.Store) -> object:
+async def _start(call: Callable[[limpet.Store], Awaitable[object]], store: limpet.Store) -> object:
     return await call(store)
 
 
@@ -205,10 +205,10 @@ ODD_BATCHES: Final[dict[str, Batch]] = {
 async def test_an_odd_batch_fails_its_own_caller_alone(store: limpet.Store, odd: str) -> None:
     """Batches that are committed together each have their own outcome: one that fails does not fail another.
 
-    No verb makes such batches, so these are made by hand. What becomes of the odd one is its own affair.
+    No verb makes such batches, so these are made by hand. The outcome of the odd one itself is not checked.
     """
     engine = session_of(store).engine
-    # Some are plain, some have a guard and some look at what there is: engines take different ways for them.
+    # Some are plain, some have a guard and some depend on the entry found: engines have different code for them.
     good = [
         *(Batch((), (Put(f"put{number}", b"1"),)) for number in range(14)),
         *(Batch((Guard(f"guard{number}", limpet.ABSENT),), (Put(f"guard{number}", b"1"),)) for number in range(3)),

@@ -30,17 +30,17 @@ async def put_all(store: limpet.Store, keys: Iterable[str], value: object) -> li
 
 
 async def all_keys(store: limpet.Store) -> list[str]:
-    """Every key there is."""
+    """All keys of the store."""
     return (await store.keys(limit=10_000)).keys
 
 
 async def everything(store: limpet.Store) -> list[limpet.Entry]:
-    """Every entry there is, with all its numbers."""
+    """All entries, with their versions and revisions."""
     return [entry async for entry in store.scan()]
 
 
 async def events_until_now(store: limpet.Store, watch: limpet.Watch) -> list[limpet.Event]:
-    """What a watch has to tell of all that happened so far."""
+    """The events of a watch for all that happened so far."""
     await store.put("~now", None)
     events: list[limpet.Event] = []
     while (event := await next_event(watch)).key != "~now":
@@ -79,7 +79,7 @@ async def test_no_write_happens_when_one_guard_of_many_fails(store: limpet.Store
 async def test_a_reader_never_finds_half_a_batch(store: limpet.Store) -> None:
     """All writes of a batch happen, or none.
 
-    A writer always leaves the same value in three keys. Whoever sees one of them and guards it must see the others.
+    A writer always leaves the same value in three keys. A reader that guards one of them must see the same in all.
     """
     keys = ["a", "b", "c"]
     await put_all(store, keys, 0)
@@ -125,8 +125,8 @@ async def test_a_watcher_sees_all_of_a_batch(store: limpet.Store) -> None:
 async def test_batches_sent_together_have_each_their_own_fate(store: limpet.Store) -> None:
     """All writes of a batch happen, or none.
 
-    An engine may commit several batches in one go. One that is refused must not take its neighbours with it,
-    nor be carried in by them.
+    An engine may commit several batches as a group. A refused batch must not make others fail, and others must not
+    make it succeed.
     """
     await store.put("text", "no counter")
 
@@ -165,7 +165,7 @@ async def test_a_guard_does_not_see_the_writes_of_its_batch(store: limpet.Store)
 async def test_a_key_may_be_written_that_is_expected_to_be_absent(store: limpet.Store) -> None:
     """Guards see the state before the batch.
 
-    However the calls are ordered: the guard comes after the write here, and holds all the same.
+    The order of the calls does not matter: the guard comes after the write here, and holds all the same.
     """
     commit = await store.batch().put("a", 1).put("b", 1).expect("b", limpet.ABSENT).expect("a", None).commit()
 
@@ -277,7 +277,7 @@ async def test_a_refused_batch_leaves_no_trace(
 async def test_a_refused_batch_makes_no_expiry_official(store: limpet.Store, elapse: Elapse) -> None:
     """A refused batch leaves no trace: no change, no event, no revision.
 
-    A write on an expired key logs the expiry before itself. A refused one must not have done even that.
+    A write on an expired key logs the expiry before itself. A refused write must not do even that.
     """
     await store.put("text", "text")
     await store.put("expired", 1, ttl=0.1)
@@ -353,8 +353,8 @@ async def test_every_kind_of_change_has_its_own_revision(store: limpet.Store) ->
 async def test_an_expiry_in_a_batch_has_its_own_revision(store: limpet.Store, elapse: Elapse) -> None:
     """Each change has its own revision, growing in the order of the writes.
 
-    Writing an expired key makes two changes, and the writes behind it move on. A log of the last change of
-    each key tells only the second.
+    Writing an expired key makes two changes, and the later writes get later revisions. A log of the last change
+    of each key has only the second.
     """
     await put_all(store, ["first", "last"], 1)
     await store.put("expired", 1, ttl=0.1)
@@ -393,7 +393,7 @@ async def test_a_revision_that_was_skipped_names_nothing(store: limpet.Store) ->
     assert await store.entry("key") == entries[-1]
 
 
-async def test_order_and_not_distance_is_what_revisions_tell(store: limpet.Store) -> None:
+async def test_revisions_give_order_and_not_distance(store: limpet.Store) -> None:
     """Revisions may skip numbers; do not count on consecutive ones.
 
     Whatever lies between two revisions, a watch that goes on after the first gets the second next.
@@ -418,7 +418,7 @@ async def test_a_namespace_ends_where_its_last_change_was(store: limpet.Store) -
 # The commit -------------------------------------------------------------------
 
 
-async def test_a_commit_tells_the_entries_in_the_order_of_the_writes(store: limpet.Store) -> None:
+async def test_a_commit_has_the_entries_in_the_order_of_the_writes(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it."""
     keys = [f"key/{(number * 37) % 100:02}" for number in range(100)]
 
@@ -446,7 +446,7 @@ async def test_the_entries_of_a_commit_are_those_that_are_read(store: limpet.Sto
     assert [entry and entry.value for entry in commit.entries] == [2, 2, b"raw", 1, {"b": b"\xff", "c": 1}, {"a": 2}]
 
 
-async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> None:
+async def test_a_commit_shows_where_no_entry_is_left(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it."""
     await put_all(store, ["delete", "take"], 1)
 
@@ -457,10 +457,10 @@ async def test_a_commit_tells_where_no_entry_is_left(store: limpet.Store) -> Non
     assert commit.revision == (await store.status()).revision
 
 
-async def test_a_commit_tells_what_was_taken(store: limpet.Store) -> None:
+async def test_a_commit_has_what_was_taken(store: limpet.Store) -> None:
     """The commit has the last revision and, for each write, the entry after it.
 
-    What a write ended stands beside it, with its value where it was taken.
+    A commit has the entry that each write ended, with its value if it was taken.
     """
     values = ["text", b"raw", None, limpet.Fields(a=1, b=b"\0")]
     for number, value in enumerate(values):
@@ -644,7 +644,7 @@ async def test_a_batch_of_129_writes_is_refused(store: limpet.Store) -> None:
 async def test_writes_of_every_kind_count(store: limpet.Store) -> None:
     """A batch holds up to 128 writes.
 
-    A write that would change nothing is still one.
+    A write that would change nothing is counted too.
     """
     draft = store.batch()
     for number in range(43):
@@ -932,7 +932,7 @@ Model = dict[str, tuple[int, int]]
 
 
 class Plan:
-    """A batch in plain words, to be sent to a store and to be replayed on a model."""
+    """The description of a batch, to be sent to a store and to be replayed on a model."""
 
     def __init__(self, number: int, dice: random.Random, keys: list[str]) -> None:
         chosen = dice.sample(keys, dice.randint(1, len(keys)))
@@ -961,7 +961,7 @@ class Plan:
             return None
 
     def replay(self, model: Model) -> list[tuple[int, int] | None]:
-        """Apply it to the model; returns what each write leaves."""
+        """Apply it to the model. Returns the value and version that each write leaves."""
         assert [key in model for key, _ in self.guards] == [present for _, present in self.guards]
         left: list[tuple[int, int] | None] = []
         for verb, key in self.writes:
@@ -981,8 +981,8 @@ async def test_racing_batches_leave_the_state_of_one_order(
 ) -> None:
     """Concurrent batches leave a state that some order of them would leave.
 
-    The revisions of the commits name that order. Replayed in it, one after another, every guard holds, every
-    write leaves the entry that its caller was told, and the end is the state that the store is in.
+    The revisions of the commits give that order. Replayed in it, one after another, every guard holds, every
+    write leaves the entry that its caller got, and the end is the state of the store.
     """
     dice = random.Random(seed)
     stores = [store, await open_store()]
@@ -994,8 +994,8 @@ async def test_racing_batches_leave_the_state_of_one_order(
     done = [(commit, plan) for commit, plan in zip(commits, plans, strict=True) if commit is not None]
     assert len({commit.revision for commit, _ in done}) == len(done) > 10
     for commit, plan in sorted(done, key=lambda pair: pair[0].revision):
-        told = [None if entry is None else (entry.value, entry.version) for entry in commit.entries]
-        assert told == plan.replay(model)
+        returned = [None if entry is None else (entry.value, entry.version) for entry in commit.entries]
+        assert returned == plan.replay(model)
     assert {entry.key: (entry.value, entry.version) async for entry in store.scan()} == model
 
 
@@ -1018,8 +1018,8 @@ async def test_racing_transfers_keep_the_sum(store: limpet.Store, open_store: Op
 async def test_racing_batches_in_opposite_order_all_finish(store: limpet.Store, open_store: OpenStore) -> None:
     """Concurrent batches leave a state that some order of them would leave.
 
-    Two who write the same keys in opposite order are the classic deadlock. Each must get through, and both
-    keys end with the same writer.
+    Two callers that write the same keys in opposite order are the classic deadlock. Each must get through, and
+    both keys end with the same writer.
     """
     stores = [store, await open_store()]
 
@@ -1059,7 +1059,7 @@ async def test_of_racing_batches_over_a_common_key_one_wins(store: limpet.Store,
 
 
 async def is_done(store: limpet.Store, keys: list[str]) -> bool:
-    """Whether the keys are there, asked in one moment for all of them. Fails when only some are."""
+    """Whether the keys exist, read in one commit. Fails when only some of them do."""
     absent, present = store.batch(), store.batch()
     for key in keys:
         absent.expect(key, limpet.ABSENT)
@@ -1087,8 +1087,8 @@ async def test_a_batch_that_is_cancelled_is_whole_or_nothing(store: limpet.Store
         with contextlib.suppress(asyncio.CancelledError):
             await caller
 
-        told = caller.done() and not caller.cancelled()
-        assert await is_done(store, keys) or not told
+        answered = caller.done() and not caller.cancelled()
+        assert await is_done(store, keys) or not answered
 
 
 @pytest.mark.face("async")
@@ -1106,7 +1106,7 @@ async def test_a_batch_that_runs_out_of_time_is_whole_or_nothing(store: limpet.S
 async def test_cancelling_one_caller_leaves_the_others_alone(store: limpet.Store) -> None:
     """Cancelling a caller leaves the batch done or not done, never half.
 
-    Batches that were sent together may share a commit. Who goes away takes nobody along.
+    Batches that were sent together may share a commit. A caller that leaves does not affect the others.
     """
     dice = random.Random(3)
     for round_ in range(10):

@@ -1,4 +1,4 @@
-"""The blocking face, where it is more than the same verbs.
+"""The sync API, where it offers more than the same verbs.
 
 Every other test of the suite runs through it as well.
 """
@@ -31,7 +31,7 @@ from limpet.errors import Closed, Compacted, Conflict, InvalidKey, LockHeld
 
 pytestmark = pytest.mark.face("sync")
 
-# Less than the hub waits before it looks by itself: what is promised is a wake-up.
+# Less than the hub's polling interval: the contract promises a wake-up, and polling must not hide a missing one.
 PATIENCE_S = 28.0
 QUIET_S = 0.1
 CHILD_S = 300
@@ -44,7 +44,7 @@ def namespace() -> str:
 
 @pytest.fixture
 def blocking(url: str, namespace: str) -> Iterator[sync.Store]:
-    """A blocking store as its users have it, on the host's clock."""
+    """A store of the sync API as its users open it, on the host's clock."""
     with sync.open(url, namespace=namespace) as store:
         yield store
 
@@ -62,7 +62,7 @@ def in_threads(count: int, work: Callable[[int], Any]) -> list[Any]:
 
 
 def in_background(work: Callable[[], Any]) -> Future[Any]:
-    """Run the work in a thread of its own, which does not keep the process from ending."""
+    """Run the work in its own daemon thread, which does not keep the process from ending."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -97,7 +97,7 @@ def test_a_verb_takes_the_same_arguments(name: str) -> None:
     """The same verbs work without await, in any thread."""
     ours = inspect.signature(getattr(sync.Store, name)).parameters
     theirs = inspect.signature(getattr(limpet.Store, name)).parameters
-    # A thread cannot be cancelled, so nobody asks whether losing a lock or a lead should.
+    # A thread cannot be cancelled, so the sync API has no `cancel` option for the loss of a lock or a lead.
     expected = [each for each in theirs if (name, each) not in (("lock", "cancel"), ("election", "cancel"))]
 
     assert list(ours) == expected
@@ -206,7 +206,7 @@ def test_a_watch_begins_when_it_is_made(blocking: sync.Store) -> None:
 def test_a_watch_can_be_polled(blocking: sync.Store) -> None:
     """The same verbs work without await, in any thread.
 
-    A poll that was too short takes nothing away: the next one gets the next event.
+    A poll that times out loses no event: the next one gets it.
     """
     with blocking.watch() as watch:
         assert watch.poll(0.05) is None
@@ -406,7 +406,7 @@ async def test_inside_a_loop_a_watch_refuses(blocking: sync.Store) -> None:
 async def test_beside_a_loop_it_works(blocking: sync.Store) -> None:
     """Called inside a running event loop, the sync API refuses and names what to do instead.
 
-    What it says works: the same call in another thread.
+    The advice of the error works: the same call in another thread.
     """
     with pytest.raises(RuntimeError):
         blocking.put("a", 1)
@@ -513,21 +513,21 @@ def test_threads_that_wait_for_a_lock_get_it_in_order(blocking: sync.Store) -> N
     first = blocking.lock("job", ttl=60).acquire()
     order: list[int] = []
 
-    def in_line(callers: int) -> None:
+    def wait_for_queue(callers: int) -> None:
         give_up = time.monotonic() + PATIENCE_S
         while session_of(blocking).turns.waiting(("lock", blocking.name, "job")) != callers:
             assert time.monotonic() < give_up
             time.sleep(0.001)
 
     def work(number: int) -> None:
-        in_line(number)
+        wait_for_queue(number)
         with blocking.lock("job", ttl=60, wait=60):
             order.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
-    in_line(6)
+    wait_for_queue(6)
     first.release()
     for thread in threads:
         thread.join()
@@ -552,7 +552,7 @@ def test_puts_of_threads_are_all_there(blocking: sync.Store) -> None:
 def test_batches_of_threads_stay_whole(blocking: sync.Store) -> None:
     """Threads that write at once lose nothing.
 
-    Each batch moves something from one account to another; a reader in between sees no half.
+    Each batch moves something from one account to another; a reader in between sees no half of it.
     """
     blocking.batch().put("a", 1000).put("b", 0).commit()
     seen: list[int] = []
@@ -795,10 +795,10 @@ def test_a_mapping_does_what_a_dict_does(blocking: sync.Store, seed: int) -> Non
 # Forks ------------------------------------------------------------------------
 
 
-def forked(work: Callable[[], object]) -> Callable[[], int]:
+def fork_child(work: Callable[[], object]) -> Callable[[], int]:
     """Fork and run the work in the child. Returns a function that waits for its exit code."""
     with warnings.catch_warnings():
-        # Newer Pythons warn of a fork in a process that has threads, which is what is tested here.
+        # Newer Pythons warn of a fork in a process that has threads, which this tests on purpose.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
@@ -818,11 +818,11 @@ def forked(work: Callable[[], object]) -> Callable[[], int]:
 
 def in_child(work: Callable[[], object]) -> int:
     """Fork, run the work in the child and return its exit code."""
-    return forked(work)()
+    return fork_child(work)()
 
 
 def is_shared(store: sync.Store) -> bool:
-    """Whether another process can see what this one writes. A memory is copied by the fork."""
+    """Whether another process sees the writes of this one. A fork copies the memory engine."""
     return store.traits.durability != "none"
 
 
@@ -889,8 +889,8 @@ def test_a_child_that_closes_its_store_leaves_the_parents(blocking: sync.Store) 
 def test_a_child_of_a_writing_parent_goes_on(blocking: sync.Store) -> None:
     """A child after a fork goes on with its own connections.
 
-    Other threads of the parent are in the middle of writing and watching, and whatever they hold at
-    that moment must not be held in the child for ever.
+    Other threads of the parent are writing and watching, and the locks of Python that they hold at
+    that moment must not stay locked in the child.
     """
     over = threading.Event()
     watch = blocking.watch("parent/*")
@@ -928,8 +928,8 @@ def test_a_child_of_a_writing_parent_goes_on(blocking: sync.Store) -> None:
     events = reading.result(PATIENCE_S)
     for number, count in enumerate(done):
         key = f"parent/{number}"
-        told = [(event.op, event.key, event.value) for event in events if event.key == key]
-        assert_delivered(blocking, told, [("put", key, value) for value in range(1, count + 1)])
+        delivered = [(event.op, event.key, event.value) for event in events if event.key == key]
+        assert_delivered(blocking, delivered, [("put", key, value) for value in range(1, count + 1)])
     assert [event.revision for event in events] == sorted({event.revision for event in events})
     assert blocking.get("children") == (48 if is_shared(blocking) else None)
 
@@ -937,7 +937,7 @@ def test_a_child_of_a_writing_parent_goes_on(blocking: sync.Store) -> None:
 def test_a_child_outlives_the_store_of_its_parent(url: str, namespace: str) -> None:
     """A child after a fork goes on with its own connections.
 
-    The parent closes its store and the child goes on writing. What the child was told is there.
+    The parent closes its store and the child goes on writing. Every write of the child that was acknowledged is there.
     """
     store = sync.open(url, namespace=namespace)
     store.put("parent", 1)
@@ -953,11 +953,11 @@ def test_a_child_outlives_the_store_of_its_parent(url: str, namespace: str) -> N
         os.write(to_parent, b"2")
         os.read(from_parent, 1)
 
-    waiting = forked(work)
+    waiting = fork_child(work)
     os.read(from_child, 1)
     store.close()
     os.write(to_child, b"1")
-    # The child's last word, or its end.
+    # Wait for the last output of the child, or for the end of the pipe.
     os.close(to_parent)
     os.read(from_child, 1)
     with sync.open(url, namespace=namespace) as again:
@@ -1004,7 +1004,7 @@ def test_a_child_of_a_child_goes_on(blocking: sync.Store) -> None:
 def test_a_child_makes_request_ids_of_its_own(blocking: sync.Store) -> None:
     """A child after a fork goes on with its own connections.
 
-    A request id that parent and child both made would take one's write for a repetition of the other's.
+    If parent and child made the same request id, a write of one would count as a retry of the other's.
     """
     blocking.put("a", 1)
     reader, writer = os.pipe()

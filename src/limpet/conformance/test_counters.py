@@ -306,7 +306,7 @@ async def test_concurrent_adds_all_count(store: limpet.Store) -> None:
 async def test_concurrent_adds_each_get_their_own_value(store: limpet.Store) -> None:
     """Concurrent adds all count.
 
-    No two of them get the same number, so a counter hands out numbers.
+    No two of them get the same number, so a counter can issue unique numbers.
     """
     numbers = await asyncio.gather(*(store.add("next") for _ in range(64)))
 
@@ -351,7 +351,7 @@ async def test_concurrent_adds_in_batches_all_count(open_store: OpenStore) -> No
 async def test_a_crowd_stops_at_the_edge(open_store: OpenStore) -> None:
     """Concurrent adds all count.
 
-    Ten are left before the edge, and of thirty who come at once ten get through.
+    Ten are left before the limit, and of thirty concurrent callers ten succeed.
     """
     stores = [await open_store() for _ in range(2)]
     await stores[0].put("hits", INT_MAX - 10)

@@ -11,7 +11,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, fail, in_line, raising
+from limpet.conformance.support import PATIENCE_S, fail, raising, wait_for_queue
 from limpet.errors import Ambiguous, InvalidTTL, InvalidValue, LockExpired, LockHeld, LockLost, LockNotHeld
 
 TTL_S = 0.8
@@ -35,32 +35,34 @@ async def name_of_leader(election: limpet.Election) -> str | None:
 
 
 async def while_time_passes(elapse: Elapse, fact: Callable[[], bool]) -> None:
-    """Let time pass until something is so."""
+    """Let time pass until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not fact():
             await elapse(0.05)
 
 
-async def replaced(store: limpet.Store, other: limpet.Store, first: limpet.Election, elapse: Elapse) -> limpet.Election:
-    """Cut the leader's line until its time is over and another leads, and mend it."""
-    line = fail(store, before=10**9)
+async def replace_leader(
+    store: limpet.Store, other: limpet.Store, first: limpet.Election, elapse: Elapse
+) -> limpet.Election:
+    """Let the leader's commits fail until its lease is over and another leads, and then succeed again."""
+    failing = fail(store, before=10**9)
     second = candidate(other, "second")
     following = asyncio.ensure_future(second.campaign())
     await while_time_passes(elapse, following.done)
     await following
     await while_time_passes(elapse, lambda: first.lost)
-    line.before = 0
+    failing.before = 0
     return second
 
 
 async def end_unnoticed(store: limpet.Store, election: limpet.Election) -> None:
-    """End a lead behind the leader's back, by a lock that has its token."""
+    """End a lead without the leader's knowledge, by a lock that has its token."""
     await store.lock("leader", ttl=LONG_S, token=election.token).release()
 
 
-async def renewed(election: limpet.Election, elapse: Elapse) -> None:
-    """Let as much of a lead of two seconds pass as makes it renew itself."""
-    # First a moment in which it falls asleep, or it would sleep from the later time on.
+async def await_renewal(election: limpet.Election, elapse: Elapse) -> None:
+    """Let time pass until a lead of two seconds has renewed itself."""
+    # First give the renewal a moment to begin its sleep, or it would begin it at the later time.
     await elapse(0.001)
     await elapse(0.7)
     async with asyncio.timeout(PATIENCE_S):
@@ -70,22 +72,22 @@ async def renewed(election: limpet.Election, elapse: Elapse) -> None:
 
 @contextlib.asynccontextmanager
 async def observing(election: limpet.Election) -> AsyncIterator[list[str | None]]:
-    """What an observer has heard so far, from the moment it has heard who leads now."""
-    heard: list[str | None] = []
+    """The leaders that an observer has seen so far, beginning with the present one."""
+    seen: list[str | None] = []
 
     async def observe() -> None:
         async for leader in election.observe():
-            heard.append(None if leader is None else leader.holder)
+            seen.append(None if leader is None else leader.holder)
 
     observer = asyncio.ensure_future(observe())
-    await come(heard, 1)
-    yield heard
+    await wait_for_count(seen, 1)
+    yield seen
     observer.cancel()
 
 
-async def come(heard: list[Any], count: int) -> None:
+async def wait_for_count(seen: list[Any], count: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while len(heard) < count:  # noqa: ASYNC110 - an observer of the blocking face is in a thread
+        while len(seen) < count:  # noqa: ASYNC110 - an observer of the sync API is in a thread
             await asyncio.sleep(0.005)
 
 
@@ -159,7 +161,7 @@ async def test_a_lead_outlasts_its_time_to_live(store: limpet.Store, elapse: Ela
     token = election.token
 
     for _ in range(6):
-        await renewed(election, elapse)
+        await await_renewal(election, elapse)
 
     election.check()
     assert (election.token, election.lost) == (token, False)
@@ -169,13 +171,13 @@ async def test_a_lead_outlasts_its_time_to_live(store: limpet.Store, elapse: Ela
 async def test_a_lead_whose_renewal_is_not_answered_is_renewed_again(store: limpet.Store, elapse: Elapse) -> None:
     """A lead renews itself until it is resigned or lost.
 
-    One renewal whose outcome stayed unknown ended the renewing for ever.
+    A renewal whose outcome stayed unknown once ended all further renewals.
     """
     election = await leading(store, "first", ttl=4)
-    line = fail(store, after=5)
-    await while_time_passes(elapse, lambda: line.after == 0)
-    renewals = line.commits
-    await while_time_passes(elapse, lambda: line.commits >= renewals + 4)
+    failing = fail(store, after=5)
+    await while_time_passes(elapse, lambda: failing.after == 0)
+    renewals = failing.commits
+    await while_time_passes(elapse, lambda: failing.commits >= renewals + 4)
 
     election.check()
     assert await name_of_leader(election) == "first"
@@ -220,7 +222,7 @@ async def test_candidates_lead_in_the_order_they_campaigned(store: limpet.Store)
     campaigning = []
     for number in range(6):
         campaigning.append(asyncio.ensure_future(lead(number)))
-        await in_line(store, number + 1, "lock", store.name, "leader")
+        await wait_for_queue(store, number + 1, "lock", store.name, "leader")
     await first.resign()
     await asyncio.wait_for(asyncio.gather(*campaigning), PATIENCE_S)
 
@@ -247,9 +249,9 @@ async def test_only_a_leader_resigns(store: limpet.Store, elapse: Elapse) -> Non
     with pytest.raises(LockNotHeld):
         await candidate(store, "never").resign()
     election = await leading(store, "first", ttl=TTL_S)
-    line = fail(store, before=10**9)
+    failing = fail(store, before=10**9)
     await while_time_passes(elapse, lambda: election.lost)
-    line.before = 0
+    failing.before = 0
 
     with pytest.raises(LockExpired):
         await election.resign()
@@ -263,7 +265,7 @@ async def test_a_silent_leader_is_followed_by_another(
     token = first.token
     assert token is not None
 
-    second = await replaced(store, await open_store(), first, elapse)
+    second = await replace_leader(store, await open_store(), first, elapse)
 
     leader = await first.leader()
     assert leader is not None
@@ -274,7 +276,7 @@ async def test_a_silent_leader_is_followed_by_another(
 async def test_losing_the_lead_is_reported(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
     """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again."""
     first = await leading(store, "first", ttl=TTL_S)
-    second = await replaced(store, await open_store(), first, elapse)
+    second = await replace_leader(store, await open_store(), first, elapse)
 
     assert first.lost
     with pytest.raises(LockLost):
@@ -291,7 +293,7 @@ async def test_a_leader_that_learns_of_the_loss_by_a_refused_write_may_campaign_
 ) -> None:
     """Losing the lead sets `lost` and makes `check` raise LockLost, and the candidate may campaign again.
 
-    Its renewal sleeps on and knows nothing yet. So a candidate that was refused was told that it leads already.
+    Its renewal still sleeps and does not know of the loss. A campaign once failed here as if it were still leading.
     """
     first = await leading(store, "first")
     other = await open_store()
@@ -326,13 +328,13 @@ async def test_a_body_that_lost_the_lead_ends_with_lock_lost(
     async def body() -> None:
         async with first:
             started.set()
-            while not first.lost:  # noqa: ASYNC110 - the blocking face has nothing else
+            while not first.lost:  # noqa: ASYNC110 - the sync API has no event for it
                 await asyncio.sleep(0.01)
 
     started = asyncio.Event()
     working = asyncio.ensure_future(body())
     await asyncio.wait_for(started.wait(), PATIENCE_S)
-    await replaced(store, other, first, elapse)
+    await replace_leader(store, other, first, elapse)
 
     with pytest.raises(LockLost):
         await working
@@ -347,7 +349,7 @@ async def test_a_leader_writes_under_its_fence(store: limpet.Store, elapse: Elap
 
     for number in range(4):
         await store.put("plan", number, fence=election)
-        await renewed(election, elapse)
+        await await_renewal(election, elapse)
 
     assert election.token is not None
     await store.put("plan", 4, fence=limpet.Fence("leader", election.token))
@@ -359,7 +361,7 @@ async def test_a_former_leader_writes_nothing(store: limpet.Store, open_store: O
     first = await leading(store, "first", ttl=TTL_S)
     await store.put("plan", "first's", fence=first)
     other = await open_store()
-    second = await replaced(store, other, first, elapse)
+    second = await replace_leader(store, other, first, elapse)
     plan = await other.put("plan", "second's", fence=second)
 
     with pytest.raises(LockLost):
@@ -371,10 +373,10 @@ async def test_a_former_leader_writes_nothing(store: limpet.Store, open_store: O
     assert await store.get("other") is None
 
 
-# Looking on -------------------------------------------------------------------
+# Observing --------------------------------------------------------------------
 
 
-async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_leader_gives_who_leads(store: limpet.Store, open_store: OpenStore) -> None:
     """`leader` gives the leader's name, token and remaining time, or None when no one leads."""
     onlooker = candidate(await open_store(), "onlooker")
     assert await onlooker.leader() is None
@@ -389,40 +391,40 @@ async def test_leader_tells_who_leads(store: limpet.Store, open_store: OpenStore
     assert await store.election("other", ttl=LONG_S).leader() is None
 
 
-async def test_an_observer_hears_of_every_change(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_an_observer_sees_every_change(store: limpet.Store, open_store: OpenStore) -> None:
     """Observing gives the current leader, and again whenever the leader changes."""
     other = await open_store()
-    async with observing(candidate(other, "onlooker")) as heard:
+    async with observing(candidate(other, "onlooker")) as seen:
         first = await leading(store, "first")
-        await come(heard, 2)
+        await wait_for_count(seen, 2)
         await store.put("something", "else")
         await first.resign()
-        await come(heard, 3)
+        await wait_for_count(seen, 3)
         second = await leading(other, "second")
-        await come(heard, 4)
+        await wait_for_count(seen, 4)
         await second.resign()
-        await come(heard, 5)
+        await wait_for_count(seen, 5)
 
-    assert heard == [None, "first", None, "second", None]
+    assert seen == [None, "first", None, "second", None]
 
 
-async def test_an_observer_that_comes_late_hears_who_leads(store: limpet.Store, elapse: Elapse) -> None:
+async def test_an_observer_that_comes_late_sees_who_leads(store: limpet.Store, elapse: Elapse) -> None:
     """Observing gives the current leader, and again whenever the leader changes.
 
-    A lead that is renewed has not changed, and one that has run out has.
+    A renewal is not a change of the leader, and the end of the lease is one.
     """
     election = await leading(store, "first", ttl=2)
-    async with observing(election) as heard:
+    async with observing(election) as seen:
         for _ in range(4):
-            await renewed(election, elapse)
-        assert heard == ["first"]
+            await await_renewal(election, elapse)
+        assert seen == ["first"]
 
-        line = fail(store, before=10**9)
+        failing = fail(store, before=10**9)
         await while_time_passes(elapse, lambda: election.lost)
-        line.before = 0
-        await while_time_passes(elapse, lambda: len(heard) > 1)
+        failing.before = 0
+        await while_time_passes(elapse, lambda: len(seen) > 1)
 
-    assert heard == ["first", None]
+    assert seen == ["first", None]
 
 
 async def test_closing_the_store_ends_the_observing(store: limpet.Store) -> None:

@@ -1,4 +1,4 @@
-"""Encryption: what an engine is given to keep, and who can read it."""
+"""Encryption: what an engine stores, and which keys can read it."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ async def sealed(open_store: OpenStore) -> limpet.Store:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def bare(open_store: OpenStore, url: str, monkeypatch: pytest.MonkeyPatch) -> limpet.Store:
-    """The same place as somebody sees it who has no keys."""
+    """The same database, opened without encryption keys."""
     if "encryption=" in url:
-        pytest.skip("there is no way around encryption that the URL asks for")
+        pytest.skip("the URL itself turns encryption on, so no store can be opened without it")
     monkeypatch.delenv("LIMPET_ENCRYPTION_KEYS", raising=False)
     return await open_store()
 
 
 async def put_back(bare: limpet.Store, entry: limpet.Entry, key: str | None = None, **changed: Any) -> None:
-    """Write what is stored, under its own or another key, as somebody could who may write the database."""
+    """Write a stored value under its own or another key, as an attacker with write access to the database could."""
     assert entry.stored is not None
     put = Put(key or entry.key, changed.get("stored", entry.stored), meta_json=changed.get("meta", entry.meta_json))
     engine = session_of(bare).engine
@@ -101,7 +101,7 @@ async def test_the_same_value_never_looks_the_same(sealed: limpet.Store, bare: l
     assert first.meta_json != second.meta_json
 
 
-async def test_the_log_tells_what_was_written(sealed: limpet.Store) -> None:
+async def test_the_log_has_what_was_written(sealed: limpet.Store) -> None:
     """With keys, values and meta are encrypted before an engine sees them, and every result is the same as without."""
     async with sealed.watch() as watch:
         await sealed.put("a", limpet.Fields(n=1), meta={"by": "me"})
@@ -201,9 +201,9 @@ async def test_an_altered_entry_is_reported(sealed: limpet.Store, bare: limpet.S
     await sealed.put("a", "secret" * 10)
     found = await bare.get("a")
 
-    places = {"first byte": 0, "nonce": 10, "middle": len(found) // 2, "last byte": len(found) - 1}
-    if part in places:
-        at = places[part]
+    offsets = {"first byte": 0, "nonce": 10, "middle": len(found) // 2, "last byte": len(found) - 1}
+    if part in offsets:
+        at = offsets[part]
         altered = found[:at] + bytes([found[at] ^ 1]) + found[at + 1 :]
     else:
         altered = {
@@ -234,7 +234,7 @@ async def test_a_missing_key_is_named(open_store: OpenStore) -> None:
 async def test_what_cannot_be_read_is_not_lost(open_store: OpenStore) -> None:
     """Data encrypted with a key that the keyring lacks is Corrupt, and the error names the key by its id.
 
-    Whoever lacks it may delete an entry, and let it expire, but not take it.
+    A caller without the key may delete an entry, and let it expire, but not take it.
     """
     owner, store = await open_store(encryption=ring("old")), await open_store(encryption=ring("new"))
     for key in ("taken", "counted", "deleted"):
@@ -405,11 +405,11 @@ async def test_the_use_of_each_key_is_listed(open_store: OpenStore) -> None:
     both = await open_store(encryption=ring("new", "old"))
     await both.put("3", 3)
 
-    told = {seal.key_id: (seal.is_current, seal.entries) for seal in await both.seals()}
+    found = {seal.key_id: (seal.is_current, seal.entries) for seal in await both.seals()}
     await both.reseal()
     after = await both.seals()
 
-    assert told == {"new": (True, 1), "old": (False, 3)}
+    assert found == {"new": (True, 1), "old": (False, 3)}
     assert [(seal.key_id, seal.entries) for seal in after] == [("new", 4), ("old", 0)]
     assert after[1].changes == (3 if both.traits.log == "every" else 0)
 
@@ -461,7 +461,7 @@ async def test_a_store_without_keys_has_none_to_change(bare: limpet.Store) -> No
 async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A URL names where the keys are, by `encryption=env:NAME` or `file:PATH`, and one that holds a key is refused."""
     if "encryption=" in url:
-        pytest.skip("this URL says it already")
+        pytest.skip("this URL has the option already")
     key = base64.b64encode(OLD).decode()
     monkeypatch.setenv("SOME_KEYS", f"old:{key}")
     (tmp_path / "keys").write_text(f"# of this test\nold:{key}\n")
@@ -480,7 +480,7 @@ async def test_a_url_names_where_the_keys_are(url: str, tmp_path: Any, monkeypat
 async def test_keys_come_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no keys given, those in `LIMPET_ENCRYPTION_KEYS` are used, unless the URL has `encryption=off`."""
     if "encryption=" in url:
-        pytest.skip("this URL says where the keys are")
+        pytest.skip("this URL names the keyring already")
     monkeypatch.setenv("LIMPET_ENCRYPTION_KEYS", f"old:{base64.b64encode(OLD).decode()}")
     joint = "&" if "?" in url else "?"
 

@@ -66,7 +66,7 @@ EXAMPLES: list[LimpetError] = [
     errors.LockLost("job", token=5),
     errors.Compacted("revision 3 was trimmed", oldest=9),
     errors.Compacted("the position belongs to another store"),
-    errors.Unavailable("the line is cut"),
+    errors.Unavailable("the connection is lost"),
     errors.Contention("a", attempts=64),
     errors.RateLimited("too fast", retry_after=1.5),
     errors.Ambiguous("the answer is lost", request_id="request-1", since=7),
@@ -77,7 +77,7 @@ EXAMPLES: list[LimpetError] = [
 
 
 def leaves(kind: type[LimpetError] = LimpetError) -> set[type[LimpetError]]:
-    """The errors of the contract that stand at the end of the tree."""
+    """The errors of the contract that have no subclasses."""
     below = [child for child in kind.__subclasses__() if child.__module__ == errors.__name__]
     return {kind} if not below else set().union(*(leaves(child) for child in below))
 
@@ -137,7 +137,7 @@ def test_every_error_is_a_limpet_error() -> None:
         assert inspect.getdoc(kind)
 
 
-# One is never another ---------------------------------------------------------
+# No error is another ----------------------------------------------------------
 
 
 def test_no_error_is_a_kind_of_another() -> None:

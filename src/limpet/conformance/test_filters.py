@@ -99,12 +99,12 @@ every_order = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS.keys(
 
 
 def encoding(value: object) -> str | bytes:
-    """What makes two values equal: their bytes, or their JSON with sorted members."""
+    """The form by which values are equal: their bytes, or their JSON with sorted members."""
     return value if isinstance(value, bytes) else json.dumps(value, sort_keys=True)
 
 
 def rank(value: object) -> type | None:
-    """The kind of value within which there is an order; None where there is none."""
+    """The kind of a value, within which values have an order; None for kinds without one."""
     if isinstance(value, bool):
         return None
     return next((kind for kind in (int, float, str, bytes) if isinstance(value, kind)), None)
@@ -143,7 +143,7 @@ async def put_table(store: limpet.Store) -> dict[str, Any]:
 
 
 async def matches(store: limpet.Store, where: limpet.Filter, prefix: str = "") -> list[str]:
-    """The keys of a filtered scan, in the order they come."""
+    """The keys of a filtered scan, in its order."""
     return [entry.key async for entry in store.scan(prefix, where=where)]
 
 
@@ -347,7 +347,7 @@ async def test_not_in_with_null_among_its_values_still_matches(store: limpet.Sto
 
 
 async def compare(store: limpet.Store, order: Callable[[Any, Any], Any], operands: list[Any]) -> None:
-    """Hold an operator to its truth table, over every value there is."""
+    """Check an operator against its truth table, over all values."""
     table = await put_table(store)
     for operand in operands:
         expected = sorted(key for key, value in table.items() if comparable(value, operand) and order(value, operand))
@@ -542,7 +542,7 @@ async def test_a_filtered_scan_crosses_pages(store: limpet.Store) -> None:
 async def test_a_match_is_found_behind_thousands_that_do_not(store: limpet.Store) -> None:
     """A filtered scan still goes in key order and finds every match.
 
-    An engine may stop after so many entries and go on. It must go on, even if it found nothing on the way.
+    An engine may end a page after so many entries. The scan must go on, even if that page matched nothing.
     """
     rare = {0, 1, 5_000, 5_001, 5_299}
     await put_all(store, {f"{n:04}": {"rare": n in rare} for n in range(5_300)})

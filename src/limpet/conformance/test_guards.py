@@ -18,7 +18,7 @@ from limpet.errors import Conflict, InvalidValue, LockLost
 if TYPE_CHECKING:
     from limpet.conformance.conftest import Elapse
 
-# No two of these are equal in their encoding, though Python thinks so of some.
+# No two of these are equal in their encoding, although Python compares some as equal.
 DISTINCT: tuple[Any, ...] = (
     None,
     False,
@@ -85,7 +85,7 @@ every_expectation = pytest.mark.parametrize("expectation", MET_BY_AN_ENTRY.value
 
 
 async def holds(store: limpet.Store, key: str, expectation: Any) -> bool:
-    """Whether a guard holds now, asked by a batch that only guards."""
+    """Whether a guard holds now, checked by a batch without writes."""
     try:
         await store.batch().expect(key, expectation).commit()
     except Conflict:
@@ -109,7 +109,7 @@ async def test_an_entry_guards_its_own_replacement(store: limpet.Store) -> None:
 async def test_an_entry_does_not_hold_after_an_equal_write(store: limpet.Store) -> None:
     """`expect=entry` holds only while that very entry of this namespace is current.
 
-    The value and everything a reader sees of it is the same. It is another entry.
+    The value and all that a reader sees of it is the same, but it is another entry.
     """
     seen = await store.put("key", "same")
     written = await store.put("key", "same")
@@ -132,7 +132,7 @@ async def test_an_entry_does_not_hold_after_a_touch(store: limpet.Store) -> None
 async def test_an_entry_does_not_hold_for_its_double(store: limpet.Store) -> None:
     """`expect=entry` holds only while that very entry of this namespace is current.
 
-    Deleted and made again with the same value, the key has the same version. Only the revision tells.
+    Deleted and made again with the same value, the key has the same version. Only the revision differs.
     """
     seen = await store.put("key", "same")
     await store.delete("key")
@@ -277,7 +277,8 @@ async def test_a_revision_moves_with_a_touch(store: limpet.Store) -> None:
 async def test_a_version_repeats_and_a_revision_does_not(store: limpet.Store) -> None:
     """A version may repeat after a delete, so the revision is the safe token.
 
-    One agent reads. Another deletes the key and makes it again. The first one's version now fits a stranger.
+    One agent reads. Another deletes the key and makes it again. The version that the first one read now matches
+    another entry.
     """
     seen = await store.put("key", "first life")
     await store.delete("key")
@@ -340,7 +341,7 @@ async def test_of_many_who_expect_absence_one_writes(store: limpet.Store) -> Non
 async def test_present_holds_whatever_the_key_holds(store: limpet.Store) -> None:
     """`limpet.PRESENT` holds when the key exists, whatever its value.
 
-    Null, zero and the empty values are there as much as any other.
+    Null, zero and empty values are present like any other.
     """
     held = []
     for value in DISTINCT:
@@ -370,7 +371,7 @@ async def test_equals_tells_every_two_values_apart(store: limpet.Store) -> None:
     for stored, value in enumerate(DISTINCT):
         await store.put("key", value)
 
-        held = [asked for asked, other in enumerate(DISTINCT) if await holds(store, "key", limpet.equals(other))]
+        held = [index for index, other in enumerate(DISTINCT) if await holds(store, "key", limpet.equals(other))]
 
         assert held == [stored]
 
@@ -384,7 +385,7 @@ async def test_equals_lets_a_write_happen(store: limpet.Store) -> None:
     assert after.version == 2
 
 
-async def test_equals_does_not_ask_who_wrote_the_value(store: limpet.Store) -> None:
+async def test_equals_does_not_depend_on_who_wrote_the_value(store: limpet.Store) -> None:
     """`limpet.equals(value)` holds when the value is equal in its encoding: 1, 1.0 and true are three values.
 
     Meta and time to live are beside the value, and another life of the key may hold the same.
@@ -444,8 +445,8 @@ async def test_a_field_is_equal_by_its_encoding(store: limpet.Store) -> None:
         await store.record("key").put({"state": value, "other": "x"})
 
         held = [
-            asked
-            for asked, other in enumerate(plain)
+            index
+            for index, other in enumerate(plain)
             if await holds(store, "key", operator.eq(limpet.field("state"), other))
         ]
 
@@ -523,7 +524,7 @@ async def test_a_guard_that_fails_on_a_missing_key_makes_nothing(store: limpet.S
 async def test_a_refused_writer_can_go_on(store: limpet.Store) -> None:
     """When a guard fails, nothing changes, no revision is used, and Conflict is raised.
 
-    The next write of the key counts on as if nobody had tried.
+    The next write of the key gets the next version, as if there had been no refused one.
     """
     await store.put("key", 1)
     for _ in range(5):
@@ -533,7 +534,7 @@ async def test_a_refused_writer_can_go_on(store: limpet.Store) -> None:
     assert (await store.put("key", 3)).version == 2
 
 
-async def test_a_conflict_tells_what_was_found(store: limpet.Store) -> None:
+async def test_a_conflict_has_what_was_found(store: limpet.Store) -> None:
     """Conflict carries the key, what was expected, the version and revision found, and the entry found."""
     await store.put("key", "old")
     current = await store.put("key", {"now": [1]}, ttl=600, meta={"by": "another"})
@@ -565,7 +566,7 @@ async def test_a_conflict_names_the_expected_revision(store: limpet.Store) -> No
 async def test_the_entry_of_a_conflict_serves_for_the_next_try(store: limpet.Store, value: object) -> None:
     """Conflict carries the key, what was expected, the version and revision found, and the entry found.
 
-    Nobody need read again: what was found is whole, and guards the next write.
+    The caller need not read again: the entry of the conflict is complete, and can guard the next write.
     """
     await store.put("key", value)
 

@@ -1,9 +1,9 @@
-"""Histories of many clients at once, and whether any order of events explains them.
+"""Histories of many concurrent clients, and whether some order of their operations explains them.
 
-Eight clients use a few keys through several stores, while watches look on. Afterwards the judges
-of `limpet.conformance.linearizability` decide. ``LIMPET_HISTORIES`` sets how many histories each
-engine has to stand through each face. ``LIMPET_SEED`` repeats what the clients tried, though not
-how they met.
+Eight clients use a few keys through several stores, while watches read the changes. Afterwards the
+judges of `limpet.conformance.linearizability` decide. ``LIMPET_HISTORIES`` sets how many histories
+run on each engine and interface. ``LIMPET_SEED`` repeats the calls of the clients, but not their
+timing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ KEYS = ("left", "right", "middle")
 COUNTER = "count"
 END = "end"
 
-# Where loops are, so many clients live in a loop and thread of their own, as those of another process would.
-STRANGERS = 5
+# For the async interface, so many clients run in their own thread and loop, as those of another process would.
+SEPARATE_CLIENTS = 5
 
 MISSING = object()
 
@@ -56,7 +56,7 @@ each_history = pytest.mark.parametrize("number", range(-(-HISTORIES // 3)))
 async def test_reads_see_what_was_acknowledged(history: History) -> None:
     """A read sees every commit that was acknowledged before it began.
 
-    Most calls read here, and single writes of all kinds meet them.
+    Most calls read here, among single writes of all kinds.
     """
     await history.run(get=10, put=3, guarded=3, create=2, delete=2, take=2, add=4, batch=1)
 
@@ -74,7 +74,7 @@ async def test_racing_batches_have_an_order(history: History) -> None:
 async def test_watches_deliver_what_races(history: History) -> None:
     """A watch delivers each change once, in revision order.
 
-    Most calls write here, and two watches on two stores both have to tell it all.
+    Most calls write here, and each of two watches on two stores has to deliver every change.
     """
     await history.run(get=2, put=4, guarded=2, create=2, delete=2, take=2, add=2, batch=2)
 
@@ -82,7 +82,7 @@ async def test_watches_deliver_what_races(history: History) -> None:
 async def test_no_read_falls_into_a_batch(open_store: OpenStore, url: str, face: str) -> None:
     """All writes of a batch happen, or none.
 
-    Who has seen the first write of a batch cannot look too early for the last.
+    A client that has seen the first write of a batch must see the last.
     """
     ours, theirs = await open_store(clock=limpet.SystemClock()), await open_store(clock=limpet.SystemClock())
     keys = [f"key {number:02}" for number in range(100)]
@@ -112,7 +112,7 @@ async def test_no_read_falls_into_a_batch(open_store: OpenStore, url: str, face:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def history(open_store: OpenStore, url: str, face: str, number: int) -> History:
-    """A history that is yet to happen."""
+    """A history that has not been run yet."""
     seed = int(os.environ.get("LIMPET_SEED") or random.randrange(2**32)) + number
     stores = [await open_store(clock=limpet.SystemClock()) for _ in range(3)]
     return History(stores, url, face, seed)
@@ -128,7 +128,7 @@ def restless_threads() -> Iterator[None]:
 
 
 class History:
-    """Clients at work on a namespace, and the judgement of what they noted."""
+    """Clients at work on a namespace, and the check of the operations they recorded."""
 
     def __init__(self, stores: list[limpet.Store], url: str, face: str, seed: int) -> None:
         self.recorder = Recorder()
@@ -137,12 +137,12 @@ class History:
         self._url = url
         self._face = face
         self._seed = seed
-        # Who has to open a store first would otherwise come when the others are done.
-        self._ready = threading.Barrier(1 + (STRANGERS if face == "async" else 0), timeout=PATIENCE_S)
+        # Clients that first have to open a store would otherwise begin when the others are done.
+        self._ready = threading.Barrier(1 + (SEPARATE_CLIENTS if face == "async" else 0), timeout=PATIENCE_S)
         self._started = asyncio.Event()
 
     async def run(self, **mix: int) -> None:
-        """Let all clients make their calls, of kinds mixed like this, and fail with what the judges say."""
+        """Let all clients make their calls, with these weights of each kind, and fail if a judge finds a violation."""
         first, second, third = self._stores
         async with first.watch() as one, second.watch() as other, asyncio.TaskGroup() as tasks:
             watches = [tasks.create_task(_until_the_end(watch)) for watch in (one, other)]
@@ -158,17 +158,17 @@ class History:
         self._judge(watched, last.known, CLIENTS * CALLS + 6)
 
     def dice(self, number: int) -> random.Random:
-        """The chances of a client."""
+        """The random numbers of a client."""
         return random.Random(self._seed * (CLIENTS + 1) + number)
 
     async def _client(self, number: int, mix: dict[str, int]) -> None:
-        if self._face == "async" and number < STRANGERS:
-            await in_thread(lambda: asyncio.run(self._stranger(number, mix)))
+        if self._face == "async" and number < SEPARATE_CLIENTS:
+            await in_thread(lambda: asyncio.run(self._run_separately(number, mix)))
         else:
             await self._started.wait()
             await Client(self, number, self._stores[number % 3], mix).work()
 
-    async def _stranger(self, number: int, mix: dict[str, int]) -> None:
+    async def _run_separately(self, number: int, mix: dict[str, int]) -> None:
         async with limpet.open(self._url, namespace=self._stores[0].name, clock=limpet.SystemClock()) as own:
             self._ready.wait()
             await Client(self, number, own, mix).work()
@@ -177,7 +177,7 @@ class History:
         operations = self.recorder.operations
         log = self._stores[0].traits.log
         one, other = watched
-        told = [
+        verdicts = [
             check_watch(one, operations, final, log=log),
             check_watch(other, operations, final, log=log),
             check_order(operations, one if log == "every" else None),
@@ -185,16 +185,16 @@ class History:
         ]
         answered = len({op.call for op in operations if op.outcome != "unknown"})
         if answered < planned:
-            told.append(f"void: {answered} calls were answered, of {planned} planned")
+            verdicts.append(f"the history is void: only {answered} of {planned} calls were answered")
         if not any(itertools.starmap(_overlap, itertools.pairwise(operations))):
-            told.append("void: no two calls overlapped, so nothing was tried")
-        problems = [problem for problem in told if problem is not None]
+            verdicts.append("the history is void: no two calls overlapped")
+        problems = [problem for problem in verdicts if problem is not None]
         if problems:
             pytest.fail(f"LIMPET_SEED={self._seed}\n\n" + "\n\n".join(problems), pytrace=False)
 
 
 class Client:
-    """Somebody who makes random calls and notes the answers."""
+    """A client that makes random calls and records the replies."""
 
     def __init__(self, history: History, number: int, store: limpet.Store, mix: dict[str, int]) -> None:
         self.known: dict[str, Entry | None] = {}
@@ -217,61 +217,63 @@ class Client:
         """Read."""
         op = await self._call(key, "get")
         self.known[key] = await self._store.entry(key)
-        self._recorder.done(op, seen=KeyState.of(self.known[key]))
+        self._recorder.note_success(op, seen=KeyState.of(self.known[key]))
 
     async def put(self, key: str) -> None:
-        """Write, whatever is there."""
+        """Write without a guard."""
         await self._put(key, None)
 
     async def create(self, key: str) -> None:
-        """Write where nothing is."""
+        """Write if the key is absent."""
         await self._put(key, ABSENT)
 
     async def guarded(self, key: str) -> None:
-        """Write over what was last seen."""
+        """Write if the key is as this client last saw it."""
         await self._put(key, self._expectation(key))
 
     async def delete(self, key: str) -> None:
-        """End a key."""
-        cause = self._verb()
+        """Delete a key."""
+        cause = self._verb_request_id()
         op = await self._call(key, "delete", cause=cause)
         try:
             if cause is not None:
                 ended = await self._store.delete(key, request_id=cause)
-                self._recorder.done(op, seen=KeyState() if ended else None)
+                self._recorder.note_success(op, seen=KeyState() if ended else None)
                 await self._find(op, cause)
             else:
-                self._ended(op, await self._store.batch().delete(key).commit())
+                self._record_delete(op, await self._store.batch().delete(key).commit())
         except (Ambiguous, TransientError) as error:
-            self._failed(error, op)
+            self._record_error(error, op)
 
     async def take(self, key: str) -> None:
-        """End a key and get what it held."""
-        cause = self._verb()
+        """Delete a key and get its value."""
+        cause = self._verb_request_id()
         op = await self._call(key, "delete", cause=cause)
         try:
             if cause is not None:
                 value = await self._store.take(key, MISSING, request_id=cause)
-                self._recorder.done(op, seen=None if value is MISSING else KeyState(value=value))
+                self._recorder.note_success(op, seen=None if value is MISSING else KeyState(value=value))
                 await self._find(op, cause)
             else:
-                self._ended(op, await self._store.batch().take(key).commit())
+                self._record_delete(op, await self._store.batch().take(key).commit())
         except (Ambiguous, TransientError) as error:
-            self._failed(error, op)
+            self._record_error(error, op)
 
     async def add(self, _: str) -> None:
-        """Count."""
-        cause, by = self._verb(), self._dice.randrange(1, 10)
+        """Add to the counter."""
+        cause, by = self._verb_request_id(), self._dice.randrange(1, 10)
         op = await self._call(COUNTER, "add", by, cause=cause)
         try:
             if cause is not None:
-                self._recorder.done(op, made=KeyState(value=await self._store.add(COUNTER, by, request_id=cause)))
+                self._recorder.note_success(
+                    op, made=KeyState(value=await self._store.add(COUNTER, by, request_id=cause))
+                )
                 await self._find(op, cause)
             else:
                 commit = await self._store.batch().add(COUNTER, by).commit()
-                self._recorder.done(op, made=KeyState.of(commit.entries[0]))
+                self._recorder.note_success(op, made=KeyState.of(commit.entries[0]))
         except (Ambiguous, TransientError) as error:
-            self._failed(error, op)
+            self._record_error(error, op)
 
     async def batch(self, _: str) -> None:
         """Write two keys at once, perhaps under a guard."""
@@ -293,15 +295,15 @@ class Client:
         try:
             commit = await draft.commit()
         except (Conflict, Ambiguous, TransientError) as error:
-            self._failed(error, *parts)
+            self._record_error(error, *parts)
             return
-        self._recorder.done(first, made=KeyState.of(commit.entries[0]))
+        self._recorder.note_success(first, made=KeyState.of(commit.entries[0]))
         if deletes:
-            self._ended(second, commit)
+            self._record_delete(second, commit)
         else:
-            self._recorder.done(second, made=KeyState.of(commit.entries[1]))
+            self._recorder.note_success(second, made=KeyState.of(commit.entries[1]))
         for check in parts[2:]:
-            self._recorder.done(check)
+            self._recorder.note_success(check)
         self.known[here], self.known[there] = commit.entries
 
     async def _put(self, key: str, expect: Expected) -> None:
@@ -313,9 +315,9 @@ class Client:
             else:
                 entry = await self._store.put(key, value, expect=limpet.ANY if expect is None else expect)
         except (Conflict, Ambiguous, TransientError) as error:
-            self._failed(error, op)
+            self._record_error(error, op)
             return
-        self._recorder.done(op, made=KeyState.of(entry))
+        self._recorder.note_success(op, made=KeyState.of(entry))
         self.known[key] = entry
 
     async def _call(
@@ -328,42 +330,42 @@ class Client:
         cause: str | None = None,
         part_of: Operation | None = None,
     ) -> Operation:
-        """Note a call, and let the request be on its way for a turn, or not."""
+        """Record a call, and at random let other tasks run before it is made."""
         op = self._recorder.call(self._name, key, kind, argument, expect=expect, cause=cause, part_of=part_of)
         if self._dice.random() < 0.5:
             await asyncio.sleep(0)
         return op
 
     def _expectation(self, key: str) -> Expected:
-        """Something that may be true: what was last seen here, or a guess."""
+        """A guard that may hold: the entry last seen, or a guess."""
         entry = self.known.get(key)
         if entry is None:
             return self._dice.choice([ABSENT, PRESENT])
         return self._dice.choice([Revision(entry.revision), Revision(entry.revision), Version(entry.version), PRESENT])
 
-    def _verb(self) -> str | None:
-        """A request id, to call a verb that does not tell its revision."""
+    def _verb_request_id(self) -> str | None:
+        """A request id, to call a verb that does not return its revision; None to use a batch instead."""
         return None if self._dice.random() < 0.5 else f"{self._name}, call {next(self._calls)}"
 
     async def _find(self, op: Operation, cause: str) -> None:
-        """Note the place of a write that does not tell it, where no log of every change will."""
+        """Record the revision of a write whose reply lacks it, if the engine's log does not keep every change."""
         while self._store.traits.log == "last" and op.writes and op.revision is None:
-            # The write is done, whatever keeps us from hearing where: an error here is not one of the write.
+            # The write was applied: an error of this lookup is not an error of the write.
             with contextlib.suppress(TransientError):
                 outcome = await self._store.outcome(cause)
                 assert outcome is not None
                 op.revision = outcome.revision
 
-    def _ended(self, op: Operation, commit: limpet.Commit) -> None:
-        """Note a delete, the last write of its commit."""
+    def _record_delete(self, op: Operation, commit: limpet.Commit) -> None:
+        """Record a delete, the last write of its commit."""
         ended = commit.ended[-1]
-        self._recorder.done(op, seen=KeyState.of(ended), revision=None if ended is None else commit.revision)
+        self._recorder.note_success(op, seen=KeyState.of(ended), revision=None if ended is None else commit.revision)
 
-    def _failed(self, error: Exception, *parts: Operation) -> None:
+    def _record_error(self, error: Exception, *parts: Operation) -> None:
         if isinstance(error, Conflict):
             self.known[error.key] = error.current
             found = next(op for op in parts if op.key == error.key)
-            self._recorder.refused(found, KeyState.of(error.current))
+            self._recorder.note_refusal(found, KeyState.of(error.current))
             parts = tuple(op for op in parts if op is not found)
         for op in parts:
             if isinstance(error, Ambiguous):

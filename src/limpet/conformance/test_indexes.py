@@ -12,7 +12,7 @@ from limpet.conformance.test_filters import NO_FIELD, VALUES, matches, put_all
 from limpet.errors import InvalidKey, InvalidValue
 from limpet.model import Filter, Test
 
-# Where one that keeps fields as text, as doubles or as JSON could lose its way.
+# Values that an index over text, doubles or JSON could mix up.
 MORE: Final[dict[str, Any]] = {
     "str with U+0000": "a\0b",
     "str before it": "a",
@@ -41,7 +41,7 @@ FIELD: Final[Any] = limpet.field("field")
 
 @pytest.fixture
 def store(store: limpet.Store) -> limpet.Store:
-    """A store that may keep indexes. An encrypted one keeps none."""
+    """A store that supports indexes. An encrypted store does not."""
     if store.traits.encrypted:
         pytest.skip("an encrypted store keeps no index")
     return store
@@ -59,7 +59,7 @@ async def put_every(store: limpet.Store, prefix: str) -> None:
 
 
 async def answers(store: limpet.Store, filters: list[Filter]) -> list[list[str]]:
-    """What scans find, by each filter."""
+    """The results of a scan with each filter."""
     return [await matches(store, where) for where in filters]
 
 

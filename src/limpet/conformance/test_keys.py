@@ -15,8 +15,8 @@ from limpet.errors import InvalidKey, InvalidValue
 
 LAST = "\U0010ffff"
 
-# One character for each length in UTF-8, and both sides of every seam: between those lengths, around
-# the surrogates, and where UTF-16 order would part from code-point order.
+# One character for each length in UTF-8, and both sides of every boundary: between those lengths, around
+# the surrogates, and where UTF-16 order differs from code-point order.
 SEAMS = [
     "\x01",
     "\t",
@@ -139,7 +139,7 @@ async def test_a_key_of_one_byte_is_kept(store: limpet.Store) -> None:
 async def test_long_keys_that_differ_at_their_end_are_two(store: limpet.Store) -> None:
     """A key is 1 to 1024 bytes of UTF-8.
 
-    An engine that stores only the beginning of a key, or a short hash of it, joins these.
+    An engine that stores only the beginning of a key, or a short hash of it, would mix these up.
     """
     stem = "\u00e9" * 511
     await fill(store, [stem + "ab", stem + "ac", stem + "a", stem])
@@ -279,7 +279,7 @@ async def test_no_verb_lets_a_bad_prefix_in(store: limpet.Store, road: str) -> N
 async def test_a_kind_of_str_is_a_key(store: limpet.Store) -> None:
     """A key that is not a str is InvalidKey, not a crash.
 
-    A subclass of str is one. It comes back as a plain str.
+    A subclass of str is a key too. It comes back as a plain str.
     """
 
     class Name(str):
@@ -338,7 +338,7 @@ async def test_the_message_of_invalid_key_can_be_printed(store: limpet.Store) ->
 async def test_signs_are_letters(store: limpet.Store) -> None:
     """No other character has meaning: `%`, `_`, `*`, `?`, `[`, `.`, `/`, `:`, spaces, quotes and newlines are letters.
 
-    Each stands between two letters, where a pattern would match the others.
+    Each sign is between two letters, where a pattern would match the other keys.
     """
     signs = [chr(code) for code in range(1, 128) if not chr(code).isalnum()]
     await fill(store, [f"a{sign}b" for sign in signs])
@@ -405,7 +405,7 @@ async def test_patterns_of_other_systems_are_letters(store: limpet.Store) -> Non
 async def test_what_is_code_elsewhere_is_a_key_here(store: limpet.Store, key: str) -> None:
     """No other character has meaning: `%`, `_`, `*`, `?`, `[`, `.`, `/`, `:`, spaces, quotes and newlines are letters.
 
-    Each is a statement, a placeholder, a literal or a path to one driver or another.
+    Each is a statement, a placeholder, a literal or a path for some driver.
     """
     bystander = await store.put("bystander", 1)
 
@@ -572,7 +572,7 @@ async def test_every_prefix_of_random_keys_matches_as_python_does(store: limpet.
 async def test_a_prefix_ends_where_its_last_character_does(store: limpet.Store, edge: str) -> None:
     """A prefix matches exactly the keys that start with it.
 
-    Its upper end is another character: a longer one at the seams, and never a surrogate.
+    Its upper end is another character: one with a longer encoding at the boundaries, and never a surrogate.
     """
     await fill(store, [f"p{seam}" for seam in SEAMS] + [f"p{edge}z", f"p{edge}{LAST}", f"p{edge}\x01", "p", "q"])
 

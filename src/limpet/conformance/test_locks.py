@@ -13,7 +13,7 @@ import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, count, fail, in_line, raising, session_of
+from limpet.conformance.support import PATIENCE_S, count, fail, raising, session_of, wait_for_queue
 from limpet.errors import (
     Ambiguous,
     Conflict,
@@ -32,15 +32,17 @@ TTL_S = 0.8
 LONG_S = 60.0
 
 
-async def held(store: limpet.Store, name: str, *, ttl: float = LONG_S, holder: str | None = None) -> limpet.Lock:
-    """A lock that was just acquired."""
+async def acquire_lock(
+    store: limpet.Store, name: str, *, ttl: float = LONG_S, holder: str | None = None
+) -> limpet.Lock:
+    """Acquire a lock and return it."""
     lock = store.lock(name, ttl=ttl, holder=holder)
     await lock.acquire()
     return lock
 
 
-async def taken_and_released(store: limpet.Store, name: str) -> None:
-    """Wait for a lock, and give it back at once."""
+async def take_and_release(store: limpet.Store, name: str) -> None:
+    """Wait for a lock, and release it at once."""
     lock = store.lock(name, ttl=LONG_S, wait=10 * LONG_S)
     await lock.acquire()
     await lock.release()
@@ -61,14 +63,14 @@ async def while_time_passes(elapse: Elapse, work: Awaitable[Any], step_s: float 
 
 
 async def until(elapse: Elapse, fact: Callable[[], bool], step_s: float = 0.05) -> None:
-    """Let time pass until something is so."""
+    """Let time pass until the condition holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not fact():
             await elapse(step_s)
 
 
 class Slow:
-    """An engine in front of another, whose commits are done but not answered until it is told."""
+    """An engine in front of another, whose commits are applied but not answered until `answers` is set."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -85,16 +87,16 @@ class Slow:
 
 
 async def take_over(store: limpet.Store, other: limpet.Store, lock: limpet.Lock, elapse: Elapse) -> limpet.Lock:
-    """Cut the holder's line until its time is over, let another take the lock, and mend the line."""
-    line = fail(store, before=10**9)
+    """Let the holder's commits fail until its lease is over and another takes the lock, and then succeed again."""
+    failing = fail(store, before=10**9)
     thief = other.lock(lock.name, ttl=LONG_S, wait=LONG_S)
     await while_time_passes(elapse, thief.acquire())
-    line.before = 0
+    failing.before = 0
     return thief
 
 
 def patient_lock(store: limpet.Store, face: str, name: str, *, ttl: float = TTL_S) -> limpet.Lock:
-    """A lock whose body is not cancelled: what the blocking face always has."""
+    """A lock whose body is not cancelled. In the sync API every lock is one."""
     return store.lock(name, ttl=ttl) if face == "sync" else store.lock(name, ttl=ttl, cancel=False)
 
 
@@ -115,7 +117,7 @@ async def test_tokens_grow_over_release(store: limpet.Store) -> None:
     """Acquiring gives a token that is greater than every earlier one on that name."""
     tokens: list[int] = []
     for _ in range(5):
-        lock = await held(store, "job")
+        lock = await acquire_lock(store, "job")
         tokens.append(token_of(lock))
         await lock.release()
 
@@ -126,7 +128,7 @@ async def test_tokens_grow_over_expiry(store: limpet.Store, elapse: Elapse) -> N
     """Acquiring gives a token that is greater than every earlier one on that name."""
     tokens: list[int] = []
     for turn in range(4):
-        tokens.append(token_of(await held(store, "job", ttl=0.2)))
+        tokens.append(token_of(await acquire_lock(store, "job", ttl=0.2)))
         await elapse(0.3)
         if turn % 2:
             await store.sweep()
@@ -136,12 +138,12 @@ async def test_tokens_grow_over_expiry(store: limpet.Store, elapse: Elapse) -> N
 
 async def test_tokens_grow_over_refreshing_and_other_handles(store: limpet.Store, open_store: OpenStore) -> None:
     """Acquiring gives a token that is greater than every earlier one on that name."""
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     await first.refresh()
     await first.refresh()
     await store.put("something", "else")
     await first.release()
-    tokens = [token_of(await held(await open_store(), "job"))]
+    tokens = [token_of(await acquire_lock(await open_store(), "job"))]
 
     again = store.lock("other", ttl=LONG_S)
     for _ in range(3):
@@ -171,7 +173,7 @@ async def test_of_all_who_try_one_acquires(store: limpet.Store) -> None:
 
 async def test_a_held_lock_says_who_holds_it(store: limpet.Store) -> None:
     """A lock that is held raises LockHeld, with its holder, token and remaining time."""
-    lock = await held(store, "job", ttl=50, holder="worker-7")
+    lock = await acquire_lock(store, "job", ttl=50, holder="worker-7")
 
     with pytest.raises(LockHeld) as caught:
         await store.lock("job", ttl=1).acquire()
@@ -184,7 +186,7 @@ async def test_a_held_lock_says_who_holds_it(store: limpet.Store) -> None:
 
 async def test_the_remaining_time_shrinks(store: limpet.Store, elapse: Elapse) -> None:
     """A lock that is held raises LockHeld, with its holder, token and remaining time."""
-    await held(store, "job", ttl=30)
+    await acquire_lock(store, "job", ttl=30)
     await elapse(0.5)
 
     with pytest.raises(LockHeld) as caught:
@@ -195,20 +197,20 @@ async def test_the_remaining_time_shrinks(store: limpet.Store, elapse: Elapse) -
 
 async def test_a_lock_is_held_for_other_stores_too(store: limpet.Store, open_store: OpenStore) -> None:
     """A lock that is held raises LockHeld, with its holder, token and remaining time."""
-    await held(store, "job", holder="first")
+    await acquire_lock(store, "job", holder="first")
     other = await open_store()
 
     with pytest.raises(LockHeld) as caught:
         await other.lock("job", ttl=1).acquire()
 
     assert caught.value.holder == "first"
-    await held(other, "another job")
-    await held(other.namespace(f"{other.name}-b"), "job")
+    await acquire_lock(other, "another job")
+    await acquire_lock(other.namespace(f"{other.name}-b"), "job")
 
 
 async def test_a_refused_handle_does_not_disturb_the_holder(store: limpet.Store) -> None:
     """A lock that is held raises LockHeld, with its holder, token and remaining time."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     for _ in range(3):
         with pytest.raises(LockHeld):
@@ -225,9 +227,9 @@ async def test_a_refused_handle_does_not_disturb_the_holder(store: limpet.Store)
 async def test_a_waiter_gets_the_lock_when_it_is_released(store: limpet.Store) -> None:
     """With `wait`, acquiring waits for the release.
 
-    No time passes by hand: it is the release that wakes the waiter.
+    The test does not advance the clock: the release itself wakes the waiter.
     """
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     second = store.lock("job", ttl=LONG_S, wait=LONG_S)
     waiting = asyncio.ensure_future(second.acquire())
     await asyncio.sleep(0.1)
@@ -240,10 +242,10 @@ async def test_a_waiter_gets_the_lock_when_it_is_released(store: limpet.Store) -
     assert token_of(second) > token
 
 
-async def test_a_waiter_hears_of_a_release_by_another_store(store: limpet.Store, open_store: OpenStore) -> None:
+async def test_a_waiter_is_woken_by_a_release_of_another_store(store: limpet.Store, open_store: OpenStore) -> None:
     """With `wait`, acquiring waits for the release."""
     other = await open_store()
-    first = await held(other, "job")
+    first = await acquire_lock(other, "job")
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
     await asyncio.sleep(0.1)
 
@@ -254,9 +256,9 @@ async def test_a_waiter_hears_of_a_release_by_another_store(store: limpet.Store,
 
 async def test_a_refresh_is_no_release(store: limpet.Store) -> None:
     """With `wait`, acquiring waits for the release."""
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
-    other = await held(store, "another job")
+    other = await acquire_lock(store, "another job")
     await asyncio.sleep(0.05)
 
     await first.refresh()
@@ -293,7 +295,7 @@ async def test_waiters_get_the_lock_one_after_the_other(store: limpet.Store) -> 
 
 async def test_a_waiter_takes_over_when_the_time_is_over(store: limpet.Store, elapse: Elapse) -> None:
     """With `wait`, acquiring takes over when the holder's lease is over."""
-    first = await held(store, "job", ttl=1)
+    first = await acquire_lock(store, "job", ttl=1)
     second = store.lock("job", ttl=LONG_S, wait=LONG_S)
     waiting = asyncio.ensure_future(second.acquire())
     await elapse(0.5)
@@ -307,17 +309,17 @@ async def test_a_waiter_takes_over_when_the_time_is_over(store: limpet.Store, el
 
 async def test_an_expired_lock_needs_no_waiting(store: limpet.Store, elapse: Elapse) -> None:
     """With `wait`, acquiring takes over when the holder's lease is over."""
-    first = await held(store, "job", ttl=0.2)
+    first = await acquire_lock(store, "job", ttl=0.2)
     await elapse(0.3)
 
-    second = await held(store, "job")
+    second = await acquire_lock(store, "job")
 
     assert token_of(second) > token_of(first)
 
 
 async def test_a_waiter_does_not_take_over_from_one_who_refreshes(store: limpet.Store, elapse: Elapse) -> None:
     """With `wait`, acquiring takes over when the holder's lease is over."""
-    first = await held(store, "job", ttl=2)
+    first = await acquire_lock(store, "job", ttl=2)
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
     for _ in range(4):
         await elapse(1)
@@ -332,7 +334,7 @@ async def test_a_waiter_does_not_take_over_from_one_who_refreshes(store: limpet.
 
 async def test_a_wait_ends(store: limpet.Store, elapse: Elapse) -> None:
     """A wait that times out raises LockHeld."""
-    first = await held(store, "job", holder="first")
+    first = await acquire_lock(store, "job", holder="first")
     before = await store.status()
     waiting = asyncio.ensure_future(store.lock("job", ttl=1, wait=0.5).acquire())
 
@@ -346,7 +348,7 @@ async def test_a_wait_ends(store: limpet.Store, elapse: Elapse) -> None:
 
 async def test_no_wait_is_no_wait(store: limpet.Store) -> None:
     """A wait that times out raises LockHeld."""
-    await held(store, "job")
+    await acquire_lock(store, "job")
 
     with pytest.raises(LockHeld):
         await asyncio.wait_for(store.lock("job", ttl=1, wait=0).acquire(), PATIENCE_S)
@@ -355,7 +357,7 @@ async def test_no_wait_is_no_wait(store: limpet.Store) -> None:
 @pytest.mark.face("async")
 async def test_a_cancelled_waiter_does_not_get_the_lock(store: limpet.Store) -> None:
     """A wait that times out raises LockHeld."""
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     waiting = asyncio.create_task(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
     await asyncio.sleep(0.05)
     waiting.cancel()
@@ -367,12 +369,12 @@ async def test_a_cancelled_waiter_does_not_get_the_lock(store: limpet.Store) -> 
     assert await store.locks() == []
 
 
-# The line ---------------------------------------------------------------------
+# The queue --------------------------------------------------------------------
 
 
 async def test_waiters_are_served_in_the_order_they_came(store: limpet.Store) -> None:
     """Callers of one opened store that wait for a lock get it in the order they came."""
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     order: list[int] = []
 
     async def work(number: int) -> None:
@@ -384,18 +386,18 @@ async def test_waiters_are_served_in_the_order_they_came(store: limpet.Store) ->
     working = []
     for number in range(10):
         working.append(asyncio.ensure_future(work(number)))
-        await in_line(store, number + 1, "lock", store.name, "job")
+        await wait_for_queue(store, number + 1, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
 
     assert order == list(range(10))
 
 
-async def test_namespaces_and_names_have_lines_of_their_own(store: limpet.Store) -> None:
+async def test_namespaces_and_names_have_separate_queues(store: limpet.Store) -> None:
     """Callers of one opened store that wait for a lock get it in the order they came."""
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     waiting = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
-    await in_line(store, 1, "lock", store.name, "job")
+    await wait_for_queue(store, 1, "lock", store.name, "job")
 
     await asyncio.wait_for(store.lock("other", ttl=LONG_S, wait=LONG_S).acquire(), PATIENCE_S)
     elsewhere = store.namespace(f"{store.name}-b").lock("job", ttl=LONG_S, wait=LONG_S)
@@ -409,32 +411,32 @@ async def test_namespaces_and_names_have_lines_of_their_own(store: limpet.Store)
 async def test_waiters_of_several_stores_are_all_served(store: limpet.Store, open_store: OpenStore) -> None:
     """Between stores that were opened separately waiters have no order, and each of them is served."""
     stores = [store, await open_store()]
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     order: list[tuple[int, int]] = []
 
-    async def work(place: int, number: int) -> None:
-        lock = stores[place].lock("job", ttl=LONG_S, wait=LONG_S)
+    async def work(store_number: int, number: int) -> None:
+        lock = stores[store_number].lock("job", ttl=LONG_S, wait=LONG_S)
         await lock.acquire()
-        order.append((place, number))
+        order.append((store_number, number))
         await lock.release()
 
     working = []
     for number in range(5):
-        for place, each in enumerate(stores):
-            working.append(asyncio.ensure_future(work(place, number)))
-            await in_line(each, number + 1, "lock", store.name, "job")
+        for store_number, each in enumerate(stores):
+            working.append(asyncio.ensure_future(work(store_number, number)))
+            await wait_for_queue(each, number + 1, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), PATIENCE_S)
 
-    for place in range(2):
-        assert [number for its, number in order if its == place] == list(range(5))
+    for store_number in range(2):
+        assert [number for its, number in order if its == store_number] == list(range(5))
 
 
 async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> None:
     """With `wait=0` no caller queues: a free lock is taken, and a held one is LockHeld."""
-    first = await held(store, "job", holder="first")
-    waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
-    await in_line(store, 3, "lock", store.name, "job")
+    first = await acquire_lock(store, "job", holder="first")
+    waiting = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(3)]
+    await wait_for_queue(store, 3, "lock", store.name, "job")
 
     with pytest.raises(LockHeld) as caught:
         await asyncio.wait_for(store.lock("job", ttl=1).acquire(), PATIENCE_S)
@@ -443,38 +445,38 @@ async def test_without_waiting_a_line_changes_nothing(store: limpet.Store) -> No
     assert 0 < caught.value.remaining <= LONG_S
     await first.release()
     await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
-    await held(store, "job")
+    await acquire_lock(store, "job")
 
 
-async def test_a_waiter_that_gives_up_leaves_the_line(store: limpet.Store, elapse: Elapse) -> None:
+async def test_a_waiter_that_gives_up_leaves_the_queue(store: limpet.Store, elapse: Elapse) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
-    first = await held(store, "job", holder="first")
-    place = ("lock", store.name, "job")
-    ahead = asyncio.ensure_future(taken_and_released(store, "job"))
-    await in_line(store, 1, *place)
+    first = await acquire_lock(store, "job", holder="first")
+    queue = ("lock", store.name, "job")
+    ahead = asyncio.ensure_future(take_and_release(store, "job"))
+    await wait_for_queue(store, 1, *queue)
     hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
-    await in_line(store, 2, *place)
-    behind = asyncio.ensure_future(taken_and_released(store, "job"))
-    await in_line(store, 3, *place)
+    await wait_for_queue(store, 2, *queue)
+    behind = asyncio.ensure_future(take_and_release(store, "job"))
+    await wait_for_queue(store, 3, *queue)
 
     with pytest.raises(LockHeld) as caught:
         await while_time_passes(elapse, hasty)
     assert (caught.value.holder, caught.value.token) == ("first", first.token)
     assert caught.value.remaining > 0
-    await in_line(store, 2, *place)
+    await wait_for_queue(store, 2, *queue)
     await first.release()
     await asyncio.wait_for(asyncio.gather(ahead, behind), PATIENCE_S)
 
-    await in_line(store, 0, *place)
+    await wait_for_queue(store, 0, *queue)
 
 
-async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
+async def test_the_first_in_the_queue_gives_up_and_the_next_takes_over(store: limpet.Store, elapse: Elapse) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
-    await held(store, "job", ttl=2)
+    await acquire_lock(store, "job", ttl=2)
     hasty = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=0.3).acquire())
-    await in_line(store, 1, "lock", store.name, "job")
+    await wait_for_queue(store, 1, "lock", store.name, "job")
     behind = asyncio.ensure_future(store.lock("job", ttl=LONG_S, wait=LONG_S).acquire())
-    await in_line(store, 2, "lock", store.name, "job")
+    await wait_for_queue(store, 2, "lock", store.name, "job")
 
     with pytest.raises(LockHeld):
         await while_time_passes(elapse, hasty)
@@ -483,32 +485,32 @@ async def test_the_first_in_line_gives_up_and_the_next_takes_over(store: limpet.
 
 
 @pytest.mark.face("async")
-@pytest.mark.parametrize("place", [0, 1, 2])
-async def test_a_cancelled_waiter_leaves_the_line(store: limpet.Store, place: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2])
+async def test_a_cancelled_waiter_leaves_the_queue(store: limpet.Store, number: int) -> None:
     """A waiter that gives up or is cancelled leaves the queue, and delays no other."""
-    first = await held(store, "job")
-    waiting = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(3)]
-    await in_line(store, 3, "lock", store.name, "job")
+    first = await acquire_lock(store, "job")
+    waiting = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(3)]
+    await wait_for_queue(store, 3, "lock", store.name, "job")
 
-    waiting.pop(place).cancel()
-    await in_line(store, 2, "lock", store.name, "job")
+    waiting.pop(number).cancel()
+    await wait_for_queue(store, 2, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*waiting), PATIENCE_S)
 
     assert await store.locks() == []
 
 
-async def test_a_handover_asks_once_however_many_wait(store: limpet.Store) -> None:
+async def test_a_handover_tries_once_however_many_wait(store: limpet.Store) -> None:
     """Handing a lock over costs the same, however many callers wait.
 
-    Each of them asks in vain when it comes first in line, asks again after the release, and gives the lock back.
-    When each release woke all of them, forty made more than eight hundred commits.
+    Each waiter tries in vain when it is first in the queue, tries again after the release, and releases the lock.
+    When each release woke all waiters, forty of them made more than eight hundred commits.
     """
-    first = await held(store, "job")
+    first = await acquire_lock(store, "job")
     engine, waiters = count(store), 40
 
-    working = [asyncio.ensure_future(taken_and_released(store, "job")) for _ in range(waiters)]
-    await in_line(store, waiters, "lock", store.name, "job")
+    working = [asyncio.ensure_future(take_and_release(store, "job")) for _ in range(waiters)]
+    await wait_for_queue(store, waiters, "lock", store.name, "job")
     await first.release()
     await asyncio.wait_for(asyncio.gather(*working), 3 * PATIENCE_S)
 
@@ -549,7 +551,7 @@ async def test_a_ttl_is_seconds_or_a_timedelta(store: limpet.Store, ttl: Any, se
 @pytest.mark.parametrize("ttl", [0, -1, True, "1", math.nan, math.inf])
 async def test_a_refresh_takes_no_other_ttl(store: limpet.Store, ttl: Any) -> None:
     """A lock needs a ttl, under the rules of every ttl."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     with pytest.raises(InvalidTTL):
         await lock.refresh(ttl)
@@ -563,7 +565,7 @@ async def test_a_refresh_takes_no_other_ttl(store: limpet.Store, ttl: Any) -> No
 
 async def test_another_handle_cannot_release(store: limpet.Store, open_store: OpenStore) -> None:
     """Ownership is the handle: another handle cannot release it."""
-    lock = await held(store, "job", holder="me")
+    lock = await acquire_lock(store, "job", holder="me")
 
     for other in (store, await open_store()):
         with pytest.raises(LockNotHeld):
@@ -577,9 +579,9 @@ async def test_another_handle_cannot_release(store: limpet.Store, open_store: Op
 
 async def test_a_stale_handle_cannot_release_its_successor(store: limpet.Store, elapse: Elapse) -> None:
     """Ownership is the handle: another handle cannot release it."""
-    stale = await held(store, "job", ttl=0.2)
+    stale = await acquire_lock(store, "job", ttl=0.2)
     await elapse(0.3)
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     with pytest.raises(LockExpired):
         await stale.release()
@@ -604,13 +606,13 @@ async def test_any_task_may_use_the_handle(store: limpet.Store) -> None:
 
 async def test_a_released_lock_is_free(store: limpet.Store) -> None:
     """Releasing frees the lock at once."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     await lock.release()
 
     assert not lock.lost
     assert await store.locks() == []
-    await held(store, "job")
+    await acquire_lock(store, "job")
 
 
 async def test_leaving_the_context_frees_the_lock(store: limpet.Store) -> None:
@@ -658,7 +660,7 @@ async def test_a_released_handle_can_be_used_again(store: limpet.Store) -> None:
 
 async def test_refreshing_extends_the_lease(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing extends the lease from now on and keeps the token."""
-    lock = await held(store, "job", ttl=1)
+    lock = await acquire_lock(store, "job", ttl=1)
     token = lock.token
     for _ in range(4):
         await elapse(0.6)
@@ -677,7 +679,7 @@ async def test_refreshing_counts_from_now_on(store: limpet.Store, elapse: Elapse
 
     It does not add to what is left.
     """
-    lock = await held(store, "job", ttl=10)
+    lock = await acquire_lock(store, "job", ttl=10)
     await lock.refresh()
     await lock.refresh()
     assert (await store.locks())[0].remaining <= 10
@@ -690,7 +692,7 @@ async def test_refreshing_counts_from_now_on(store: limpet.Store, elapse: Elapse
 
 async def test_refreshing_with_another_ttl(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing extends the lease from now on and keeps the token."""
-    lock = await held(store, "job", ttl=10)
+    lock = await acquire_lock(store, "job", ttl=10)
     await lock.refresh(100)
     assert 95 < (await store.locks())[0].remaining <= 100
 
@@ -727,8 +729,8 @@ async def test_a_context_renews_its_lock(store: limpet.Store, elapse: Elapse) ->
 async def test_renewal_rides_out_a_short_failure(store: limpet.Store, elapse: Elapse) -> None:
     """A lock used as a context renews itself while its body runs."""
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, before=3)
-        await until(elapse, lambda: line.before == 0)
+        failing = fail(store, before=3)
+        await until(elapse, lambda: failing.before == 0)
         async with asyncio.timeout(PATIENCE_S):
             while not any(found.remaining > 3 for found in await store.locks()):
                 await elapse(0.05)
@@ -740,7 +742,7 @@ async def test_renewal_rides_out_a_short_failure(store: limpet.Store, elapse: El
 
 async def test_a_lock_by_hand_does_not_renew_itself(store: limpet.Store, elapse: Elapse) -> None:
     """A lock used as a context renews itself while its body runs."""
-    lock = await held(store, "job", ttl=0.3)
+    lock = await acquire_lock(store, "job", ttl=0.3)
     for _ in range(4):
         await elapse(0.1)
 
@@ -754,7 +756,7 @@ async def test_a_lock_by_hand_does_not_renew_itself(store: limpet.Store, elapse:
 
 async def test_what_expired_cannot_be_refreshed(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
-    lock = await held(store, "job", ttl=0.2)
+    lock = await acquire_lock(store, "job", ttl=0.2)
     token = lock.token
     await elapse(0.3)
 
@@ -769,7 +771,7 @@ async def test_what_expired_cannot_be_refreshed(store: limpet.Store, elapse: Ela
 
 async def test_what_expired_cannot_be_released(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
-    lock = await held(store, "job", ttl=0.2)
+    lock = await acquire_lock(store, "job", ttl=0.2)
     await elapse(0.3)
 
     with pytest.raises(LockExpired):
@@ -781,7 +783,7 @@ async def test_what_expired_cannot_be_released(store: limpet.Store, elapse: Elap
 
 async def test_what_was_swept_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
-    locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
+    locks = [await acquire_lock(store, name, ttl=0.2) for name in ("a", "b")]
     await elapse(0.3)
     await store.sweep()
 
@@ -793,10 +795,10 @@ async def test_what_was_swept_is_expired_as_well(store: limpet.Store, elapse: El
 
 async def test_what_was_taken_over_is_expired_as_well(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
-    locks = [await held(store, name, ttl=0.2) for name in ("a", "b")]
+    locks = [await acquire_lock(store, name, ttl=0.2) for name in ("a", "b")]
     await elapse(0.3)
-    await held(store, "a")
-    thief = await held(store, "b")
+    await acquire_lock(store, "a")
+    thief = await acquire_lock(store, "b")
 
     with pytest.raises(LockExpired):
         await locks[0].refresh()
@@ -808,7 +810,7 @@ async def test_what_was_taken_over_is_expired_as_well(store: limpet.Store, elaps
 
 async def test_an_expired_handle_can_acquire_again(store: limpet.Store, elapse: Elapse) -> None:
     """Refreshing or releasing after the lease is over is LockExpired, even if no one took the lock since."""
-    lock = await held(store, "job", ttl=0.2)
+    lock = await acquire_lock(store, "job", ttl=0.2)
     token = token_of(lock)
     await elapse(0.3)
     with pytest.raises(LockExpired):
@@ -836,9 +838,9 @@ async def test_what_was_never_acquired_is_not_held(store: limpet.Store) -> None:
 
 async def test_what_was_given_back_is_not_held(store: limpet.Store) -> None:
     """Refreshing or releasing a lock that was never acquired, or was released, is LockNotHeld."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     await lock.release()
-    other = await held(store, "job")
+    other = await acquire_lock(store, "job")
 
     with pytest.raises(LockNotHeld):
         await lock.refresh()
@@ -852,7 +854,7 @@ async def test_a_lock_given_back_inside_its_body_is_fine(store: limpet.Store) ->
     """Refreshing or releasing a lock that was never acquired, or was released, is LockNotHeld."""
     async with store.lock("job", ttl=LONG_S) as lock:
         await lock.release()
-        other = await held(store, "job")
+        other = await acquire_lock(store, "job")
 
     other.check()
     assert not lock.lost
@@ -906,13 +908,13 @@ async def test_a_lock_whose_line_is_cut_is_lost_before_its_time_is_over(
 async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
     """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over.
 
-    One renewal whose outcome stayed unknown ended the renewing for ever, and nobody was told.
+    A renewal whose outcome stayed unknown once ended all further renewals, without an error.
     """
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, after=5)
-        await until(elapse, lambda: line.after == 0)
-        renewals = line.commits
-        await until(elapse, lambda: line.commits >= renewals + 4)
+        failing = fail(store, after=5)
+        await until(elapse, lambda: failing.after == 0)
+        renewals = failing.commits
+        await until(elapse, lambda: failing.commits >= renewals + 4)
 
         lock.check()
         assert [found.token for found in await store.locks()] == [lock.token]
@@ -922,10 +924,10 @@ async def test_a_renewal_whose_answer_is_lost_is_tried_again(store: limpet.Store
 async def test_a_renewal_that_is_refused_for_a_moment_is_tried_again(store: limpet.Store, elapse: Elapse) -> None:
     """A renewal that fails for a moment, or whose reply is lost, is tried again until the lease may be over."""
     async with store.lock("job", ttl=4) as lock:
-        line = fail(store, before=5)
-        await until(elapse, lambda: line.before == 0)
-        renewals = line.commits
-        await until(elapse, lambda: line.commits >= renewals + 4)
+        failing = fail(store, before=5)
+        await until(elapse, lambda: failing.before == 0)
+        renewals = failing.commits
+        await until(elapse, lambda: failing.commits >= renewals + 4)
 
         lock.check()
     assert not lock.lost
@@ -937,7 +939,7 @@ async def test_a_renewal_that_stays_unknown_loses_the_lock(store: limpet.Store, 
 
     async def work() -> None:
         async with lock:
-            with raising(store, Ambiguous("the line is cut, the answer is lost", request_id="1", since=0)):
+            with raising(store, Ambiguous("the connection is lost, and the reply with it", request_id="1", since=0)):
                 await until(elapse, lambda: lock.lost)
             with pytest.raises(LockLost):
                 lock.check()
@@ -952,7 +954,7 @@ async def test_a_renewal_that_fails_in_an_unforeseen_way_loses_the_lock(
 ) -> None:
     """A renewal that fails for any other reason loses the lock, and a warning in the log names the lock and its token.
 
-    The words of the error may hold a value, and are not in the log.
+    The text of the error may contain a value, and is not logged.
     """
     lock = patient_lock(store, face, "job")
 
@@ -983,7 +985,7 @@ async def test_an_unforeseen_failure_cancels_the_body(store: limpet.Store, elaps
     entered = asyncio.Event()
     working = asyncio.create_task(work())
     await entered.wait()
-    with raising(store, RuntimeError("nobody has thought of this")), pytest.raises(LockLost):
+    with raising(store, RuntimeError("an unforeseen error")), pytest.raises(LockLost):
         await while_time_passes(elapse, working)
 
 
@@ -1010,9 +1012,9 @@ async def test_a_renewal_that_is_not_answered_loses_the_lock_in_time(store: limp
 async def test_check_looks_at_the_clock(store: limpet.Store, elapse: Elapse) -> None:
     """Losing a lock sets `lost`, makes `check` raise LockLost, and raises LockLost at the end of its body.
 
-    Nobody has told the holder anything. The time that passed is enough.
+    The holder gets no notice. The time that passed is enough.
     """
-    lock = await held(store, "job", ttl=TTL_S)
+    lock = await acquire_lock(store, "job", ttl=TTL_S)
     lock.check()
     await elapse(TTL_S)
 
@@ -1028,9 +1030,9 @@ async def test_a_long_pause_loses_the_lock(store: limpet.Store, open_store: Open
 
     The holder stands still for longer than its lease, and another takes over.
     """
-    lock = await held(store, "job", ttl=TTL_S)
+    lock = await acquire_lock(store, "job", ttl=TTL_S)
     await elapse(10 * TTL_S)
-    thief = await held(await open_store(), "job")
+    thief = await acquire_lock(await open_store(), "job")
 
     with pytest.raises(LockExpired):
         await lock.refresh()
@@ -1091,7 +1093,7 @@ async def test_a_lost_lock_leaves_its_task_uncancelled(
 ) -> None:
     """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
-    Whoever catches LockLost goes on in the same task, as if it had never been cancelled.
+    A caller that catches LockLost goes on in the same task, as if it had never been cancelled.
     """
     other = await open_store()
     lock, entered = store.lock("job", ttl=TTL_S), asyncio.Event()
@@ -1109,13 +1111,13 @@ async def test_a_lost_lock_leaves_its_task_uncancelled(
 
 
 @pytest.mark.face("async")
-async def test_a_body_that_outlasts_its_cancellation_still_hears_of_it(
+async def test_a_body_that_outlasts_its_cancellation_still_gets_lock_lost(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
     """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
-    The body swallows the cancellation. It ends with LockLost all the same, in a task that is not
-    taken for cancelled.
+    The body swallows the cancellation. It ends with LockLost all the same, in a task that does not
+    count as cancelled.
     """
     other = await open_store()
     lock, entered = store.lock("job", ttl=TTL_S), asyncio.Event()
@@ -1173,7 +1175,8 @@ async def test_a_timeout_around_a_lock_is_a_timeout(store: limpet.Store) -> None
 async def test_a_lock_granted_to_a_cancelled_caller_is_given_back(store: limpet.Store, cancels: int) -> None:
     """A caller that is cancelled while acquiring a lock holds nothing afterwards.
 
-    The engine has granted it and the answer is on its way: nobody would hold the lock until its time is over.
+    The engine has granted it and the reply is on its way: without a release the lock would be held, by no caller,
+    until its lease is over.
     """
     session = session_of(store)
     slow = Slow(session.engine)
@@ -1189,7 +1192,7 @@ async def test_a_lock_granted_to_a_cancelled_caller_is_given_back(store: limpet.
     with pytest.raises(asyncio.CancelledError):
         await asking
     async with asyncio.timeout(PATIENCE_S):
-        while await store.locks():  # noqa: ASYNC110 - there is no event of a release
+        while await store.locks():  # noqa: ASYNC110 - a release has no event
             await asyncio.sleep(0.001)
 
 
@@ -1199,7 +1202,7 @@ async def test_a_cancellation_from_outside_is_not_hidden_by_a_loss(
 ) -> None:
     """Losing a lock cancels the body of `async with`, unless `cancel=False`.
 
-    The lock is lost and the caller cancels as well: the caller's word counts.
+    The lock is lost and the caller cancels as well: the cancellation wins.
     """
     other = await open_store()
     lock, entered, lost = store.lock("job", ttl=TTL_S), asyncio.Event(), asyncio.Event()
@@ -1312,7 +1315,7 @@ async def test_an_error_of_the_body_comes_through_whatever_the_release_raises(
 
 @pytest.mark.parametrize(
     "error",
-    [Ambiguous("the answer is lost", request_id="1", since=0), Unavailable("the line is cut")],
+    [Ambiguous("the answer is lost", request_id="1", since=0), Unavailable("the connection is lost")],
     ids=lambda error: type(error).__name__,
 )
 async def test_a_lock_that_cannot_be_given_back_ends_by_itself(
@@ -1342,11 +1345,11 @@ async def test_a_lock_that_cannot_be_given_back_ends_by_itself(
 async def test_a_lock_and_a_key_of_one_name_do_not_meet(store: limpet.Store) -> None:
     """A lock and a key of the same name are independent."""
     entry = await store.put("job", "a key")
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     assert await store.entry("job") == entry
     await store.create("other", 1)
-    await held(store, "other")
+    await acquire_lock(store, "other")
     assert await store.delete("job")
     assert [found.name for found in await store.locks()] == ["job", "other"]
     await lock.release()
@@ -1360,16 +1363,16 @@ async def test_a_key_does_not_stand_in_for_a_lock(store: limpet.Store) -> None:
     with pytest.raises(LockLost):
         await store.put("a", 1, fence=limpet.Fence("job", entry.created_revision))
 
-    await held(store, "job")
+    await acquire_lock(store, "job")
     with pytest.raises(Conflict):
         await store.put("no such key", 1, expect=limpet.PRESENT)
 
 
 async def test_locks_are_listed_with_their_holders(store: limpet.Store) -> None:
     """`locks` lists the held locks with their holders."""
-    b = await held(store, "b", ttl=20, holder="worker-b")
-    a = await held(store, "a", ttl=40, holder="worker-a")
-    gone = await held(store, "c")
+    b = await acquire_lock(store, "b", ttl=20, holder="worker-b")
+    a = await acquire_lock(store, "a", ttl=40, holder="worker-a")
+    gone = await acquire_lock(store, "c")
     await gone.release()
 
     found = await store.locks()
@@ -1384,8 +1387,8 @@ async def test_locks_are_listed_with_their_holders(store: limpet.Store) -> None:
 
 async def test_expired_locks_are_not_listed(store: limpet.Store, elapse: Elapse) -> None:
     """`locks` lists the held locks with their holders."""
-    await held(store, "short", ttl=0.2)
-    await held(store, "long")
+    await acquire_lock(store, "short", ttl=0.2)
+    await acquire_lock(store, "long")
     await elapse(0.3)
 
     assert [found.name for found in await store.locks()] == ["long"]
@@ -1394,8 +1397,8 @@ async def test_expired_locks_are_not_listed(store: limpet.Store, elapse: Elapse)
 async def test_locks_are_listed_by_prefix(store: limpet.Store) -> None:
     """`locks` lists the held locks with their holders."""
     for name in ["a", "a/1", "a/2", "a0", "b"]:
-        await held(store, name)
-    await held(store.namespace(f"{store.name}-b"), "a/3")
+        await acquire_lock(store, name)
+    await acquire_lock(store.namespace(f"{store.name}-b"), "a/3")
     await store.put("a/4", "a key")
 
     assert [found.name for found in await store.locks("a/")] == ["a/1", "a/2"]
@@ -1405,14 +1408,14 @@ async def test_locks_are_listed_by_prefix(store: limpet.Store) -> None:
 async def test_many_locks_are_listed_whole(store: limpet.Store) -> None:
     """`locks` lists the held locks with their holders."""
     names = [f"job-{number:04}" for number in range(600)]
-    await asyncio.gather(*(held(store, name) for name in names))
+    await asyncio.gather(*(acquire_lock(store, name) for name in names))
 
     assert [found.name for found in await store.locks()] == names
 
 
 async def test_a_holder_is_named_even_if_no_name_was_given(store: limpet.Store) -> None:
     """`locks` lists the held locks with their holders."""
-    await held(store, "job")
+    await acquire_lock(store, "job")
 
     (found,) = await store.locks()
 
@@ -1450,8 +1453,8 @@ WRITES: dict[str, Fenced] = {
 }
 
 
-async def prepared(store: limpet.Store) -> list[limpet.Entry]:
-    """One key, one record and no more."""
+async def prepare_entries(store: limpet.Store) -> list[limpet.Entry]:
+    """Write one key and one record."""
     await store.delete("new")
     await store.put("key", 1)
     await store.record("record").put({"a": 1})
@@ -1461,14 +1464,14 @@ async def prepared(store: limpet.Store) -> list[limpet.Entry]:
 @pytest.mark.parametrize("write", WRITES)
 async def test_a_fence_fits_every_write(store: limpet.Store, elapse: Elapse, write: str) -> None:
     """A fence fits every write, and batches."""
-    before = await prepared(store)
-    lock = await held(store, "job", ttl=1)
+    before = await prepare_entries(store)
+    lock = await acquire_lock(store, "job", ttl=1)
     token = token_of(lock)
 
     await WRITES[write](store, lock)
     after = [entry async for entry in store.scan()]
     await elapse(1.1)
-    before_again = await prepared(store)
+    before_again = await prepare_entries(store)
     with pytest.raises(LockLost) as caught:
         await WRITES[write](store, lock)
 
@@ -1489,7 +1492,7 @@ async def test_a_fenced_write_happens_while_the_lock_is_held(store: limpet.Store
 
 async def test_a_fence_and_a_guard_must_both_hold(store: limpet.Store) -> None:
     """`fence=lock` lets a write happen while the lock is held."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     entry = await store.put("a", 1)
 
     with pytest.raises(Conflict):
@@ -1501,7 +1504,7 @@ async def test_a_fence_and_a_guard_must_both_hold(store: limpet.Store) -> None:
 
 async def test_two_fences_must_both_hold(store: limpet.Store, elapse: Elapse) -> None:
     """`fence=lock` lets a write happen while the lock is held."""
-    long, short = await held(store, "long"), await held(store, "short", ttl=0.5)
+    long, short = await acquire_lock(store, "long"), await acquire_lock(store, "short", ttl=0.5)
     await store.batch().fence(long).fence(short).put("a", 1).commit()
     await elapse(0.6)
 
@@ -1514,7 +1517,7 @@ async def test_two_fences_must_both_hold(store: limpet.Store, elapse: Elapse) ->
 
 async def test_a_fence_serves_another_store_of_the_namespace(store: limpet.Store, open_store: OpenStore) -> None:
     """`fence=lock` lets a write happen while the lock is held."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
 
     await (await open_store()).put("a", 1, fence=lock)
 
@@ -1524,9 +1527,9 @@ async def test_a_fence_serves_another_store_of_the_namespace(store: limpet.Store
 async def test_a_write_under_a_lock_taken_over_changes_nothing(store: limpet.Store, elapse: Elapse) -> None:
     """A fenced write after the lock was taken over is LockLost and changes nothing."""
     await store.put("a", "old")
-    stale = await held(store, "job", ttl=0.3)
+    stale = await acquire_lock(store, "job", ttl=0.3)
     await elapse(0.4)
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     await store.put("a", "new", fence=lock)
     before = await store.status()
 
@@ -1541,11 +1544,11 @@ async def test_a_write_under_a_lock_taken_over_changes_nothing(store: limpet.Sto
 async def test_a_paused_holder_cannot_write(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
     """A fenced write after the lock was taken over is LockLost and changes nothing.
 
-    The holder was paused in the middle of its body, past its time, and does not know it. Its
-    successor has begun. Without the fence the late write would destroy what the successor wrote.
+    The holder was paused in the middle of its body, past its lease, and does not know it. The next
+    holder has begun. Without the fence the late write would destroy what the next holder wrote.
     """
     other = await open_store()
-    stale = await held(store, "job", ttl=0.3)
+    stale = await acquire_lock(store, "job", ttl=0.3)
     plan = await store.batch().fence(stale).put("a", 1).commit()
     assert plan.entries[0] is not None
     await elapse(5)
@@ -1561,9 +1564,9 @@ async def test_a_paused_holder_cannot_write(store: limpet.Store, open_store: Ope
 async def test_a_write_under_a_lock_given_back_is_refused(store: limpet.Store) -> None:
     """A fenced write after the lock was taken over is LockLost and changes nothing.
 
-    The fence was kept from before the release.
+    The caller kept the fence from before the release.
     """
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     fence = lock.fence
     await lock.release()
 
@@ -1578,7 +1581,7 @@ async def test_a_write_under_a_lock_given_back_is_refused(store: limpet.Store) -
 
 async def test_a_write_under_an_expired_lock_is_refused(store: limpet.Store, elapse: Elapse) -> None:
     """A fenced write after the lock expired is LockLost, even if no one took the lock since."""
-    lock = await held(store, "job", ttl=0.3)
+    lock = await acquire_lock(store, "job", ttl=0.3)
     await elapse(0.4)
 
     with pytest.raises(LockLost):
@@ -1592,7 +1595,7 @@ async def test_a_write_under_an_expired_lock_is_refused(store: limpet.Store, ela
 
 async def test_a_fence_holds_to_the_last_moment(store: limpet.Store, elapse: Elapse) -> None:
     """A fenced write after the lock expired is LockLost, even if no one took the lock since."""
-    lock = await held(store, "job", ttl=2)
+    lock = await acquire_lock(store, "job", ttl=2)
     (entry,) = await store.locks()
     await elapse(entry.remaining - 0.5)
     await store.put("a", "in time", fence=lock)
@@ -1606,7 +1609,7 @@ async def test_a_fence_holds_to_the_last_moment(store: limpet.Store, elapse: Ela
 
 async def test_a_refresh_keeps_the_fence(store: limpet.Store, elapse: Elapse) -> None:
     """The holder's own refresh does not break its fence."""
-    lock = await held(store, "job", ttl=1)
+    lock = await acquire_lock(store, "job", ttl=1)
     fence = lock.fence
     for number in range(4):
         await elapse(0.6)
@@ -1633,8 +1636,8 @@ async def test_renewal_keeps_the_fence(store: limpet.Store, elapse: Elapse) -> N
 async def test_a_fence_of_another_namespace_is_refused(store: limpet.Store) -> None:
     """A fence from another namespace is InvalidValue."""
     other = store.namespace(f"{store.name}-b")
-    lock = await held(other, "job")
-    await held(store, "job")
+    lock = await acquire_lock(other, "job")
+    await acquire_lock(store, "job")
 
     with pytest.raises(InvalidValue):
         await store.put("a", 1, fence=lock)
@@ -1649,7 +1652,7 @@ async def test_a_fence_of_another_namespace_is_refused(store: limpet.Store) -> N
 
 async def test_a_fence_is_a_name_and_a_token(store: limpet.Store, open_store: OpenStore) -> None:
     """A fence can be given by name and token."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     other = await open_store()
 
     await other.put("a", 1, fence=limpet.Fence("job", token_of(lock)))
@@ -1660,7 +1663,7 @@ async def test_a_fence_is_a_name_and_a_token(store: limpet.Store, open_store: Op
 
 async def test_a_fence_with_another_token_is_refused(store: limpet.Store) -> None:
     """A fence can be given by name and token."""
-    token = token_of(await held(store, "job"))
+    token = token_of(await acquire_lock(store, "job"))
 
     for wrong in (token - 1, token + 1, 0):
         with pytest.raises(LockLost) as caught:
@@ -1675,7 +1678,7 @@ async def test_a_fence_with_another_token_is_refused(store: limpet.Store) -> Non
 async def test_a_lock_that_was_never_acquired_cannot_fence(store: limpet.Store) -> None:
     """A lock that is not held cannot fence."""
     lock = store.lock("job", ttl=LONG_S)
-    await held(store, "job")
+    await acquire_lock(store, "job")
 
     with pytest.raises(LockNotHeld):
         await store.put("a", 1, fence=lock)
@@ -1687,7 +1690,7 @@ async def test_a_lock_that_was_never_acquired_cannot_fence(store: limpet.Store) 
 
 async def test_a_lock_that_was_given_back_cannot_fence(store: limpet.Store) -> None:
     """A lock that is not held cannot fence."""
-    lock = await held(store, "job")
+    lock = await acquire_lock(store, "job")
     await lock.release()
 
     with pytest.raises(LockNotHeld):
@@ -1698,7 +1701,7 @@ async def test_a_lock_that_was_given_back_cannot_fence(store: limpet.Store) -> N
 
 async def test_a_lock_of_another_holder_cannot_fence(store: limpet.Store) -> None:
     """A lock that is not held cannot fence."""
-    await held(store, "job")
+    await acquire_lock(store, "job")
     lock = store.lock("job", ttl=1)
     with pytest.raises(LockHeld):
         await lock.acquire()
@@ -1711,7 +1714,7 @@ async def test_a_lock_of_another_holder_cannot_fence(store: limpet.Store) -> Non
 
 async def test_a_lock_is_taken_up_by_its_token(store: limpet.Store, open_store: OpenStore) -> None:
     """A lock can be taken up by its token: another handle then refreshes and releases it."""
-    token = token_of(await held(store, "job"))
+    token = token_of(await acquire_lock(store, "job"))
     other = (await open_store()).lock("job", ttl=LONG_S, token=token)
     with pytest.raises(LockNotHeld):
         other.check()
@@ -1727,7 +1730,7 @@ async def test_a_lock_is_taken_up_by_its_token(store: limpet.Store, open_store: 
 
 async def test_a_lock_that_was_taken_up_can_be_a_context(store: limpet.Store) -> None:
     """A lock can be taken up by its token: another handle then refreshes and releases it."""
-    token = token_of(await held(store, "job"))
+    token = token_of(await acquire_lock(store, "job"))
 
     async with store.lock("job", ttl=LONG_S, token=token) as other:
         other.check()
@@ -1739,7 +1742,7 @@ async def test_a_lock_that_was_taken_up_can_be_a_context(store: limpet.Store) ->
 @pytest.mark.parametrize("call", ["refresh", "release"])
 async def test_a_lock_cannot_be_taken_up_by_another_token(store: limpet.Store, call: str) -> None:
     """A lock that is taken up by a token that is not its holder's is LockExpired at the first call."""
-    token = token_of(await held(store, "job"))
+    token = token_of(await acquire_lock(store, "job"))
     other = store.lock("job", ttl=LONG_S, token=token + 1)
 
     with pytest.raises(LockExpired):

@@ -1,12 +1,12 @@
-"""An engine beside a model of it, under random batches.
+"""An engine compared with a model of it, under random batches.
 
 The model is a dict and a list, driven by `limpet.transition.plan`, which decides what every
-write does. An engine that lets its server decide, in whatever language, is held to it here.
-Revisions are the engine's own, since they may skip: the model learns them from its log. Where that keeps
-the last change of each key, an expiry that a write brought about has no place in it, and the model gives it
+write does. An engine whose server decides, in whatever language, must decide the same.
+Revisions are the engine's own, since they may skip: the model takes them from the engine's log. If the log
+keeps only the last change of each key, an expiry that a write caused is not in it, and the model gives it
 the revision of the write.
 
-``LIMPET_MODEL_EXAMPLES`` sets how many programs of thirty steps an engine has to stand.
+``LIMPET_MODEL_EXAMPLES`` sets how many programs of thirty steps each engine runs.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from limpet.transition import Plan, plan, recall
 EXAMPLES = int(os.environ.get("LIMPET_MODEL_EXAMPLES") or 100)
 STEPS = 30
 
-# The model plans with revisions that no engine has reached, and then puts the engine's in their place.
+# The model plans with revisions that no engine has reached, and then replaces them by the engine's.
 FAR: Final = 2**62
 DAY_MS: Final = 86_400_000
 VALUE_BYTES_MAX: Final = 60
 
-# A difference is worth the time it takes to make it small.
+# Shrink every difference to a small program, although that takes time.
 pytestmark = [pytest.mark.timeout(900 + EXAMPLES)] if find_spec("pytest_timeout") else []
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -103,8 +103,8 @@ def test_an_engine_decides_as_the_plan_does(beside: type[Beside]) -> None:
 
 @pytest.fixture
 def beside(url: str, face: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[type[Beside]]:
-    """The machine for this engine, run on a loop, or without one as the blocking face does it."""
-    # What hypothesis likes to remember is not for the folder that the suite is run from.
+    """The state machine for this engine, run on a loop, or without one as the sync API does."""
+    # Keep the example database of hypothesis out of the folder that the suite is run from.
     set_hypothesis_home_dir(tmp_path / "hypothesis")
     clock = limpet.ManualClock()
     runner = limpet.sync.Runner()
@@ -129,7 +129,7 @@ def beside(url: str, face: str, tmp_path: Path, request: pytest.FixtureRequest) 
     set_hypothesis_home_dir(None)
 
 
-# What is asked. Guards aim at what is there, so that most of them hold. ------------
+# The requests. Guards are made from the entries there are, so that most of them hold. --
 
 KEYS: Final = ("a", "a/b", "é\U0001f41a", "%_*\\")
 LOCKS: Final = ("a", "gate")
@@ -190,7 +190,7 @@ filters = st.one_of(
 
 
 class Model:
-    """What an engine is: a map and a log."""
+    """An engine, reduced to a map and a log."""
 
     def __init__(self) -> None:
         self.map: dict[tuple[Family, str], Entry] = {}
@@ -199,16 +199,16 @@ class Model:
         self.answers: dict[str, tuple[bytes, Commit, int]] = {}
 
     def find(self, family: Family, key: str) -> Entry | None:
-        """Read the map. Receipts are remembered as what they answer."""
+        """Read the map. Receipts are in `answers` instead."""
         return self.map.get((family, key))
 
     def apply(self, change: Change) -> None:
-        """Make a change part of the map and of the log."""
-        place = change.family, change.key
+        """Apply a change to the map and append it to the log."""
+        address = change.family, change.key
         if change.after is None:
-            del self.map[place]
+            del self.map[address]
         else:
-            self.map[place] = change.after
+            self.map[address] = change.after
         self.log.append(change)
         self.revision = change.revision
 
@@ -221,7 +221,7 @@ class Beside(RuleBasedStateMachine):
         self.engine = engine
         self.clock = clock
         self.turn = turn
-        # Whether the engine's time is ours to turn. Where it is not, nothing expires here.
+        # Whether we can set the engine's time. Where we cannot, no entry of this test expires.
         self.hosted = turn(clock.now_ms())
         self.run = run
         self.namespace = f"model-{uuid.uuid4().hex[:12]}"
@@ -260,7 +260,7 @@ class Beside(RuleBasedStateMachine):
         hit=st.sampled_from([True, True, True, False]),
     )
     def lock(self, name: str, act: str, ttl_ms: int, hit: bool) -> None:
-        """What locks are made of."""
+        """A batch as locks make it."""
         is_held = live(self.model.find("lock", name), self._now_ms()) is not None
         ttl_ms = self._ttl(ttl_ms)
         guard = Guard(name, HeldBy(self._number("lock", name, "created_revision") + (not hit)), "lock")
@@ -277,15 +277,15 @@ class Beside(RuleBasedStateMachine):
         self._commit(self._batch((), (self._write(wanted), other), None))
 
     @precondition(lambda self: self.last is not None)
-    @rule(heard=st.booleans())
-    def again(self, heard: bool) -> None:
-        """The last request once more, as it was, or from a caller who never heard the answer."""
+    @rule(answered=st.booleans())
+    def again(self, answered: bool) -> None:
+        """The last request once more, unchanged, or as the retry of a caller that got no reply."""
         assert self.last is not None
         batch, since = self.last
-        if not heard:
+        if not answered:
             batch = msgspec.structs.replace(batch, retry_since=since)
         elif batch.receipt_ms is None:
-            # Without a receipt it is not known again, so it is another request.
+            # Without a receipt the engine cannot recognise it, so it needs another request id.
             self.commits += 1
             batch = msgspec.structs.replace(batch, request_id=f"request-{self.commits}")
         self._commit(batch)
@@ -294,10 +294,7 @@ class Beside(RuleBasedStateMachine):
 
     @rule(ms=st.sampled_from([None, None, 0, 1, 50, 1000, 600_000]), early=st.booleans(), sweeps=st.booleans())
     def wait(self, ms: int | None, early: bool, sweeps: bool) -> None:
-        """Turn the clock where it is ours, by so much or to the next expiry, and see what is left.
-
-        The sweeper comes by, or does not.
-        """
+        """Advance the clock if we can, by so much or to the next expiry, perhaps sweep, and compare the entries."""
         if self.hosted:
             now_ms = self.clock.now_ms()
             coming = [entry.expires_ms for entry in self.model.map.values() if (entry.expires_ms or 0) > now_ms]
@@ -323,7 +320,7 @@ class Beside(RuleBasedStateMachine):
         if due:
             self._commit(self._batch((), tuple(due), None))
 
-    # Steps that look --------------------------------------------------------
+    # Steps that read --------------------------------------------------------
 
     @rule(
         prefix=st.sampled_from(["", "a", "a/", "é", "zz"]),
@@ -333,7 +330,7 @@ class Beside(RuleBasedStateMachine):
         limit=st.sampled_from([1, 2, 500]),
     )
     def look(self, prefix: str, where: Filter | None, with_values: bool, back: int, limit: int) -> None:
-        """The namespace at a glance, the entries under a prefix, and their latest changes."""
+        """The status of the namespace, the entries under a prefix, and their latest changes."""
         self._compare_status()
         self._compare_entries(prefix_span(prefix), where, with_values, limit)
         self._compare_log(back, prefix_span(prefix) if with_values else None, limit)
@@ -342,7 +339,7 @@ class Beside(RuleBasedStateMachine):
         wanted=st.lists(keys, min_size=1, max_size=4), family=st.sampled_from(["data", "lock", "audit", "recoverable"])
     )
     def read(self, wanted: list[str], family: Family) -> None:
-        """Some entries, in the order asked."""
+        """Some entries, in the order of the keys."""
         self._compare_read(wanted, family)
 
     def _compare_read(self, wanted: Sequence[str], family: Family) -> None:
@@ -385,12 +382,14 @@ class Beside(RuleBasedStateMachine):
             for change in self.model.log
             if change.revision > after and (span is None or (change.family == "data" and change.key in span))
         ]
-        _same(self._logged(self._changes(after, span, limit)), self._logged(expected_log(self.engine, expected)))
+        _same(
+            self._comparable(self._changes(after, span, limit)), self._comparable(expected_log(self.engine, expected))
+        )
 
     # How a batch is made ------------------------------------------------------
 
     def _now_ms(self) -> int:
-        # Before all time everything is live, which is right where nothing expires.
+        # At time 0 every entry is live, which is right where nothing expires.
         return self.clock.now_ms() if self.hosted else 0
 
     def _ttl(self, ttl_ms: int) -> int:
@@ -404,7 +403,7 @@ class Beside(RuleBasedStateMachine):
         return Batch(guards, writes, request, digest, self._ttl(300_000), value_bytes_max=VALUE_BYTES_MAX)
 
     def _write(self, write: Write) -> Write:
-        """A write that fits: Expire names a revision, and time is long where it is real."""
+        """The write with real numbers: Expire gets a revision, and a ttl is long if the clock is a server's."""
         if isinstance(write, Expire):
             return Expire(write.key, self._number("data", write.key, "revision") + write.revision)
         if isinstance(write, Delete) or write.ttl_ms is None or write.ttl_ms is KEEP:
@@ -412,7 +411,7 @@ class Beside(RuleBasedStateMachine):
         return msgspec.structs.replace(write, ttl_ms=self._ttl(write.ttl_ms))
 
     def _guard(self, key: str, kind: str, hit: bool) -> Guard:
-        """A guard of a kind that holds, as far as that is possible, or just does not."""
+        """A guard of this kind that holds, if that is possible, or one that narrowly does not."""
         found = live(self.model.find("data", key), self._now_ms())
         if kind == "fence" and (not hit or live(self.model.find("lock", LOCKS[0]), self._now_ms()) is not None):
             token = self._number("lock", LOCKS[0], "created_revision")
@@ -437,15 +436,15 @@ class Beside(RuleBasedStateMachine):
         found = self.model.find(family, key)
         return 1 if found is None else int(getattr(found, name))
 
-    # How an answer is held against the plan -----------------------------------
+    # How a reply is compared with the plan -------------------------------------
 
     def _commit(self, batch: Batch) -> None:
-        """Commit, and compare all there is to see of it with what the plan says."""
+        """Commit, and compare the reply and the log with the plan."""
         model, since = self.model, self.model.revision
         try:
             answer: Commit | Refusal = self.run(self.engine.commit(self.namespace, batch))
         except Ambiguous:
-            # A log keeps the last minute. Whoever asks later may be told that nobody knows, and then nothing happens.
+            # A log keeps the last minute. A later retry may be Ambiguous, and is then not applied.
             assert batch.retry_since is not None
             assert self.engine.traits.log == "last"
             assert self.clock.now_ms() - self.last_ms > 60_000
@@ -454,7 +453,7 @@ class Beside(RuleBasedStateMachine):
         if batch.retry_since is not None:
             earlier = recall(batch, [change for change in model.log if change.revision > batch.retry_since], model.find)
             if earlier is not None:
-                # A log need not repeat the value that a touch did not write, and it may be gone.
+                # A log need not repeat the value that a touch did not write, so the reply may lack it.
                 _same(_without_touched(batch, answer), _without_touched(batch, earlier))
                 return
         self.last, self.last_ms = (batch, since), now_ms
@@ -464,7 +463,8 @@ class Beside(RuleBasedStateMachine):
                 stale = Refusal("stale_request", batch.request_id, None, now_ms)
                 _same(answer, msgspec.structs.replace(first, replayed=True) if digest == batch.digest else stale)
                 return
-            # It is kept for at least so long. One that changed nothing is in no log by which that could be told.
+            # A receipt is kept for at least so long. A request without changes is not in the log either, so an
+            # engine that has its receipt still may answer with that.
             is_late = self.engine.traits.log == "last" and batch.retry_since is not None
             is_late = is_late and not any(first.entries) and not any(first.ended)
             if is_late and digest == batch.digest and answer == msgspec.structs.replace(first, replayed=True):
@@ -479,18 +479,18 @@ class Beside(RuleBasedStateMachine):
             model.answers[batch.request_id] = batch.digest, answer, now_ms + batch.receipt_ms
 
     def _learn(self, batch: Batch, outcome: Plan, answer: Commit) -> None:
-        """Take the revisions from the engine's log, then compare and apply."""
+        """Take the revisions from the engine's log, compare with the plan, and apply it to the model."""
         fresh = self._changes(self.model.revision, None, 500)
-        place_of = {change.revision: (change.family, change.key) for change in outcome.changes}
+        address_of = {change.revision: (change.family, change.key) for change in outcome.changes}
         if self.engine.traits.log == "every":
             assert len(fresh) == len(outcome.changes)
-            real = dict(zip(place_of, (change.revision for change in fresh), strict=True))
+            real = dict(zip(address_of, (change.revision for change in fresh), strict=True))
         else:
-            # Of an expiry and the write that brought it about, only the write is left.
+            # Of an expiry and the write that caused it, only the write is left.
             latest = {(change.family, change.key): change.revision for change in fresh}
-            real = {planned: latest[place] for planned, place in place_of.items()}
+            real = {planned: latest[address] for planned, address in address_of.items()}
 
-        def translated(entry: Entry | None) -> Entry | None:
+        def translate(entry: Entry | None) -> Entry | None:
             return entry and msgspec.structs.replace(
                 entry,
                 revision=real.get(entry.revision, entry.revision),
@@ -501,19 +501,19 @@ class Beside(RuleBasedStateMachine):
         commit = msgspec.structs.replace(
             outcome.commit,
             revision=last,
-            entries=tuple(map(translated, outcome.commit.entries)),
-            ended=tuple(map(translated, outcome.commit.ended)),
+            entries=tuple(map(translate, outcome.commit.entries)),
+            ended=tuple(map(translate, outcome.commit.ended)),
         )
         _same(answer, commit)
         expected = [
-            msgspec.structs.replace(change, entry=translated(change.entry), revision=real[change.revision], commit=last)
+            msgspec.structs.replace(change, entry=translate(change.entry), revision=real[change.revision], commit=last)
             for change in outcome.changes
         ]
         if self.engine.traits.log == "last" and _sweeps(batch):
-            # What a sweeper asks for need not happen together: nobody sees an expired entry before or after.
+            # The writes of a sweeper need not happen together: no reader sees an expired entry before or after.
             expected = [msgspec.structs.replace(change, commit=change.revision) for change in expected]
             expected.sort(key=lambda change: change.revision)
-        _same(self._logged(fresh), self._logged(expected_log(self.engine, expected)))
+        _same(self._comparable(fresh), self._comparable(expected_log(self.engine, expected)))
         for change in expected:
             self.model.apply(change)
 
@@ -521,21 +521,21 @@ class Beside(RuleBasedStateMachine):
         """The log, page by page."""
         found: list[Change] = []
         while True:
-            feed = self.run(self.engine.changes(self.namespace, after, span=span, limit=limit))
-            assert len(feed.changes) <= limit
-            found += feed.changes
-            if not feed.changes:
+            page = self.run(self.engine.changes(self.namespace, after, span=span, limit=limit))
+            assert len(page.changes) <= limit
+            found += page.changes
+            if not page.changes:
                 break
-            assert after < feed.changes[-1].revision <= feed.next_after
-            after = feed.next_after
+            assert after < page.changes[-1].revision <= page.next_after
+            after = page.next_after
         revisions = [change.revision for change in found]
         assert revisions == sorted(set(revisions))
         return found
 
-    def _logged(self, changes: Sequence[Change]) -> list[Change]:
-        """Changes as every log has them: a touch carries the entry without its value, or with.
+    def _comparable(self, changes: Sequence[Change]) -> list[Change]:
+        """Changes without the values that a log may leave out: those of a touch, whose entry may have it or not.
 
-        A log of every change keeps what was taken, for a taker who asks again. Another may keep it elsewhere.
+        A log of every change keeps the value that was taken, to answer a retry. Other logs may keep it elsewhere.
         """
         bare = ("touch",) if self.engine.traits.log == "every" else ("touch", "delete")
         return [
@@ -563,7 +563,7 @@ def _without_touched(batch: Batch, answer: Commit | Refusal) -> Commit | Refusal
 
 
 def _same(found: object, expected: object) -> None:
-    """Compare, and show on a difference what a repr would hide."""
+    """Fail on a difference, and show details that a repr would hide."""
     if found != expected:
         shown = [msgspec.json.format(msgspec.json.encode(side)).decode() for side in (found, expected)]
         pytest.fail(f"found {found!r}\n{shown[0]}\nexpected {expected!r}\n{shown[1]}")

@@ -1,4 +1,4 @@
-"""Opening and closing: places, namespaces, engines, options, secrets, and what is left afterwards."""
+"""Opening and closing: URLs, namespaces, engines, options, secrets, and what is left afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HIDDEN = "hunter2"
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def open_at(face: str) -> AsyncIterator[OpenStore]:
-    """A function that opens any URL through this face, with no option but those it is given."""
+    """A function that opens any URL through this interface, with no option but those it is given."""
     async with contextlib.AsyncExitStack() as opened:
 
         async def open_at(url: str | None = None, **options: Any) -> Any:
@@ -171,7 +171,7 @@ async def test_the_file_stays_the_same_when_the_working_directory_changes(
 ) -> None:
     """With no URL, `LIMPET_URL` is opened, and without that `./limpet.db`.
 
-    A daemon that changes its directory after opening must not begin a second file there, on whatever thread it goes on.
+    A daemon that changes its directory after opening must not begin a second file there, on any of its threads.
     """
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
@@ -358,7 +358,7 @@ async def test_no_write_crosses_a_namespace(store: limpet.Store) -> None:
 async def test_no_batch_crosses_a_namespace(store: limpet.Store) -> None:
     """Nothing crosses a namespace: no read, scan, batch, watch, history, receipt or lock.
 
-    Its guards look at its own namespace alone, and so do its writes.
+    Its guards and its writes use its own namespace alone.
     """
     other = store.namespace(f"{store.name}-b")
     before = await store.put("k", "here")
@@ -441,7 +441,7 @@ async def test_no_expiry_crosses_a_namespace(store: limpet.Store, elapse: Elapse
 async def test_namespaces_that_look_alike_are_apart(store: limpet.Store) -> None:
     """Nothing crosses a namespace: no read, scan, batch, watch, history, receipt or lock.
 
-    An engine that glues names together, or matches them by a pattern, mixes these up.
+    An engine that joins names to one string, or matches them by a pattern, would mix these up.
     """
     names = [f"{store.name}{tail}" for tail in ("", "-", "_", "x", "-x", "_x", "xx", "-x-x")]
     for name in names:
@@ -465,11 +465,11 @@ async def test_an_unknown_engine_is_answered_with_the_nearest(open_at: OpenStore
     with pytest.raises(InvalidValue) as raised:
         await open_at(f"{scheme}:///state.db")
 
-    said = str(raised.value)
-    assert repr(scheme) in said
-    assert f"did you mean {nearest!r}" in said
-    assert "memory" in said
-    assert "sqlite" in said
+    text = str(raised.value)
+    assert repr(scheme) in text
+    assert f"did you mean {nearest!r}" in text
+    assert "memory" in text
+    assert "sqlite" in text
 
 
 async def test_an_engine_like_no_other_is_answered_with_the_known_ones(open_at: OpenStore) -> None:
@@ -477,10 +477,10 @@ async def test_an_engine_like_no_other_is_answered_with_the_known_ones(open_at: 
     with pytest.raises(InvalidValue) as raised:
         await open_at("zzzz:somewhere")
 
-    said = str(raised.value)
-    assert "'zzzz'" in said
-    assert "memory" in said
-    assert "sqlite" in said
+    text = str(raised.value)
+    assert "'zzzz'" in text
+    assert "memory" in text
+    assert "sqlite" in text
 
 
 async def test_an_unknown_engine_in_the_environment_is_refused_as_well(
@@ -514,8 +514,8 @@ async def test_a_refused_option_opens_nothing(open_at: OpenStore, tmp_path: Path
 # Secrets ----------------------------------------------------------------------
 
 
-async def told(opening: Awaitable[Any]) -> str:
-    """Everything that a refused opening says: its message, its repr, its traceback and what it was raised from."""
+async def refusal_text(opening: Awaitable[Any]) -> str:
+    """All texts of a refused opening: its message, its repr, its traceback and those of its causes."""
     with pytest.raises(InvalidValue) as raised:
         await opening
     error = raised.value
@@ -529,18 +529,18 @@ async def told(opening: Awaitable[Any]) -> str:
 
 async def test_the_password_of_an_unknown_engine_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr."""
-    said = await told(open_at(f"postgresq1://alice:{HIDDEN}@db.example/state"))
+    text = await refusal_text(open_at(f"postgresq1://alice:{HIDDEN}@db.example/state"))
 
-    assert "postgresq1" in said
-    assert HIDDEN not in said
+    assert "postgresq1" in text
+    assert HIDDEN not in text
 
 
 async def test_the_password_before_an_unknown_option_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr."""
-    said = await told(open_at(f"sqlite://alice:{HIDDEN}@db.example/state.db?no_such_option=1"))
+    text = await refusal_text(open_at(f"sqlite://alice:{HIDDEN}@db.example/state.db?no_such_option=1"))
 
-    assert "no_such_option" in said
-    assert HIDDEN not in said
+    assert "no_such_option" in text
+    assert HIDDEN not in text
 
 
 async def test_a_password_given_as_an_option_is_not_shown(open_at: OpenStore, tmp_path: Path) -> None:
@@ -548,17 +548,17 @@ async def test_a_password_given_as_an_option_is_not_shown(open_at: OpenStore, tm
 
     Many drivers take it behind the question mark, so people write it there.
     """
-    said = await told(open_at(f"sqlite:///{tmp_path}/state.db?password={HIDDEN}"))
+    text = await refusal_text(open_at(f"sqlite:///{tmp_path}/state.db?password={HIDDEN}"))
 
-    assert "password" in said
-    assert HIDDEN not in said
+    assert "password" in text
+    assert HIDDEN not in text
 
 
 async def test_a_password_beside_a_misspelt_option_is_not_shown(open_at: OpenStore, tmp_path: Path) -> None:
     """A password in a URL never appears in an error or a repr."""
-    said = await told(open_at(f"sqlite:///{tmp_path}/state.db?synchronous=sometimes&sslpassword={HIDDEN}"))
+    text = await refusal_text(open_at(f"sqlite:///{tmp_path}/state.db?synchronous=sometimes&sslpassword={HIDDEN}"))
 
-    assert HIDDEN not in said
+    assert HIDDEN not in text
 
 
 @pytest.mark.refused_early
@@ -566,21 +566,23 @@ async def test_a_password_beside_a_misspelt_option_is_not_shown(open_at: OpenSto
 async def test_a_password_of_awkward_characters_is_not_shown(open_at: OpenStore, sign: str) -> None:
     """A password in a URL never appears in an error or a repr.
 
-    A generated password holds signs that a URL wants escaped, and whoever forgot that is the one who sees the error.
+    A generated password has characters that must be escaped in a URL. A user that forgets it gets this error.
     """
-    said = await told(open_at(f"sqlite://alice:left-{HIDDEN}{sign}right-{HIDDEN}@db.example/state.db?no_such_option=1"))
+    text = await refusal_text(
+        open_at(f"sqlite://alice:left-{HIDDEN}{sign}right-{HIDDEN}@db.example/state.db?no_such_option=1")
+    )
 
-    assert HIDDEN not in said
+    assert HIDDEN not in text
 
 
 async def test_the_password_of_a_url_without_an_engine_is_not_shown(open_at: OpenStore) -> None:
     """A password in a URL never appears in an error or a repr.
 
-    A variable that was not set leaves the front of the URL empty.
+    A variable that was not set leaves the beginning of the URL empty.
     """
-    said = await told(open_at(f"://alice:{HIDDEN}@db.example/state"))
+    text = await refusal_text(open_at(f"://alice:{HIDDEN}@db.example/state"))
 
-    assert HIDDEN not in said
+    assert HIDDEN not in text
 
 
 @pytest.mark.face("async")
@@ -639,7 +641,7 @@ async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
     assert found == ([0, 1, 2] if store.traits.log == "every" else [2])
 
 
-# Two stores on one place ------------------------------------------------------
+# Two stores on one database ---------------------------------------------------
 
 
 async def test_two_stores_see_each_others_writes(store: limpet.Store, open_store: OpenStore) -> None:
@@ -772,7 +774,7 @@ async def test_handles_made_before_the_close_raise_closed(store: limpet.Store) -
 async def test_a_scan_under_way_raises_closed_at_its_next_page(store: limpet.Store) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed.
 
-    It must not look as if it had come to its end.
+    The scan must not seem to be complete.
     """
     for start in range(0, 1200, 120):
         batch = store.batch()
@@ -836,7 +838,7 @@ async def test_a_store_and_its_namespaces_close_together(store: limpet.Store) ->
 async def test_closing_one_store_leaves_the_others_of_its_place(store: limpet.Store, open_store: OpenStore) -> None:
     """Two stores opened on the same storage see each other's writes.
 
-    Closing is of one store: whoever else has opened the place goes on.
+    Closing concerns one store: other stores on the same database go on.
     """
     other = await open_store()
     await store.put("k", 1)
@@ -870,7 +872,7 @@ async def test_a_closed_store_can_still_be_shown(store: limpet.Store) -> None:
 async def test_a_closed_blocking_store_starts_no_thread(url: str) -> None:
     """A closed store raises Closed from every verb, and closing twice is allowed.
 
-    A thread that a closed store starts is nobody's to end.
+    A thread that a closed store starts would never be ended.
     """
 
     def use() -> list[str]:
@@ -964,7 +966,7 @@ async def test_the_last_writes_before_a_close_are_there_after_reopening(
 ) -> None:
     """An acknowledged write is there when durable storage is opened again.
 
-    Closing comes at once after many answers, while an engine may still be busy with what it put off.
+    The store is closed right after many replies, while an engine may still have deferred work.
     """
     await asyncio.gather(*(store.put(f"k/{number:03}", number) for number in range(200)))
     durable = store.traits.durability != "none"

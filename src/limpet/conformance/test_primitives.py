@@ -1,7 +1,7 @@
-"""The eight primitives, asked of the engine itself.
+"""The eight primitives, called on the engine itself.
 
-Here nothing stands between the test and the engine: no retries, no checks, no sweeper. Through the
-blocking face a call runs as that face runs it, in a thread.
+Nothing is between the test and the engine: no retries, no checks, no sweeper. For the sync API a
+call runs as that API runs it, in a thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEEP_FIVE = Window(changes=5, age_ms_min=0)
 
 
 class Primitives:
-    """An engine and one namespace of it, asked through the face of a store."""
+    """The primitives of an engine on one namespace, called the way the store of the test calls them."""
 
     def __init__(self, store: Any) -> None:
         self.engine: Engine = session_of(store).engine
@@ -83,11 +83,13 @@ class Primitives:
         return await self._run(self.engine.commit(self.name, batch))
 
     async def must_commit(self, *writes: Write, **options: Any) -> Commit:
+        """Commit, and fail the test on a refusal."""
         outcome = await self.commit(*writes, **options)
         assert isinstance(outcome, Commit)
         return outcome
 
     async def must_refuse(self, *writes: Write, **options: Any) -> Refusal:
+        """Commit, and fail the test unless it is refused."""
         outcome = await self.commit(*writes, **options)
         assert isinstance(outcome, Refusal)
         return outcome
@@ -109,13 +111,13 @@ class Primitives:
         found: list[Change] = []
         after, head = (await self.status()).floor, (await self.status()).revision
         while after < head:
-            feed = await self.changes(after, **options)
-            found += feed.changes
-            after = feed.next_after
+            page = await self.changes(after, **options)
+            found += page.changes
+            after = page.next_after
         return found
 
     async def image(self) -> list[Any]:
-        """Everything there is to see."""
+        """All entries, the log and the counters, to compare before and after."""
         entries = [(await self.scan(family=family)).entries for family in FAMILIES]
         status = await self.status()
         return [entries, await self.log(), status.revision, status.keys, status.size_bytes, status.log_changes]
@@ -123,7 +125,7 @@ class Primitives:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def primitives(open_store: OpenStore) -> Primitives:
-    """An engine on an empty namespace that nobody sweeps."""
+    """The primitives of an engine on an empty namespace without a sweeper."""
     return Primitives(await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False))
 
 
@@ -278,11 +280,11 @@ async def test_a_brief_batch_that_is_refused_is_answered_with_all_but_the_fields
     assert await primitives.read("record", "plain") == [record, plain]
 
 
-def assert_same_entry(told: Entry | None, entry: Entry | None) -> None:
-    """That an entry was told as it is, with its value or without."""
-    assert told is not None
+def assert_same_entry(found: Entry | None, entry: Entry | None) -> None:
+    """Fail unless both are the same entry; the one found may lack its value."""
+    assert found is not None
     assert entry is not None
-    assert told in (entry, entry.without_value())
+    assert found in (entry, entry.without_value())
 
 
 WRITTEN: tuple[Family, ...] = ("data", "lock", "audit", "recoverable")
@@ -386,7 +388,7 @@ async def test_keys_that_come_and_go_keep_the_order(primitives: Primitives) -> N
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 10, 50, 500])
-async def test_slices_join_without_a_seam(primitives: Primitives, limit: int) -> None:
+async def test_pages_join_without_a_seam(primitives: Primitives, limit: int) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     entries = [
         entry for entry in (await primitives.must_commit(*(put(f"k{number:02}") for number in range(50)))).entries
@@ -412,10 +414,10 @@ async def test_an_empty_span_has_no_cursor(primitives: Primitives) -> None:
     assert (await primitives.scan(Span("a", "b"), limit=1)).cursor is None
 
 
-async def test_a_filtered_slice_says_where_to_go_on(primitives: Primitives) -> None:
+async def test_a_filtered_page_has_a_cursor_to_go_on(primitives: Primitives) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last.
 
-    With a filter a slice may be empty and still not be the last.
+    With a filter a page may be empty and still not be the last.
     """
     for start in range(0, 700, 100):
         await primitives.must_commit(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
@@ -587,7 +589,7 @@ async def test_a_batch_that_fails_its_guard_leaves_no_trace(primitives: Primitiv
 async def test_a_refused_batch_leaves_the_expired_where_they_are(primitives: Primitives, elapse: Elapse) -> None:
     """A refused batch leaves no trace: no change, no event, no revision.
 
-    A write over an expired key makes its expiry official. A refused one does not.
+    A write over an expired key logs its expiry. A refused write does not.
     """
     await primitives.must_commit(put("old", ttl_ms=300), put("text", "t"))
     await elapse(0.4)
@@ -657,14 +659,14 @@ async def test_revisions_only_grow(primitives: Primitives) -> None:
 async def test_a_gap_between_revisions_is_no_gap_in_the_log(primitives: Primitives) -> None:
     """Revisions may skip numbers; do not count on consecutive ones.
 
-    Whatever revisions were left out, asking after any of them goes on with the next that exists.
+    Reading after a revision that was skipped goes on with the next that exists.
     """
     commits = [await primitives.must_commit(put(f"k{number}")) for number in range(20)]
     revisions = [commit.revision for commit in commits]
 
     for after in range(revisions[0], revisions[-1] + 1):
-        feed = await primitives.changes(after)
-        assert [change.revision for change in feed.changes] == [each for each in revisions if each > after]
+        page = await primitives.changes(after)
+        assert [change.revision for change in page.changes] == [each for each in revisions if each > after]
 
 
 async def test_what_changes_nothing_uses_no_revision(primitives: Primitives) -> None:
@@ -765,7 +767,7 @@ RETRIED: dict[str, tuple[Write, ...]] = {
 async def test_a_retry_finds_its_first_attempt_in_the_log(primitives: Primitives, elapse: Elapse, case: str) -> None:
     """A request that was applied before returns its first result and changes nothing.
 
-    No receipt was asked for. What the first attempt left in the log tells.
+    The first attempt keeps no receipt. The engine recognises it by the change it left in the log.
     """
     await primitives.must_commit(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
     await elapse(0.4)
@@ -789,7 +791,7 @@ async def test_a_retry_that_was_not_applied_is_applied(primitives: Primitives) -
     """A request that was applied before returns its first result and changes nothing."""
     await primitives.must_commit(put("n", 1))
     since = (await primitives.status()).revision
-    await primitives.must_commit(Add("n", 1), request_id="somebody else's")
+    await primitives.must_commit(Add("n", 1), request_id="another request")
 
     commit = await primitives.must_commit(Add("n", 5), request_id="request-1", retry_since=since)
 
@@ -801,7 +803,7 @@ async def test_a_retry_that_was_not_applied_is_applied(primitives: Primitives) -
 async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: Elapse, case: str) -> None:
     """A request that was applied before returns its first result and changes nothing.
 
-    A caller slept for an hour before it asked again. By then an engine may have forgotten, and has to say so.
+    A caller slept for an hour before its retry. By then an engine may have forgotten the request, and must raise that.
     """
     store = await open_store(namespace=f"q-{uuid.uuid4().hex[:12]}", sweep=False)
     primitives = Primitives(store)
@@ -841,7 +843,7 @@ async def test_a_first_attempt_that_comes_after_its_retry_does_nothing(
 ) -> None:
     """A superseded request, which arrives after its own retry was answered, does nothing.
 
-    A server stood still with the first attempt in its hands, and another one has done what was asked again.
+    A server was paused with the first attempt in memory, and another server has answered the retry meanwhile.
     """
     first, second = [Primitives(await open_store(sweep=False)) for _ in range(2)]
     await first.must_commit(put("a", "value"), put("n", 1), Patch("r", {"a": b"1"}), put("short", 1, ttl_ms=300))
@@ -876,7 +878,7 @@ async def test_a_first_attempt_that_comes_after_its_retry_was_refused_does_nothi
 async def test_a_retry_without_a_name_harms_no_other_caller(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing.
 
-    Nobody can have seen what has no name. Such a batch makes no sense, but a client may send it.
+    Without a request id there is no first attempt to find. Such a batch makes no sense, but a client may send it.
     """
     await primitives.must_commit(put("a"))
     outcomes = await asyncio.gather(
@@ -893,7 +895,7 @@ async def test_a_first_attempt_that_comes_after_its_retry_fails_no_other_caller(
 ) -> None:
     """A superseded request, which arrives after its own retry was answered, does nothing.
 
-    Whoever commits at the same moment is not concerned, though an engine may let them travel together.
+    Callers that commit at the same moment are not affected, although an engine may group their batches with it.
     """
     await primitives.must_commit(put("a"), put("n", 1))
     since = (await primitives.status()).revision
@@ -917,8 +919,8 @@ async def test_a_first_attempt_that_comes_after_its_retry_fails_no_other_caller(
 async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     """When a revision is readable, every smaller one is readable or will never exist.
 
-    A reader looks at the log while others write. What it has seen up to some revision stays all
-    there ever was up to there.
+    A reader reads the log while others write. No change is ever added later to the part that it has
+    read.
     """
     handles = [Primitives(await open_store(sweep=False)) for _ in range(2)]
     looks: list[tuple[int, list[int]]] = []
@@ -932,8 +934,8 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
 
     async def look(primitives: Primitives) -> None:
         while not over:
-            feed = await primitives.changes(0, limit=10_000)
-            looks.append((feed.next_after, [change.revision for change in feed.changes]))
+            page = await primitives.changes(0, limit=10_000)
+            looks.append((page.next_after, [change.revision for change in page.changes]))
             await asyncio.sleep(0.001)
 
     looking = [asyncio.create_task(look(primitives)) for primitives in handles]
@@ -948,7 +950,7 @@ async def test_what_is_readable_is_complete(open_store: OpenStore) -> None:
     assert len(looks) > 2
     revisions, kept = [change[-1] for change in made], {change[-1] for change in whole}
     for head, seen in looks:
-        # What is kept to the end was there at every look. The rest was, until the key was written again.
+        # A change that is kept to the end was in every reading. Others were, until their key was written again.
         assert [revision for revision in seen if revision in kept] == [each for each in sorted(kept) if each <= head]
         assert seen == [revision for revision in revisions if revision in set(seen)]
 
@@ -973,8 +975,8 @@ async def test_the_log_is_read_in_pages_without_a_seam(primitives: Primitives, l
 async def test_no_seam_of_pages_hides_a_value(primitives: Primitives, limit: int) -> None:
     """When a revision is readable, every smaller one is readable or will never exist.
 
-    Ten keys are written and then touched. Whoever reads page by page is told every value, wherever a page
-    ends, and so is whoever goes on after any change.
+    Ten keys are written and then touched. A reader that goes page by page gets every value, wherever a page
+    ends, and so does a reader that goes on after any change.
     """
     for number in range(10):
         await primitives.must_commit(put(f"k{number}", number, ttl_ms=60_000), put(f"other-{number}"))
@@ -996,7 +998,7 @@ async def test_no_seam_of_pages_hides_a_value(primitives: Primitives, limit: int
 async def test_a_span_shows_the_data_of_its_keys(primitives: Primitives) -> None:
     """When a revision is readable, every smaller one is readable or will never exist.
 
-    With a span a page may be empty. Its head still says how far it has looked.
+    With a span a page may be empty. Its `next_after` still gives how far it has read.
     """
     for number in range(30):
         await primitives.must_commit(put(f"noise-{number}"))
@@ -1019,7 +1021,7 @@ async def test_a_feed_names_what_it_follows(primitives: Primitives) -> None:
     revision, follows = 0, BEGINNING
 
     for change in whole:
-        # Revisions may skip: those in between stand for the change before them.
+        # Revisions may skip: a skipped one counts as the change before it.
         for after in range(revision, change.revision):
             for options in ({}, {"limit": 0}, {"limit": 1}, {"span": pattern_span("missing")}):
                 assert (await primitives.changes(after, **options)).before == follows
@@ -1077,9 +1079,9 @@ async def test_a_future_revision_is_compacted(primitives: Primitives, ahead: int
 
 async def test_a_namespace_that_was_never_written_is_at_zero(primitives: Primitives) -> None:
     """A revision that was trimmed, or that lies in the future, is refused as compacted."""
-    feed = await primitives.changes(0)
+    page = await primitives.changes(0)
 
-    assert (feed.changes, feed.next_after) == ([], 0)
+    assert (page.changes, page.next_after) == ([], 0)
     with pytest.raises(Compacted):
         await primitives.changes(1)
 
@@ -1095,8 +1097,8 @@ async def test_a_wait_ends_when_a_change_arrives(primitives: Primitives) -> None
 
         await primitives.must_commit(put("a", number))
 
-        feed = await asyncio.wait_for(waiting, 2)
-        assert [change.entry.value for change in feed.changes] == [number]
+        page = await asyncio.wait_for(waiting, 2)
+        assert [change.entry.value for change in page.changes] == [number]
 
 
 @pytest.mark.face("async")
@@ -1115,7 +1117,7 @@ async def test_a_wait_ends_when_another_handle_writes(primitives: Primitives, op
 async def test_a_wait_ends_when_another_process_writes(primitives: Primitives, url: str) -> None:
     """A wait ends early when a change arrives, from this process or another.
 
-    Where no other process can reach the place, another thread with a loop of its own writes.
+    Where no other process can reach the database, another thread with its own loop writes.
     """
     waiting = asyncio.create_task(primitives.changes(0, wait_s=60.0))
     await asyncio.sleep(0.05)
@@ -1127,8 +1129,8 @@ async def test_a_wait_ends_when_another_process_writes(primitives: Primitives, u
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", call)
         assert await process.wait() == 0
 
-    feed = await asyncio.wait_for(waiting, 5)
-    assert [change.key for change in feed.changes] == ["from elsewhere"]
+    page = await asyncio.wait_for(waiting, 5)
+    assert [change.key for change in page.changes] == ["from elsewhere"]
 
 
 def write_elsewhere(url: str, namespace: str) -> None:
@@ -1143,9 +1145,9 @@ async def test_a_wait_for_nothing_ends_in_time(primitives: Primitives) -> None:
     loop = asyncio.get_running_loop()
     begun = loop.time()
 
-    feed = await asyncio.wait_for(primitives.changes(revision, wait_s=0.2), PATIENCE_S)
+    page = await asyncio.wait_for(primitives.changes(revision, wait_s=0.2), PATIENCE_S)
 
-    assert (feed.changes, feed.next_after) == ([], revision)
+    assert (page.changes, page.next_after) == ([], revision)
     assert loop.time() - begun >= 0.15
 
 
@@ -1176,9 +1178,9 @@ async def test_a_change_between_looking_and_waiting_is_not_slept_through(primiti
     seen: list[int] = []
     head = 0
     while len(seen) < 100:
-        feed = await asyncio.wait_for(primitives.changes(head, wait_s=60.0), 5)
-        seen += [change.entry.value for change in feed.changes]
-        head = feed.next_after
+        page = await asyncio.wait_for(primitives.changes(head, wait_s=60.0), 5)
+        seen += [change.entry.value for change in page.changes]
+        head = page.next_after
     await writing
 
     assert seen == list(range(100))
@@ -1231,7 +1233,7 @@ async def test_what_was_written_again_is_due_at_its_new_moment(primitives: Primi
 async def test_what_was_made_again_at_the_same_moment_is_due_once(primitives: Primitives, elapse: Elapse) -> None:
     """An entry is due from the millisecond it expires, and not before.
 
-    Made, ended and made again within a millisecond, it has the same moment twice.
+    An entry that is made, ended and made again within a millisecond expires at the same moment twice.
     """
     for _ in range(3):
         await primitives.must_commit(put("a", ttl_ms=300), Put("job", b"{}", ttl_ms=300, family="lock"))
@@ -1280,7 +1282,7 @@ async def test_not_more_is_due_than_requested(primitives: Primitives, elapse: El
     assert (await primitives.status()).keys == 0
 
 
-async def test_asking_what_is_due_changes_nothing(
+async def test_listing_what_is_due_changes_nothing(
     primitives: Primitives, elapse: Elapse, open_store: OpenStore
 ) -> None:
     """Listing them changes nothing; two callers get the same list."""
@@ -1420,11 +1422,11 @@ async def test_a_waiter_is_notified_of_trimming_or_gets_what_is_left(primitives:
     await primitives.trim(KEEP_FIVE)
 
     try:
-        feed = await asyncio.wait_for(waiting, 5)
+        page = await asyncio.wait_for(waiting, 5)
     except Compacted:
         return
-    # It was served before the trimming, from the very first change on.
-    assert feed.changes[0].key == "k00"
+    # The wait was answered before the trimming, from the very first change on.
+    assert page.changes[0].key == "k00"
 
 
 # status -----------------------------------------------------------------------
@@ -1475,7 +1477,7 @@ async def test_the_time_is_what_decides_about_expiry(
     assert only(await other.must_commit(put("a"))).created_ms >= entry.expires_ms
 
 
-async def test_it_tells_for_how_long_time_stands_still(
+async def test_the_status_has_for_how_long_time_stands_still(
     primitives: Primitives, elapse: Elapse, set_back: SetBack
 ) -> None:
     """`behind_ms` is how far the engine's clock is behind that time, which stands still meanwhile."""
@@ -1640,7 +1642,7 @@ async def test_commits_that_began_are_finished(primitives: Primitives, open_stor
 async def test_a_commit_that_closing_met_is_done_or_not_done(primitives: Primitives, open_store: OpenStore) -> None:
     """Commits that began are finished; later calls raise Closed.
 
-    Writers go on while the engine closes. Who was answered is in the store, who was told Closed is not.
+    Writers go on while the engine closes. A write that was answered is in the store, one that raised Closed is not.
     """
     other = Primitives(await open_store(namespace=primitives.name, sweep=False))
     answered: set[str] = set()
@@ -1677,8 +1679,8 @@ async def test_a_waiter_is_notified_of_closing(primitives: Primitives, open_stor
     ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5)
     assert [type(end) for end in ends] == [Closed] * 4
     later = await other.must_commit(put("b"))
-    feed = await asyncio.wait_for(elsewhere, 5)
-    assert feed.next_after in (commit.revision, later.revision)
+    page = await asyncio.wait_for(elsewhere, 5)
+    assert page.next_after in (commit.revision, later.revision)
 
 
 @pytest.mark.face("sync")

@@ -1,4 +1,4 @@
-"""Reading: get, entry, scan, and what a read may count on."""
+"""Reading: get, entry, scan, and what a read guarantees."""
 
 # The contract, which the docstrings quote, writes `null` small.
 # ruff: noqa: D403
@@ -30,7 +30,7 @@ async def fill(store: limpet.Store, keys: Sequence[str]) -> None:
         await batch.commit()
 
 
-async def scanned(store: limpet.Store, *args: Any, **options: Any) -> list[str]:
+async def scan_keys(store: limpet.Store, *args: Any, **options: Any) -> list[str]:
     """The keys that a scan gives."""
     return [entry.key async for entry in store.scan(*args, **options)]
 
@@ -219,7 +219,7 @@ async def test_scans_and_pages_see_what_another_store_has_just_written(
         await other.put(f"k/{number:02}", number)
         expected.append(f"k/{number:02}")
         assert (await store.keys()).keys == expected
-        assert await scanned(store) == expected
+        assert await scan_keys(store) == expected
 
 
 async def test_a_read_sees_that_a_key_has_ended(store: limpet.Store, open_store: OpenStore) -> None:
@@ -231,7 +231,7 @@ async def test_a_read_sees_that_a_key_has_ended(store: limpet.Store, open_store:
         assert await store.get("k") == number
         await other.delete("k")
         assert await store.get("k", "none") == "none"
-        assert await scanned(store) == []
+        assert await scan_keys(store) == []
 
 
 async def test_a_read_sees_the_whole_of_a_batch(store: limpet.Store, open_store: OpenStore) -> None:
@@ -316,7 +316,7 @@ async def test_a_scan_gives_nothing_that_has_ended(store: limpet.Store, elapse: 
     await store.delete("b")
     await elapse(0.2)
 
-    assert await scanned(store) == ["a", "c"]
+    assert await scan_keys(store) == ["a", "c"]
 
 
 async def test_a_scan_may_be_left_early(store: limpet.Store) -> None:
@@ -328,7 +328,7 @@ async def test_a_scan_may_be_left_early(store: limpet.Store) -> None:
         break
 
     assert (await store.put("after", 1)).version == 1
-    assert await scanned(store, limit=2) == ["after", "k/000"]
+    assert await scan_keys(store, limit=2) == ["after", "k/000"]
 
 
 async def test_two_scans_at_once_do_not_disturb_each_other(store: limpet.Store) -> None:
@@ -349,8 +349,8 @@ async def test_a_scan_of_many_pages_gives_everything_once(store: limpet.Store) -
     keys = [f"k/{number:04}" for number in range(1500)]
     await fill(store, keys)
 
-    assert await scanned(store) == keys
-    assert await scanned(store, "k/1") == keys[1000:]
+    assert await scan_keys(store) == keys
+    assert await scan_keys(store, "k/1") == keys[1000:]
 
 
 @pytest.mark.parametrize("count", [499, 500, 501, 999, 1000, 1001])
@@ -359,7 +359,7 @@ async def test_a_scan_minds_the_seams_between_pages(store: limpet.Store, count: 
     keys = [f"k/{number:04}" for number in range(count)]
     await fill(store, ["j", *keys, "l"])
 
-    assert await scanned(store, "k/") == keys
+    assert await scan_keys(store, "k/") == keys
 
 
 async def test_a_scan_of_large_values_gives_everything_once(store: limpet.Store) -> None:
@@ -389,7 +389,7 @@ async def test_a_scan_goes_on_while_others_write(store: limpet.Store, open_store
         found.append(entry.key)
         if len(found) % 100 == 0:
             number = len(found)
-            # Behind, ahead, and right beside where the scan stands.
+            # Before, after, and right next to the position of the scan.
             await other.put(f"k/{number - 50:04}/behind", 1)
             await other.put(f"k/{number + 650:04}/ahead", 1)
             await other.put(f"{entry.key}/beside", 1)
@@ -444,7 +444,7 @@ async def test_a_scan_can_be_limited(store: limpet.Store) -> None:
     await fill(store, [*keys, "l"])
 
     for limit in (1, 4, 5, 6):
-        assert await scanned(store, "k/", limit=limit) == keys[:limit]
+        assert await scan_keys(store, "k/", limit=limit) == keys[:limit]
 
 
 async def test_a_limit_reaches_over_pages(store: limpet.Store) -> None:
@@ -453,7 +453,7 @@ async def test_a_limit_reaches_over_pages(store: limpet.Store) -> None:
     await fill(store, keys)
 
     for limit in (499, 500, 501, 1000, 1001, 1099):
-        assert await scanned(store, limit=limit) == keys[:limit]
+        assert await scan_keys(store, limit=limit) == keys[:limit]
 
 
 @pytest.mark.refused_early
@@ -461,17 +461,17 @@ async def test_a_limit_reaches_over_pages(store: limpet.Store) -> None:
 async def test_a_limit_below_one_is_refused(store: limpet.Store, limit: Any) -> None:
     """A scan can be limited, and can go on after a key."""
     with pytest.raises(InvalidValue):
-        await scanned(store, limit=limit)
+        await scan_keys(store, limit=limit)
 
 
 async def test_a_scan_can_go_on_after_a_key(store: limpet.Store) -> None:
     """A scan can be limited, and can go on after a key."""
     await fill(store, ["a", "k/a", "k/b", "k/c", "z"])
 
-    assert await scanned(store, after="k/a") == ["k/b", "k/c", "z"]
-    assert await scanned(store, "k/", after="k/a") == ["k/b", "k/c"]
-    assert await scanned(store, "k/", after="k/a", limit=1) == ["k/b"]
-    assert await scanned(store, "k/", after="k/c") == []
+    assert await scan_keys(store, after="k/a") == ["k/b", "k/c", "z"]
+    assert await scan_keys(store, "k/", after="k/a") == ["k/b", "k/c"]
+    assert await scan_keys(store, "k/", after="k/a", limit=1) == ["k/b"]
+    assert await scan_keys(store, "k/", after="k/c") == []
 
 
 async def test_a_scan_can_go_on_after_a_key_that_is_not_there(store: limpet.Store) -> None:
@@ -480,10 +480,10 @@ async def test_a_scan_can_go_on_after_a_key_that_is_not_there(store: limpet.Stor
     await store.put("k/b", 1)
     await store.delete("k/b")
 
-    assert await scanned(store, "k/", after="k/b") == ["k/c", "k/c\x01"]
-    assert await scanned(store, "k/", after="k/c") == ["k/c\x01"]
-    assert await scanned(store, "k/", after="a") == ["k/a", "k/c", "k/c\x01"]
-    assert await scanned(store, "k/", after="z") == []
+    assert await scan_keys(store, "k/", after="k/b") == ["k/c", "k/c\x01"]
+    assert await scan_keys(store, "k/", after="k/c") == ["k/c\x01"]
+    assert await scan_keys(store, "k/", after="a") == ["k/a", "k/c", "k/c\x01"]
+    assert await scan_keys(store, "k/", after="z") == []
 
 
 async def test_a_scan_in_parts_is_the_whole_scan(store: limpet.Store) -> None:

@@ -17,7 +17,7 @@ from limpet.errors import Conflict, NotFound, TypeMismatch, ValueTooLarge
 if TYPE_CHECKING:
     from limpet.conformance.conftest import Elapse, OpenStore
 
-# Names that a query language, a template or an escaping rule might take for its own.
+# Names with a meaning in a query language, a template or an escaping rule.
 ODD_NAMES = [
     "$",
     "$text",
@@ -49,7 +49,7 @@ ODD_NAMES = [
     "x" * 1024,
 ]
 
-# Words of the calls themselves, which as names of fields are like any other.
+# Names of parameters, which are ordinary names of fields.
 WORDS_OF_THE_CALL = ["self", "key", "fields", "unset", "if_exists", "fence", "request_id", "ttl", "meta", "set", "name"]
 
 JSON_FIELDS: dict[str, Any] = {
@@ -115,7 +115,7 @@ every_odd_set = pytest.mark.parametrize(
 
 
 def exact(fields: Mapping[str, Any] | None) -> dict[str, object] | None:
-    """Fields so that 1, 1.0 and true differ, and text from bytes, as they do not always in Python."""
+    """Fields in a form in which 1, 1.0 and true differ, and text from bytes, which compare as equal in Python."""
     if fields is None:
         return None
     return {
@@ -193,9 +193,9 @@ async def test_every_field_comes_back_alone_in_scans_and_commits(store: limpet.S
     """A record's fields are JSON values or bytes, in any mix."""
     record = store.record("record")
 
-    told = await record.put(fields)
+    written = await record.put(fields)
 
-    assert exact(told.value) == exact(fields)
+    assert exact(written.value) == exact(fields)
     assert [exact(entry.value) async for entry in store.scan()] == [exact(fields)]
     assert exact({name: await record.get(name) for name in fields}) == exact(fields)
 
@@ -302,7 +302,7 @@ async def test_set_makes_the_record(store: limpet.Store) -> None:
 async def test_set_makes_the_record_anew_after_its_end(store: limpet.Store, elapse: Elapse) -> None:
     """`set` creates a record that does not exist.
 
-    Nothing of an earlier life comes back: no field, no version, no meta, no time to live.
+    Nothing of the earlier record comes back: no field, no version, no meta, no time to live.
     """
     await store.record("deleted").put({"old": 1}, meta={"by": "me"})
     await store.record("deleted").delete()
@@ -744,7 +744,7 @@ async def test_a_swap_to_an_equal_value_is_still_a_write(store: limpet.Store) ->
 async def test_a_swap_looks_at_its_own_field_only(store: limpet.Store) -> None:
     """`swap` writes the field, and others with it, only if it holds what was expected.
 
-    Others may write other fields in between. That does not lose the swap, as it would lose a guard on the entry.
+    Others may write other fields in between. The swap still succeeds, where a guard on the entry would fail.
     """
     record = store.record("job")
     await record.put({"state": "pending", "beat": 1})
@@ -763,9 +763,9 @@ async def test_swap_tells_every_two_fields_apart(store: limpet.Store) -> None:
         await record.put({"field": value})
 
         won = []
-        for asked, expected in enumerate(values):
+        for number, expected in enumerate(values):
             if await record.swap("field", expected, value):
-                won.append(asked)
+                won.append(number)
 
         assert won == [held]
 
@@ -824,7 +824,7 @@ async def test_swap_from_absent_to_absent_leaves_the_field_absent(store: limpet.
 async def test_swap_makes_no_record(store: limpet.Store, expected: object) -> None:
     """`swap` on a missing record is False and creates nothing.
 
-    Not even where no such field is expected: without the record there is nothing to swap in.
+    Not even when the field is expected to be absent: without the record there is nothing to swap in.
     """
     await store.record("deleted").put({"a": 1})
     await store.delete("deleted")
@@ -850,7 +850,7 @@ async def test_swap_does_not_wake_an_expired_record(store: limpet.Store, elapse:
 async def test_a_swap_of_a_missing_record_refuses_a_batch(store: limpet.Store) -> None:
     """`swap` on a missing record is False and creates nothing.
 
-    A batch has no answer for one of its writes: there it is a conflict, and nothing of the batch happens.
+    A batch cannot answer False for one of its writes: it is a conflict, and nothing of the batch happens.
     """
     with pytest.raises(Conflict):
         await store.batch().put("other", 1).swap("record", "field", limpet.ABSENT, 1).commit()
@@ -875,7 +875,7 @@ async def test_of_all_who_swap_one_wins(store: limpet.Store, open_store: OpenSto
 async def test_a_field_that_is_passed_on_misses_no_record(store: limpet.Store) -> None:
     """Of all callers that swap the same field at once, one wins.
 
-    Each waits for its own turn, so every number is written exactly once, one after the other.
+    Each caller waits for its turn, so every number is written exactly once, one after the other.
     """
     record = store.record("turn")
     await record.put({"turn": 0})

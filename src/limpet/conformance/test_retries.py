@@ -37,7 +37,7 @@ WRITES: dict[str, Act] = {
     ),
 }
 
-# With those that take no request id.
+# The writes above, and those that take no request id.
 ALL_WRITES: dict[str, Act] = {
     **WRITES,
     "update": lambda store, _: store.update("n", lambda found: found * 2),
@@ -53,17 +53,17 @@ async def prepare(store: limpet.Store) -> None:
     await store.record("record").put({"a": 1, "c": b"3"})
 
 
-def shown(result: Any) -> Any:
-    """What does not depend on revisions and times, so that two stores can be compared."""
+def comparable(result: Any) -> Any:
+    """The part of a result that does not depend on revisions and times, so that two stores can be compared."""
     if isinstance(result, limpet.Commit):
-        return [[shown(entry) for entry in result.entries], [shown(entry) for entry in result.ended]]
+        return [[comparable(entry) for entry in result.entries], [comparable(entry) for entry in result.ended]]
     if isinstance(result, limpet.Entry):
         return (result.key, result.value, result.version, result.meta, result.expires_at is None)
     return result
 
 
 async def state(store: limpet.Store) -> list[Any]:
-    return [shown(entry) async for entry in store.scan()]
+    return [comparable(entry) async for entry in store.scan()]
 
 
 async def while_time_passes(elapse: Elapse, work: Awaitable[Any]) -> Any:
@@ -87,7 +87,7 @@ async def test_every_write_can_be_repeated(store: limpet.Store, write: str) -> N
 
     again = await WRITES[write](store, {"request_id": "request-1"})
 
-    assert shown(again) == shown(first)
+    assert comparable(again) == comparable(first)
     if isinstance(first, limpet.Entry):
         assert again == first
     assert await state(store) == after
@@ -142,7 +142,7 @@ async def test_request_ids_of_two_namespaces_do_not_meet(store: limpet.Store) ->
 async def test_a_fenced_write_can_be_repeated_after_its_lock(store: limpet.Store) -> None:
     """A write with a request id can be repeated: it returns the first result and applies nothing.
 
-    It was done under a lock that is gone by now. A new holder repeats it under its own token.
+    It was done under a lock that was released since. A new holder repeats it under its own token.
     """
     lock = store.lock("job", ttl=60)
     await lock.acquire()
@@ -279,16 +279,16 @@ async def test_a_repeated_batch_is_answered_as_a_whole(store: limpet.Store) -> N
     """A repeated batch returns its whole first result."""
     await prepare(store)
 
-    async def ask() -> limpet.Commit:
+    async def send() -> limpet.Commit:
         draft = store.batch(request_id="request-1").expect("text", limpet.PRESENT)
         draft.add("n", 5).put("new", {"a": 1}).take("text").delete("missing").set("record", a=2)
         return await draft.commit()
 
-    first = await ask()
+    first = await send()
     await store.batch().put("n", 0).delete("new").put("text", "again").delete("record").commit()
     after = await state(store)
 
-    again = await ask()
+    again = await send()
 
     assert (again.revision, again.entries, again.ended, again.at_ms) == (
         first.revision,
@@ -450,7 +450,7 @@ async def test_what_changed_nothing_has_an_outcome(store: limpet.Store) -> None:
     assert (outcome.entries, outcome.ended) == ((None,), (None,))
 
 
-async def test_asking_for_an_outcome_changes_nothing(store: limpet.Store) -> None:
+async def test_reading_an_outcome_changes_nothing(store: limpet.Store) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
     entry = await store.put("a", 1, request_id="request-1")
     assert await store.outcome("request-1") == await store.outcome("request-1")
@@ -462,10 +462,10 @@ async def test_asking_for_an_outcome_changes_nothing(store: limpet.Store) -> Non
 
 async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
-    line = fail(store, after=5)
+    failing = fail(store, after=5)
     with pytest.raises(Ambiguous) as caught:
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
-    assert line.after == 0
+    assert failing.after == 0
     assert caught.value.request_id == "request-1"
 
     outcome = await store.outcome("request-1")
@@ -479,8 +479,8 @@ async def test_an_ambiguous_write_has_an_outcome(store: limpet.Store, elapse: El
 async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied.
 
-    The caller gave no id. The error names the one that the store made, and under it the write can be
-    asked for and repeated.
+    The caller gave no id. The error has the id that the store made, and with it the outcome can be
+    read and the write repeated.
     """
     fail(store, after=5)
     with pytest.raises(Ambiguous) as caught:
@@ -496,10 +496,10 @@ async def test_an_ambiguous_write_without_an_id_has_an_outcome_too(store: limpet
 
 async def test_an_unsent_write_has_no_outcome(store: limpet.Store, elapse: Elapse) -> None:
     """`outcome` gives the result of a request id, or None when it was not applied."""
-    line = fail(store, before=5)
+    failing = fail(store, before=5)
     with pytest.raises(Unavailable):
         await while_time_passes(elapse, store.add("n", 5, request_id="request-1"))
-    assert line.before == 0
+    assert failing.before == 0
 
     assert await store.outcome("request-1") is None
     assert await store.add("n", 5, request_id="request-1") == 5
@@ -595,21 +595,21 @@ async def test_a_receipt_survives_a_restart(open_store: OpenStore) -> None:
 async def test_a_lost_answer_is_settled(store: limpet.Store, elapse: Elapse, write: str, lost: int) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    The same write on a store without failures tells what is right.
+    The same write on a store without failures gives the right result.
     """
     act = ALL_WRITES[write]
     calm = store.namespace(f"{store.name}-calm")
     for each in (store, calm):
         await prepare(each)
     right = await act(calm, {})
-    line = fail(store, after=lost)
+    failing = fail(store, after=lost)
 
     result = await while_time_passes(elapse, act(store, {}))
 
-    assert shown(result) == shown(right)
+    assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
     assert (await store.status()).log_changes == (await calm.status()).log_changes
-    assert line.commits == lost + 1
+    assert failing.commits == lost + 1
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -619,14 +619,14 @@ async def test_a_lost_answer_under_an_id_is_settled(store: limpet.Store, elapse:
     for each in (store, calm):
         await prepare(each)
     right = await WRITES[write](calm, {"request_id": "request-1"})
-    line = fail(store, after=2)
+    failing = fail(store, after=2)
 
     result = await while_time_passes(elapse, WRITES[write](store, {"request_id": "request-1"}))
     again = await WRITES[write](store, {"request_id": "request-1"})
 
-    assert shown(result) == shown(again) == shown(right)
+    assert comparable(result) == comparable(again) == comparable(right)
     assert await state(store) == await state(calm)
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 async def test_others_who_write_meanwhile_are_not_overwritten(
@@ -634,10 +634,10 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
 ) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    It was applied, the answer was lost, and somebody else wrote before the store could ask again.
+    The write was applied, its reply was lost, and another caller wrote before the store could retry.
     """
     other = await open_store()
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     async with other.watch("a") as watch:
         putting = asyncio.ensure_future(store.put("a", "mine"))
         await next_event(watch)
@@ -647,7 +647,7 @@ async def test_others_who_write_meanwhile_are_not_overwritten(
 
     assert (entry.value, entry.version) == ("mine", 1)
     assert await store.get("a") == "theirs"
-    assert line.commits == 2
+    assert failing.commits == 2
 
 
 async def test_a_lost_take_does_not_take_twice(store: limpet.Store, open_store: OpenStore, elapse: Elapse) -> None:
@@ -677,18 +677,18 @@ async def test_concurrent_lost_adds_all_count_once(store: limpet.Store, elapse: 
 async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    Acquiring must not find its own first attempt in the way.
+    Acquiring must not be refused because of its own first attempt.
     """
     lock = store.lock("job", ttl=60)
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     await while_time_passes(elapse, lock.acquire())
     (found,) = await store.locks()
     assert found.token == lock.token
-    assert line.commits == 2
+    assert failing.commits == 2
 
-    line.after = 1
+    failing.after = 1
     await while_time_passes(elapse, lock.refresh())
-    line.after = 1
+    failing.after = 1
     await while_time_passes(elapse, lock.release())
 
     assert await store.locks() == []
@@ -698,14 +698,14 @@ async def test_a_lost_lock_answer_is_settled(store: limpet.Store, elapse: Elapse
 async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    Five times it asks and five times the answer is lost. Then it says that it does not know.
+    The store tries five times and five times the reply is lost. Then it raises Ambiguous.
     """
-    line = fail(store, after=100)
+    failing = fail(store, after=100)
 
     with pytest.raises(Ambiguous) as caught:
         await while_time_passes(elapse, store.add("n"))
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert (caught.value.retryable, caught.value.outcome) == (True, "unknown")
     assert await store.get("n") == 1
 
@@ -713,18 +713,18 @@ async def test_an_answer_that_stays_lost_is_ambiguous(store: limpet.Store, elaps
 async def test_a_failure_after_a_lost_answer_is_ambiguous(store: limpet.Store, elapse: Elapse) -> None:
     """A write whose reply was lost is retried by the store itself and applied once.
 
-    The first answer was lost and then nothing could be sent. That is not "not applied".
+    The first reply was lost and then nothing could be sent. So the write may have been applied.
     """
-    line = fail(store, after=1)
+    failing = fail(store, after=1)
     async with store.watch("n") as watch:
         adding = asyncio.ensure_future(store.add("n"))
         await next_event(watch)
-    line.before = 100
+    failing.before = 100
 
     with pytest.raises(Ambiguous):
         await while_time_passes(elapse, adding)
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert await store.get("n") == 1
 
 
@@ -739,13 +739,13 @@ async def test_a_failure_that_passes_is_not_seen(store: limpet.Store, elapse: El
     for each in (store, calm):
         await prepare(each)
     right = await act(calm, {})
-    line = fail(store, before=4)
+    failing = fail(store, before=4)
 
     result = await while_time_passes(elapse, act(store, {}))
 
-    assert shown(result) == shown(right)
+    assert comparable(result) == comparable(right)
     assert await state(store) == await state(calm)
-    assert line.commits == 5
+    assert failing.commits == 5
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -753,12 +753,12 @@ async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: 
     """A call that fails for a moment is tried again by the store, at most 5 times."""
     await prepare(store)
     before, revision = await state(store), (await store.status()).revision
-    line = fail(store, before=5)
+    failing = fail(store, before=5)
 
     with pytest.raises(Unavailable) as caught:
         await while_time_passes(elapse, WRITES[write](store, {}))
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert (caught.value.retryable, caught.value.outcome) == (True, "unavailable")
     assert await state(store) == before
     assert (await store.status()).revision == revision
@@ -767,11 +767,11 @@ async def test_a_failure_that_stays_is_unavailable(store: limpet.Store, elapse: 
 async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Store, elapse: Elapse) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
     lock = store.lock("job", ttl=60)
-    line = fail(store, before=4)
+    failing = fail(store, before=4)
     await while_time_passes(elapse, lock.acquire())
-    assert line.commits == 5
+    assert failing.commits == 5
 
-    line.before = 5
+    failing.before = 5
     with pytest.raises(Unavailable):
         await while_time_passes(elapse, lock.release())
     await while_time_passes(elapse, lock.release())
@@ -781,16 +781,16 @@ async def test_a_lock_is_acquired_when_the_failure_has_passed(store: limpet.Stor
 
 async def test_failures_of_both_kinds_are_settled(store: limpet.Store, elapse: Elapse) -> None:
     """A call that fails for a moment is tried again by the store, at most 5 times."""
-    line = fail(store, before=2, after=2)
+    failing = fail(store, before=2, after=2)
 
     assert await while_time_passes(elapse, store.add("n", 3)) == 3
 
-    assert line.commits == 5
+    assert failing.commits == 5
     assert await store.get("n") == 3
 
 
 class FailingReads:
-    """An engine in front of another, of which one way to read fails a given number of times."""
+    """An engine in front of another, one of whose reading primitives fails a given number of times."""
 
     def __init__(self, engine: Any, failing: str, failures: int) -> None:
         self._engine = engine
@@ -805,7 +805,7 @@ class FailingReads:
         self.calls += 1
         if self.failures > 0:
             self.failures -= 1
-            raise Unavailable("the line is cut")
+            raise Unavailable("the connection is lost")
         return await getattr(self._engine, self._failing)(*args, **options)
 
 
@@ -889,19 +889,19 @@ CONFLICTS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
 async def test_a_conflict_is_raised_at_once(store: limpet.Store, write: str) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
-    line = fail(store)
+    failing = fail(store)
 
     with pytest.raises(Conflict):
         await CONFLICTS[write](store)
 
-    assert line.commits == 1
+    assert failing.commits == 1
 
 
 async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
     """A conflict is never retried by the store, except in `update`."""
     await prepare(store)
     await store.lock("job", ttl=60).acquire()
-    line = fail(store)
+    failing = fail(store)
 
     assert not await store.record("record").swap("a", 99, 2)
     with pytest.raises(TypeMismatch):
@@ -911,13 +911,13 @@ async def test_other_refusals_are_raised_at_once(store: limpet.Store) -> None:
     with pytest.raises(LockHeld):
         await store.lock("job", ttl=60).acquire()
 
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 def interfering(
     face: str, calls: list[Any], meanwhile: Callable[[], Awaitable[Any]], times: int
 ) -> Callable[[Any], Any]:
-    """A function for `update`, during whose first so many calls somebody else writes."""
+    """A function for `update`. During its first so many calls another caller writes."""
     loop = asyncio.get_running_loop()
 
     async def write() -> None:
@@ -944,14 +944,14 @@ async def test_update_tries_again_after_a_conflict(
     """A conflict is never retried by the store, except in `update`."""
     other, calls = await open_store(), list[Any]()
     await store.put("n", 0)
-    line = fail(store)
+    failing = fail(store)
     change = interfering(face, calls, lambda: other.add("n"), times=3)
 
     entry = await while_time_passes(elapse, store.update("n", change))
 
     assert calls == [0, 1, 2, 3]
     assert entry.value == 103
-    assert line.commits == 4
+    assert failing.commits == 4
 
 
 async def test_update_without_conflict_runs_once(store: limpet.Store, face: str) -> None:
@@ -967,8 +967,8 @@ async def test_update_without_conflict_runs_once(store: limpet.Store, face: str)
 async def test_a_lost_answer_does_not_run_update_again(store: limpet.Store, face: str, elapse: Elapse) -> None:
     """A conflict is never retried by the store, except in `update`.
 
-    The first attempt has changed the entry that it expected. Asking again must not take that for
-    somebody else's write.
+    The first attempt has changed the entry that it expected. The retry must not take that for the
+    write of another caller.
     """
     calls: list[Any] = []
     await store.put("n", 0)

@@ -1,7 +1,7 @@
 """Time: how long an entry lives, and how it ends.
 
-Where the engine uses our clock, these tests turn it to the millisecond. Where the clock is a server's they wait,
-and are content to see that an entry is there well before its moment and gone well after it.
+Where the engine uses our clock, these tests set it to the millisecond. Where the clock is a server's they wait,
+and only check that an entry exists well before it expires and is gone well after.
 """
 
 # ruff: noqa: D403 - a docstring here is a line of the contract, and some of those begin with the name of a verb.
@@ -46,12 +46,12 @@ async def store(open_store: OpenStore) -> limpet.Store:
 
 
 async def all_keys(store: limpet.Store) -> list[str]:
-    """Every key there is."""
+    """All keys of the store."""
     return (await store.keys()).keys
 
 
 async def put_many(store: limpet.Store, count: int, ttl: float) -> list[str]:
-    """Many entries of the same moment. Returns their keys."""
+    """Put many entries that expire at the same moment. Returns their keys."""
     keys = [f"{number:04}" for number in range(count)]
     for start in range(0, count, 128):
         draft = store.batch()
@@ -62,7 +62,7 @@ async def put_many(store: limpet.Store, count: int, ttl: float) -> list[str]:
 
 
 async def events_until_now(store: limpet.Store, watch: limpet.Watch) -> list[limpet.Event]:
-    """What a watch has to tell of all that happened so far."""
+    """The events of a watch for all that happened so far."""
     await store.put("~now", None)
     events: list[limpet.Event] = []
     while (event := await next_event(watch)).key != "~now":
@@ -71,7 +71,7 @@ async def events_until_now(store: limpet.Store, watch: limpet.Watch) -> list[lim
 
 
 async def asleep(store: limpet.Store, clock: limpet.ManualClock, count: int) -> None:
-    """Wait until so many background sweepers sleep, so that turning the clock wakes them."""
+    """Wait until so many background sweepers sleep, so that advancing the clock wakes them."""
     deadline = time.monotonic() + PATIENCE_S
     while stands_still(store) and clock.sleepers < count:
         assert time.monotonic() < deadline, "the sweeper does not run"
@@ -243,7 +243,7 @@ async def test_a_touch_to_keep_is_no_time_to_live(store: limpet.Store) -> None:
 async def test_a_time_to_live_rounds_up_to_a_millisecond(store: limpet.Store, ttl: Any, lives_ms: int) -> None:
     """A time to live has a resolution of 1 ms and rounds up, never early.
 
-    2.007 * 1000 is a little more than 2007, which is an error of the floats and not a longer life.
+    2.007 * 1000 is a little more than 2007, which is a rounding error of floats and not a longer time to live.
     """
     entry = await store.put("key", 1, ttl=ttl)
 
@@ -308,7 +308,7 @@ async def test_each_entry_has_its_own_moment(store: limpet.Store, elapse: Elapse
 async def test_a_counter_starts_anew_after_its_moment(store: limpet.Store, elapse: Elapse) -> None:
     """An entry is there until its expiry time and absent from that time on.
 
-    A counter with a time to live is a window: nothing of the old one is in the new one, its ttl included.
+    A counter with a time to live is a window: the new one keeps nothing of the old one, not even its ttl.
     """
     assert await store.add("hits", 5, ttl=0.2, meta={"window": 1}) == 5
     await elapse(0.25)
@@ -422,7 +422,7 @@ async def test_keys_lists_no_expired_key(store: limpet.Store, expired: list[str]
 async def test_expired_keys_take_no_place_on_a_page(store: limpet.Store, expired: list[str]) -> None:
     """An expired entry is absent at once: for get, entry, keys and scan, swept or not.
 
-    Neither among the keys of a page, nor in the word that more follow.
+    They are not among the keys of a page, and do not make it report that more follow.
     """
     await store.delete("key e")
 
@@ -596,7 +596,7 @@ async def test_an_entry_that_was_kept_ends_at_its_old_moment(store: limpet.Store
 async def test_there_is_nothing_to_keep_for_a_new_key(store: limpet.Store, elapse: Elapse) -> None:
     """put with KEEP keeps the ttl.
 
-    The moment of a life that is over is no moment for the next one: the entry would be gone at once.
+    The new entry must not get the expiry of the old one: it would be gone at once.
     """
     await store.put("expired", 1, ttl=0.2)
     await store.put("deleted", 1, ttl=600)
@@ -672,7 +672,7 @@ async def test_a_counter_that_counts_still_ends_at_its_moment(store: limpet.Stor
 async def test_a_verb_that_is_given_a_ttl_sets_it(store: limpet.Store) -> None:
     """add, set, swap and update keep the ttl.
 
-    Unless told otherwise: each of them takes a new one, or None for never.
+    Unless the call gives one: each of them takes a new ttl, or None for never.
     """
     minute = timedelta(minutes=1)
     for ttl, lives in ((60, minute), (None, None)):
@@ -949,8 +949,8 @@ async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event
 ) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
-    The write that begins the new life first tells the end of the old one, as its own change. A log of the
-    last change of each key has no room for it, and tells the new life alone.
+    The write that makes the new entry first logs the expiry of the old one, as a separate change. A log of the
+    last change of each key has no room for it, and keeps the new entry alone.
     """
     async with store.watch() as watch:
         first = await store.put("key", 1, ttl=0.2, meta={"life": 1})
@@ -975,7 +975,8 @@ async def test_a_key_that_is_written_again_before_the_sweep_has_one_expire_event
 async def test_an_expiry_that_was_written_over_is_reported_by_the_write(store: limpet.Store, elapse: Elapse) -> None:
     """Where the log keeps the last change of each key, an expiry followed by a write appears only as the write.
 
-    A watcher knows the new life by its version and by its first revision. What nobody wrote over is told as ever.
+    A watcher knows the new entry by its version and by its first revision. An expiry that was not written over has
+    its event as always.
     """
     await store.put("over", 1, ttl=0.2)
     await store.put("swept", 1, ttl=0.2)
@@ -994,7 +995,7 @@ async def test_an_expiry_that_was_written_over_is_reported_by_the_write(store: l
 async def test_a_key_that_is_swept_and_written_again_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
-    What the sweeper has told already, the write does not tell again.
+    When the sweeper has logged an expiry, the write does not log it again.
     """
     async with store.watch() as watch:
         await store.put("key", 1, ttl=0.2)
@@ -1012,7 +1013,7 @@ async def test_a_key_that_is_swept_and_written_again_has_one_expire_event(store:
 async def test_every_life_of_a_key_has_its_own_expire_event(store: limpet.Store, elapse: Elapse) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
-    Four lives end four times, two of them by the sweeper and two by the next write.
+    Four entries expire one after the other, two of them ended by the sweeper and two by the next write.
     """
     ops: list[str] = []
     async with store.watch() as watch:
@@ -1031,7 +1032,7 @@ async def test_every_life_of_a_key_has_its_own_expire_event(store: limpet.Store,
 async def test_a_key_that_could_not_be_ended_has_one_expire_event(store: limpet.Store, elapse: Elapse) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
-    Deleting, taking or touching what has expired does nothing, and says nothing.
+    Deleting, taking or touching an expired entry does nothing, and makes no event.
     """
     async with store.watch() as watch:
         await store.put("key", 1, ttl=0.2)
@@ -1046,12 +1047,12 @@ async def test_a_key_that_could_not_be_ended_has_one_expire_event(store: limpet.
     assert [event.op for event in events] == ["put", "expire"]
 
 
-async def test_writers_who_race_for_an_expired_key_tell_one_expiry(
+async def test_writers_who_race_for_an_expired_key_log_one_expiry(
     store: limpet.Store, open_store: OpenStore, elapse: Elapse
 ) -> None:
     """An expired incarnation has exactly one expire event, even when the key is written again before the sweeper runs.
 
-    Of all who write and sweep at once, one tells the end of the old life, and it is told first.
+    Of all callers that write and sweep at once, one logs the expiry of the old entry, and before any other change.
     """
     other = await open_store(sweep=False)
     async with store.watch() as watch:
@@ -1118,7 +1119,7 @@ async def test_an_entry_is_swept_by_its_latest_moment(store: limpet.Store, elaps
 async def test_a_sweeper_that_comes_late_ends_nothing(store: limpet.Store, elapse: Elapse) -> None:
     """An entry that was written again is not swept at its old expiry time.
 
-    A sweeper looks, is held up, and commits what it saw. Meanwhile the keys have begun another life.
+    A sweeper lists what is due, is delayed, and commits that list. Meanwhile the keys were written anew.
     """
     engine = session_of(store).engine
     await store.put("forever", 1, ttl=0.2)
@@ -1281,7 +1282,7 @@ async def test_a_store_with_a_slow_clock_does_not_turn_time_back(
 ) -> None:
     """The clock never goes back.
 
-    Another process opens the same place, and its clock is behind. What has expired stays so, and its writes
+    Another process opens the same database, and its clock is behind. Expired entries stay expired, and its writes
     are not older than those before them.
     """
     await store.put("expired", 1, ttl=1)
@@ -1307,7 +1308,7 @@ async def test_later_revisions_are_not_earlier_in_time(open_store: OpenStore) ->
         times = [entry.updated_at for entry in in_order if entry.key == key]
         assert times == sorted(times)
     if stores[0].traits.engine != "nats":
-        # There, processes ask for the server's time now and then: of two keys, they differ by a message's travel.
+        # With NATS each process reads the server's time now and then, so times of two keys may differ by a round trip.
         times = [entry.updated_at for entry in in_order]
         assert times == sorted(times)
     assert all(entry.created_at <= entry.updated_at for entry in entries)
@@ -1376,7 +1377,7 @@ async def test_what_a_store_has_seen_expire_does_not_come_back_for_it(
     lock = store.lock("lock", ttl=1)
     await lock.acquire()
     await elapse(2)
-    told_ms = 0
+    seen_ms = 0
     match look:
         case "get":
             assert await store.get("expired") is None
@@ -1387,11 +1388,11 @@ async def test_what_a_store_has_seen_expire_does_not_come_back_for_it(
         case "locks":
             assert await store.locks() == []
         case _:
-            told_ms = (await store.status()).now_ms
+            seen_ms = (await store.status()).now_ms
 
     await set_back(60)
 
-    assert (await store.status()).now_ms >= told_ms
+    assert (await store.status()).now_ms >= seen_ms
     if look != "status":
         assert await store.get("expired") is None
         assert await all_keys(store) == []
@@ -1448,8 +1449,8 @@ async def test_a_wait_for_a_lock_goes_on_while_time_stands_still(
 ) -> None:
     """After the clock was set back, time stands still until the clock has caught up: nothing ends early.
 
-    Of a lock that is about to end there is hardly any time left, for as long as time stands still. Whoever waits for it
-    does not ask all the time.
+    A lock that is about to end has hardly any time left, for as long as time stands still. A waiter does not try
+    again all the time.
     """
     other = await open_store(sweep=False)
     await store.lock("lock", ttl=1).acquire()

@@ -30,7 +30,7 @@ async def drain(items: AsyncIterator[Any]) -> list[Any]:
 
 
 def exact(value: Any) -> Any:
-    """The value with every type spelt out, so that 1, 1.0 and True differ, and 0.0 and -0.0."""
+    """The value with explicit types, so that 1, 1.0 and True differ, and 0.0 and -0.0."""
     if isinstance(value, dict):
         return type(value), {name: exact(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -39,7 +39,7 @@ def exact(value: Any) -> Any:
 
 
 async def assert_kept(store: limpet.Store, *values: object) -> None:
-    """Each value comes back exactly: alone, in a list, in an object and as a field."""
+    """Fail unless each value comes back exactly: alone, in a list, in an object and as a field."""
     for value in values:
         for whole in (value, [value], {"member": value}, limpet.Fields(field=value)):
             written = await store.put("k", whole)
@@ -48,7 +48,7 @@ async def assert_kept(store: limpet.Store, *values: object) -> None:
 
 
 async def assert_refused(store: limpet.Store, *values: object) -> None:
-    """Each value is refused: alone, in a list, in an object and as a field."""
+    """Fail unless each value is refused: alone, in a list, in an object and as a field."""
     for value in values:
         for whole in (value, [value], {"member": value}, [{"deep": [value]}], limpet.Fields(field=[value])):
             with pytest.raises(InvalidValue):
@@ -57,7 +57,7 @@ async def assert_refused(store: limpet.Store, *values: object) -> None:
 
 
 def nested(depth: int, kind: str = "list") -> Any:
-    """Lists, objects or both in turn, so many inside each other."""
+    """Lists, objects or both in turn, nested this deep."""
     value: Any = "core"
     for level in range(depth):
         value = [value] if kind == "list" or (kind == "both" and level % 2) else {"m": value}
@@ -126,7 +126,7 @@ async def test_integers_and_floats_stay_apart(store: limpet.Store) -> None:
 async def test_large_integers_lose_no_digit(store: limpet.Store) -> None:
     """An integer stays an integer and a float stays a float: `1` is not `1.0`.
 
-    Whatever keeps numbers as doubles loses the last digits of these.
+    An engine that keeps numbers as doubles would lose the last digits of these.
     """
     await assert_kept(store, 2**53 + 1, -(2**53) - 1, 2**62 + 1, 123456789012345678, 10**15 + 1, INT_MAX - 1)
 
@@ -144,7 +144,7 @@ async def test_negative_zero_keeps_its_sign(store: limpet.Store) -> None:
 async def test_large_floats_stay_floats(store: limpet.Store) -> None:
     """`-0.0` keeps its sign, and `1e22` stays a float.
 
-    A JSON type that keeps numbers as decimals writes these without a point, and reads them as integers.
+    A JSON type that keeps numbers as decimals would write these without a point, and read them as integers.
     """
     await assert_kept(store, 1e15, 1e16, 1e17, 1e21, 1e22, 1e23, -1e22, 1e100, 1e300, float(2**63), float(2**64))
 
@@ -794,7 +794,7 @@ async def test_a_value_may_not_be_a_byte_larger_than_the_limit(open_store: OpenS
 async def test_text_counts_in_bytes_of_utf8(open_store: OpenStore) -> None:
     """A value may be exactly as large as the limit, and one byte more is ValueTooLarge.
 
-    Not in characters, and not in escapes: a letter counts one to four bytes.
+    Not in characters, and not in escapes: a character counts one to four bytes.
     """
     store = await open_store(max_value_bytes=100)
 
@@ -1034,7 +1034,7 @@ async def test_an_empty_meta_is_none(store: limpet.Store) -> None:
 async def test_a_put_may_keep_the_meta(store: limpet.Store) -> None:
     """A put without meta leaves the entry without meta.
 
-    Whoever wants it kept says so.
+    A caller that wants to keep it passes KEEP.
     """
     await store.put("k", 1, meta={"by": "me"})
 
@@ -1071,7 +1071,7 @@ FAILURES: dict[str, tuple[type[LimpetError], Callable[[Any], Awaitable[object]]]
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-async def test_no_error_tells_the_value(store: limpet.Store, failure: str) -> None:
+async def test_no_error_shows_the_value(store: limpet.Store, failure: str) -> None:
     """An error message never holds the value."""
     await store.put("text", HIDDEN)
     await store.record("record").put({"f": HIDDEN})
@@ -1089,7 +1089,7 @@ async def test_no_error_tells_the_value(store: limpet.Store, failure: str) -> No
 async def test_no_repr_shows_the_value(store: limpet.Store) -> None:
     """An error message never holds the value.
 
-    Nor does what is put into a log beside it: entries, events, drafts and handles.
+    This includes everything that is likely to be logged: entries, events, drafts and handles.
     """
     entry = await store.put("k", HIDDEN, meta={"m": HIDDEN})
     things: list[object] = [entry, store, store.record("k"), store.batch().put("k", HIDDEN)]

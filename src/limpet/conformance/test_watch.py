@@ -1,6 +1,6 @@
 """The log and watch."""
 
-# ruff: noqa: D403 - the promises are quoted as they stand, and some begin with a verb of the store.
+# ruff: noqa: D403 - a docstring here quotes the contract, and some of its lines begin with the name of a verb.
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from limpet.conformance.support import (
 )
 from limpet.errors import Compacted, InvalidKey, LimpetError
 
-# Less than the hub waits before it looks by itself: what is promised is a wake-up.
+# Less than the hub's polling interval: the contract promises a wake-up, and polling must not hide a missing one.
 SOON_S = 28.0
 ENDED = ("delete", "expire")
 
@@ -38,7 +38,7 @@ def elsewhere() -> str:
 
 
 async def fill(store: limpet.Store, count: int, prefix: str = "k") -> list[tuple[str, int]]:
-    """Put so many keys, in batches, and tell what each was given as its revision."""
+    """Put so many keys, in batches. Returns the revision of each."""
     made: list[tuple[str, int]] = []
     for start in range(0, count, 100):
         draft = store.batch()
@@ -58,7 +58,7 @@ async def until_key(watch: Any, key: str) -> list[limpet.Event]:
 
 
 async def until_synced(watch: Any) -> list[limpet.Event]:
-    """What there is, and the Synced behind it."""
+    """The initial entries of a watch, and the Synced event after them."""
     found = [await next_event(watch)]
     while not isinstance(found[-1], limpet.Synced):
         found.append(await next_event(watch))
@@ -74,8 +74,8 @@ async def history(store: limpet.Store, key: str) -> list[limpet.Event]:
     return [event async for event in store.history(key)]
 
 
-def replayed(events: Iterable[limpet.Event]) -> dict[str, Any]:
-    """The state that a watcher arrives at who believes every event."""
+def replay(events: Iterable[limpet.Event]) -> dict[str, Any]:
+    """The state that a watcher gets by applying every event."""
     state: dict[str, Any] = {}
     for event in events:
         if event.op in ("put", "patch"):
@@ -85,11 +85,11 @@ def replayed(events: Iterable[limpet.Event]) -> dict[str, Any]:
     return state
 
 
-async def stored(store: limpet.Store) -> dict[str, Any]:
+async def read_all(store: limpet.Store) -> dict[str, Any]:
     return {entry.key: entry.value async for entry in store.scan()}
 
 
-def named(events: Iterable[limpet.Event]) -> list[tuple[str, int]]:
+def keys_and_revisions(events: Iterable[limpet.Event]) -> list[tuple[str, int]]:
     return [(event.key, event.revision) for event in events]
 
 
@@ -125,7 +125,7 @@ async def test_a_watch_delivers_what_happens_in_order(store: limpet.Store) -> No
 async def test_eight_writers_at_once_are_seen_in_one_order(store: limpet.Store) -> None:
     """A watch delivers each change once, in revision order.
 
-    Thousands of changes by eight writers: every acknowledged one arrives, none twice, none out of turn.
+    Thousands of changes by eight writers: every acknowledged one arrives, none twice, none out of order.
     """
     made: list[limpet.Entry] = []
 
@@ -170,8 +170,8 @@ async def test_eight_writers_of_a_few_keys_are_seen_in_one_order(store: limpet.S
 async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
     """The last change of a key is never skipped; if it is a touch, neither is the write before it.
 
-    Nobody watches while hundreds of keys are written and then touched, twice. Whoever comes back from before it
-    all is told each value, as it was written, and each last touch.
+    Without a watcher, hundreds of keys are written and then touched, twice. A watcher that resumes from before
+    all of it gets each value, as it was written, and each last touch.
     """
     start = await store.put("start", 1)
     keys = [f"k{number:03}" for number in range(600)]
@@ -198,7 +198,7 @@ async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
         (event.op, event.key, event.revision, event.commit, event.entry and event.entry.expires_at) for event in events
     ]
     assert found == owed
-    assert replayed(events) == {key: key for key in keys}
+    assert replay(events) == {key: key for key in keys}
 
 
 async def test_what_changes_nothing_is_not_delivered(store: limpet.Store) -> None:
@@ -216,7 +216,7 @@ async def test_what_changes_nothing_is_not_delivered(store: limpet.Store) -> Non
 async def test_a_watcher_that_is_cancelled_goes_on_without_a_gap(store: limpet.Store) -> None:
     """A watch delivers each change once, in revision order.
 
-    Whoever waits may be cancelled at any moment. The next who asks gets the next change.
+    A caller that waits for an event may be cancelled at any moment. The next call gets the next change.
     """
     dice = random.Random(7)
     events: list[limpet.Event] = []
@@ -231,7 +231,7 @@ async def test_a_watcher_that_is_cancelled_goes_on_without_a_gap(store: limpet.S
                 events.append(await asyncio.wait_for(asking, SOON_S))
         await assert_quiet(watch)
 
-    assert named(events) == await writing
+    assert keys_and_revisions(events) == await writing
 
 
 # Patterns ---------------------------------------------------------------------
@@ -339,16 +339,16 @@ async def test_a_watch_begins_with_its_first_request(store: limpet.Store) -> Non
     await watch.aclose()
 
 
-async def test_a_change_between_entering_and_asking_is_delivered(store: limpet.Store) -> None:
+async def test_a_change_between_entering_and_reading_is_delivered(store: limpet.Store) -> None:
     """A watch begins when it is entered or first read, and delivers the changes after that."""
     async with store.watch() as watch:
         made = await fill(store, 30)
         await asyncio.sleep(0.05)
 
-        assert named(await next_events(watch, 30)) == made
+        assert keys_and_revisions(await next_events(watch, 30)) == made
 
 
-# What there is ----------------------------------------------------------------
+# The initial entries ----------------------------------------------------------
 
 
 async def test_initial_gives_what_there_is_and_then_the_changes(store: limpet.Store) -> None:
@@ -415,7 +415,7 @@ async def test_initial_in_an_empty_namespace_is_synced_at_once(store: limpet.Sto
 
 
 async def meddle(store: limpet.Store, seed: int, turns: int) -> None:
-    """Write this and that, as several writers do at once."""
+    """Write at random, as several writers do at once."""
     dice = random.Random(seed)
     for turn in range(turns):
         key = f"k{dice.randrange(0, 1200, 17):05}"
@@ -437,8 +437,8 @@ async def meddle(store: limpet.Store, seed: int, turns: int) -> None:
 async def test_nothing_is_lost_or_doubled_while_others_write(store: limpet.Store, keys: int) -> None:
     """Nothing is lost or doubled between the initial entries and the changes.
 
-    Writers are at work before, while and after the watcher reads what there is. Believing every
-    event must lead to the very state of the store.
+    Writers are at work before, while and after the watcher reads the initial entries. Applying every
+    event must give exactly the state of the store.
     """
     await fill(store, keys)
     writing = [asyncio.create_task(meddle(store, seed, 60)) for seed in range(4)]
@@ -454,14 +454,14 @@ async def test_nothing_is_lost_or_doubled_while_others_write(store: limpet.Store
     before, after = events[:synced], events[synced + 1 :]
     assert [event.key for event in before] == sorted({event.key for event in before})
     assert ascend(after)
-    assert len({*named(before), *named(after)}) == len(before) + len(after)
-    assert replayed(events) == await stored(store)
+    assert len({*keys_and_revisions(before), *keys_and_revisions(after)}) == len(before) + len(after)
+    assert replay(events) == await read_all(store)
 
 
-async def test_a_change_made_before_the_first_question_comes_once(store: limpet.Store) -> None:
+async def test_a_change_made_before_the_first_read_comes_once(store: limpet.Store) -> None:
     """Nothing is lost or doubled between the initial entries and the changes.
 
-    The watch has begun and has read nothing yet. What is written now is either among the entries
+    The watch has begun and has read nothing yet. A write at this time is either among the entries
     or among the changes.
     """
     await store.put("a", 1)
@@ -475,9 +475,9 @@ async def test_a_change_made_before_the_first_question_comes_once(store: limpet.
         events += await until_key(watch, "end")
         await assert_quiet(watch)
 
-    changes = [pair for pair, event in zip(named(events), events, strict=True) if event.op != "synced"]
+    changes = [pair for pair, event in zip(keys_and_revisions(events), events, strict=True) if event.op != "synced"]
     assert len({*changes}) == len(changes)
-    assert replayed(events) == {"a": 2, "c": 1, "end": 1}
+    assert replay(events) == {"a": 2, "c": 1, "end": 1}
 
 
 # What an event carries --------------------------------------------------------
@@ -526,7 +526,7 @@ async def test_an_add_carries_the_sum(store: limpet.Store) -> None:
 async def test_each_event_has_the_value_of_its_own_time(store: limpet.Store) -> None:
     """put and patch carry the whole value after the change.
 
-    A watcher that is late sees what each write made, not what the key holds by now.
+    A watcher that is late sees what each write made, not the present value of the key.
     """
     async with store.watch() as watch:
         entries = [await store.put("a", number) for number in range(20)]
@@ -727,7 +727,7 @@ async def test_an_expiry_has_no_cause(store: limpet.Store, elapse: Elapse) -> No
 async def test_a_watch_resumes_after_every_event(store: limpet.Store) -> None:
     """A watch resumes after the position of any event.
 
-    Among them are events in the middle of a batch: what is left of the batch follows.
+    Among them are events in the middle of a batch: the rest of the batch follows.
     """
     events: list[limpet.Event] = []
     async with store.watch() as watch:
@@ -802,7 +802,7 @@ async def test_a_resumed_watch_goes_from_the_past_into_the_present(store: limpet
     async with store.watch(after=position) as resumed:
         events = await next_events(resumed, 1400)
 
-    assert named(events) == past + await writing
+    assert keys_and_revisions(events) == past + await writing
 
 
 async def test_events_of_history_are_positions_too(store: limpet.Store) -> None:
@@ -832,7 +832,7 @@ async def test_revision_zero_is_the_beginning(store: limpet.Store) -> None:
     made = await fill(store, 20)
 
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 20)) == made
+        assert keys_and_revisions(await next_events(watch, 20)) == made
 
 
 async def test_the_revision_of_a_commit_is_behind_its_batch(store: limpet.Store) -> None:
@@ -870,7 +870,7 @@ async def test_a_revision_outlives_the_store_that_gave_it(open_store: OpenStore)
 
     again = await open_store()
     async with again.watch(after=seen.revision) as resumed:
-        assert named(await next_events(resumed, 50)) == made
+        assert keys_and_revisions(await next_events(resumed, 50)) == made
 
 
 # Where a watch cannot begin ---------------------------------------------------
@@ -927,8 +927,8 @@ async def test_a_new_watch_does_not_mind_trimming(trimmed: tuple[limpet.Store, l
 async def test_a_watcher_that_falls_behind_trimming_gets_an_error(open_store: OpenStore) -> None:
     """A position that was trimmed is Compacted, never a silent gap.
 
-    A watcher fell behind by more than the log keeps. It may still get everything, and if it does
-    not it must hear so: what it never gets is an event with a gap before it.
+    A watcher fell behind by more than the log keeps. It may still get every event. If it does not, it
+    must get an error: it never gets an event with a gap before it.
     """
     window = limpet.Window(changes=5, age_ms_min=0)
     store = await open_store(namespace=elsewhere(), window=window, sweep=False)
@@ -944,7 +944,7 @@ async def test_a_watcher_that_falls_behind_trimming_gets_an_error(open_store: Op
         except Compacted:
             pass
         else:
-            assert named(events[:-1]) == made
+            assert keys_and_revisions(events[:-1]) == made
 
 
 async def test_a_position_of_another_namespace_is_reported(store: limpet.Store) -> None:
@@ -999,7 +999,7 @@ async def test_a_revision_of_an_empty_namespace_is_in_the_future(store: limpet.S
 async def test_a_position_from_the_future_is_reported(store: limpet.Store) -> None:
     """A position or revision from the future is Compacted.
 
-    Such a position is left over when a place was set back to an older copy of itself.
+    A client has such a position after the database was restored from an older backup.
     """
     await store.put("a", 1)
     (event,) = await history(store, "a")
@@ -1022,8 +1022,8 @@ def of_another_history(position: str | None) -> str:
 async def test_a_position_of_another_history_is_reported(store: limpet.Store) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
-    The store has its old name and counts on from an old revision. So the revision of the position is there, but it
-    is another change, and whoever went on after it would have missed those before.
+    The store has its old name and counts on from an old revision. So the revision of the position exists, but it
+    is another change, and a watcher that went on after it would miss those before.
     """
     async with store.watch() as watch:
         made = await fill(store, 20)
@@ -1033,7 +1033,7 @@ async def test_a_position_of_another_history_is_reported(store: limpet.Store) ->
         with pytest.raises(Compacted, match="another history"):
             await next_event(store.watch(after=of_another_history(event.position)))
         async with store.watch(after=event.position) as resumed:
-            assert named(await next_events(resumed, 20 - done)) == made[done:]
+            assert keys_and_revisions(await next_events(resumed, 20 - done)) == made[done:]
 
 
 async def test_a_batch_of_another_history_is_reported(store: limpet.Store) -> None:
@@ -1055,7 +1055,7 @@ async def test_a_batch_of_another_history_is_reported(store: limpet.Store) -> No
 async def test_the_position_of_a_watch_is_of_its_history(store: limpet.Store, other: str) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
-    The watch stands on a change that it was not asked for: of another key, or of a lock.
+    The position of the watch is at a change that it does not deliver: of another key, or of a lock.
     """
     await store.put("a", 1)
     if other == "lock":
@@ -1129,7 +1129,7 @@ async def test_the_position_of_synced_is_of_its_history(store: limpet.Store) -> 
 async def test_the_floor_is_of_its_history(trimmed: tuple[limpet.Store, list[limpet.Event]]) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
-    The change that the position stands on was just trimmed. What comes after it is all there.
+    The change at the position was just trimmed. All changes after it are still in the log.
     """
     store, events = trimmed
     floor = (await store.status()).floor
@@ -1144,7 +1144,7 @@ async def test_the_floor_is_of_its_history(trimmed: tuple[limpet.Store, list[lim
 async def test_a_trimmed_log_is_of_its_history(open_store: OpenStore) -> None:
     """A position from another history of the store, as after a restored backup, is Compacted.
 
-    All changes were trimmed, and the position stands on the last of them.
+    All changes were trimmed, and the position is at the last of them.
     """
     window = limpet.Window(changes=0, age_ms_min=0)
     store = await open_store(namespace=elsewhere(), window=window, sweep=False)
@@ -1197,14 +1197,14 @@ async def test_a_position_that_names_no_change_is_reported(store: limpet.Store) 
 async def test_the_beginning_belongs_to_every_history(store: limpet.Store) -> None:
     """A watch resumes after its own position, also if no event has come yet.
 
-    Whoever has seen nothing has missed nothing.
+    A watcher that has seen nothing has missed nothing.
     """
     async with store.watch() as watch:
         position = watch.position
     made = await fill(store, 5)
 
     async with store.watch(after=position) as resumed:
-        assert named(await next_events(resumed, 5)) == made
+        assert keys_and_revisions(await next_events(resumed, 5)) == made
 
 
 # Slow watchers ----------------------------------------------------------------
@@ -1213,7 +1213,7 @@ async def test_the_beginning_belongs_to_every_history(store: limpet.Store) -> No
 async def test_a_slow_watcher_gets_everything(store: limpet.Store) -> None:
     """A slow watcher misses nothing and delays no other.
 
-    It is thousands of changes behind, further than anybody keeps in memory for it.
+    It is thousands of changes behind, more than any buffer in memory holds.
     """
     async with store.watch() as slow, store.watch("end") as quick:
         made = await fill(store, 3600)
@@ -1223,7 +1223,7 @@ async def test_a_slow_watcher_gets_everything(store: limpet.Store) -> None:
         events = await next_events(slow, 3601)
         await assert_quiet(slow)
 
-    assert named(events) == [*made, ("end", end.revision)]
+    assert keys_and_revisions(events) == [*made, ("end", end.revision)]
 
 
 async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.Store) -> None:
@@ -1238,7 +1238,7 @@ async def test_a_slow_watcher_that_reads_a_little_gets_everything(store: limpet.
         await next_event(quick)
         events += await next_events(slow, 4000 - len(events))
 
-    assert named(events) == made
+    assert keys_and_revisions(events) == made
 
 
 async def test_a_watcher_that_never_reads_holds_up_no_other_caller(store: limpet.Store) -> None:
@@ -1250,7 +1250,7 @@ async def test_a_watcher_that_never_reads_holds_up_no_other_caller(store: limpet
 
         async with asyncio.timeout(4 * SOON_S):
             made = await fill(store, 1000)
-            assert named(await next_events(quick, 1000)) == made
+            assert keys_and_revisions(await next_events(quick, 1000)) == made
 
 
 async def test_a_dropping_watcher_says_how_many_it_dropped(store: limpet.Store) -> None:
@@ -1281,7 +1281,7 @@ async def test_a_dropping_watcher_far_behind_counts_right(store: limpet.Store) -
     assert dropped > 0
     assert dropped + len(kept) == 3601
     assert ascend(kept)
-    assert {*named(kept)} <= {*made, ("end", end.revision)}
+    assert {*keys_and_revisions(kept)} <= {*made, ("end", end.revision)}
 
 
 async def test_a_dropping_watcher_that_keeps_up_drops_nothing(store: limpet.Store) -> None:
@@ -1313,7 +1313,7 @@ async def test_forty_watchers_see_every_change(store: limpet.Store) -> None:
         made = await fill(store, 50)
 
         for watch in watches:
-            assert named(await next_events(watch, 50)) == made
+            assert keys_and_revisions(await next_events(watch, 50)) == made
 
 
 async def test_watchers_of_different_patterns_do_not_disturb_each_other(store: limpet.Store) -> None:
@@ -1360,7 +1360,7 @@ async def test_writes_of_two_stores_are_one_log(store: limpet.Store, open_store:
         seen_here, seen_there = await next_events(here, 800), await next_events(there, 800)
 
     assert seen_here == seen_there
-    assert sorted(named(seen_here)) == sorted(first + second)
+    assert sorted(keys_and_revisions(seen_here)) == sorted(first + second)
     assert ascend(seen_here)
 
 
@@ -1395,7 +1395,7 @@ async def test_closing_the_store_ends_who_waits(open_store: OpenStore) -> None:
     assert [event.op for event in synced] == ["synced"]
 
 
-async def test_closing_the_store_ends_who_asks_later(open_store: OpenStore) -> None:
+async def test_closing_the_store_ends_later_requests(open_store: OpenStore) -> None:
     """Closing the store ends its watches normally."""
     store = await open_store()
     watch = store.watch()
@@ -1447,8 +1447,8 @@ async def test_a_closed_watch_gives_nothing_more(store: limpet.Store) -> None:
 async def test_closing_a_watch_ends_who_waits_in_it(store: limpet.Store) -> None:
     """Closing one watch leaves the others.
 
-    One task waits for the next event, another closes the watch: the first is not left waiting,
-    and it gets no event that came after.
+    One task waits for the next event, another closes the watch: the first stops waiting, and it gets
+    no event that came after.
     """
     async with store.watch() as stays, store.watch() as goes:
         waiting = asyncio.create_task(drain(goes))
@@ -1527,7 +1527,7 @@ async def test_history_takes_a_key_and_no_pattern(store: limpet.Store, key: str)
     assert [(event.key, event.value) for event in await history(store, key)] == [(key, "this")]
 
 
-async def test_history_and_watch_tell_the_same(store: limpet.Store) -> None:
+async def test_history_and_watch_give_the_same(store: limpet.Store) -> None:
     """`history` gives the changes of a key that are still in the log, oldest first."""
     writes: list[Callable[[], Awaitable[object]]] = [
         lambda: store.record("r").set(a=1),
@@ -1598,7 +1598,7 @@ async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> No
     )
 
 
-# What is nobody's business ----------------------------------------------------
+# What a watch does not show ---------------------------------------------------
 
 
 async def work_in_secret(store: limpet.Store, elapse: Elapse) -> None:
@@ -1678,7 +1678,7 @@ async def test_the_log_keeps_what_is_within_its_window(open_store: OpenStore, el
 
     assert await store.trim() == 0
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 50)) == made
+        assert keys_and_revisions(await next_events(watch, 50)) == made
 
 
 async def test_what_is_too_old_leaves_the_log(open_store: OpenStore, elapse: Elapse) -> None:
@@ -1697,7 +1697,7 @@ async def test_what_is_too_old_leaves_the_log(open_store: OpenStore, elapse: Ela
 async def test_the_day_ends_for_the_log(open_store: OpenStore, elapse: Elapse) -> None:
     """The log keeps 24 hours, 100,000 changes or 256 MB, and always the last 60 seconds.
 
-    Where the clock is ours, a day passes at once; where it is a server's, a second stands for it.
+    Where the engine uses our clock, a day passes at once; where it uses a server's, the test keeps a second instead.
     """
     probe = await open_store(namespace=elsewhere(), sweep=False)
     day_s = 24 * 3600.0 if stands_still(probe) else 1.0
@@ -1725,7 +1725,7 @@ async def test_what_is_too_much_leaves_the_log(open_store: OpenStore) -> None:
     assert await store.trim() == 30
     assert (await store.status()).log_changes == 100
     async with store.watch(after=made[0][1]) as watch:
-        assert named(await next_events(watch, 29)) == made[1:]
+        assert keys_and_revisions(await next_events(watch, 29)) == made[1:]
 
 
 async def test_what_is_too_large_leaves_the_log(open_store: OpenStore) -> None:
@@ -1753,7 +1753,7 @@ async def test_the_last_minute_stays_whatever_the_size(open_store: OpenStore, el
 
     assert await store.trim() == 0
     async with store.watch(after=0) as watch:
-        assert named(await next_events(watch, 20)) == made
+        assert keys_and_revisions(await next_events(watch, 20)) == made
     await elapse(1.6)
     assert await store.trim() == 20
 
@@ -1807,4 +1807,4 @@ async def test_another_namespace_keeps_its_log(open_store: OpenStore) -> None:
     await store.trim()
 
     async with other.watch(after=0) as watch:
-        assert named(await next_events(watch, 5)) == made
+        assert keys_and_revisions(await next_events(watch, 5)) == made

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import PATIENCE_S, count, in_line, in_thread, next_event, session_of
+from limpet.conformance.support import PATIENCE_S, count, in_thread, next_event, session_of, wait_for_queue
 from limpet.engine import Engine
 from limpet.errors import Conflict, InvalidKey, InvalidValue
 from limpet.model import Entry, Family
@@ -25,7 +25,7 @@ async def drain(items: AsyncIterator[Any]) -> list[Any]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def racing(open_store: OpenStore) -> limpet.Store:
-    """A store on the host's time: after a conflict `update` pauses, and nobody here would turn the clock."""
+    """A store on the host's clock: after a conflict `update` pauses, and these tests do not advance a manual clock."""
     return await open_store(clock=limpet.SystemClock())
 
 
@@ -726,7 +726,7 @@ async def test_a_queue_that_many_take_from_gives_each_item_once(open_store: Open
 async def test_a_taker_and_writers_agree_on_what_was_taken(open_store: OpenStore) -> None:
     """Of all callers that take a key at once, one gets the value.
 
-    Adds and takes go on together: what was taken and what is left is all that was added.
+    Adds and takes run concurrently: the sum of what was taken and what is left is all that was added.
     """
     stores = [await open_store() for _ in range(2)]
 
@@ -756,7 +756,7 @@ async def test_update_stores_what_the_function_returns(store: limpet.Store) -> N
 async def test_update_stores_every_kind_of_value(store: limpet.Store) -> None:
     """`update` stores what the function returns.
 
-    A function that returns None stores null: absence is said with ABSENT.
+    A function that returns None stores null: only ABSENT deletes.
     """
     await store.put("k", 1)
     for value in (None, False, 0, "", b"raw", limpet.Fields(a=1), [1], {"a": 1}):
@@ -1206,7 +1206,8 @@ async def test_an_update_that_is_cancelled_in_its_function_changes_nothing(store
 async def test_an_update_of_a_crowd_succeeds(open_store: OpenStore) -> None:
     """However many callers of one opened store update the same key at once, every update succeeds.
 
-    Commits are counted, and not time: of two hundred that did not take turns, half failed after ten thousand commits.
+    The test counts commits, not time: when two hundred updates did not take turns, half failed after ten thousand
+    commits.
     """
     store, callers = await open_store(clock=limpet.SystemClock()), 200
     await store.put("k", 0)
@@ -1246,7 +1247,7 @@ async def test_updates_take_turns_in_the_order_they_came(open_store: OpenStore) 
     updating = []
     for number in range(8):
         updating.append(asyncio.ensure_future(store.update("k", functools.partial(change, number=number))))
-        await in_line(store, number + 1, "update", store.name, "k")
+        await wait_for_queue(store, number + 1, "update", store.name, "k")
     await running.wait()
     await store.update("another", lambda _: 1)
     go_on.set()
@@ -1267,7 +1268,7 @@ async def test_a_cancelled_update_leaves_its_turn_to_the_next(open_store: OpenSt
     updating = [asyncio.ensure_future(store.update("k", wait))]
     for number in range(3):
         updating.append(asyncio.ensure_future(store.update("k", lambda found: (found or 0) + 1)))
-        await in_line(store, number + 2, "update", store.name, "k")
+        await wait_for_queue(store, number + 2, "update", store.name, "k")
     updating[2].cancel()
     updating[0].cancel()
 
@@ -1275,7 +1276,7 @@ async def test_a_cancelled_update_leaves_its_turn_to_the_next(open_store: OpenSt
 
     assert [isinstance(each, asyncio.CancelledError) for each in done] == [True, False, True, False]
     assert await store.get("k") == 2
-    await in_line(store, 0, "update", store.name, "k")
+    await wait_for_queue(store, 0, "update", store.name, "k")
 
 
 @pytest.mark.face("async")
@@ -1288,7 +1289,7 @@ async def test_the_function_of_update_may_update_the_same_key(open_store: OpenSt
         calls.append(found)
         if len(calls) == 1:
             await store.update("k", lambda found: (found or 0) + 1)
-            # In a task of its own as well, which the function waits for.
+            # In a separate task as well, which the function waits for.
             await asyncio.create_task(store.update("k", lambda found: (found or 0) + 10))
         return (found or 0) + 100
 
@@ -1306,7 +1307,7 @@ async def test_an_update_inside_an_update_never_waits_for_it(
 ) -> None:
     """The function of `update` may itself update the same key, or wait for another caller that does.
 
-    Not even after a conflict with another store, when the one inside has to try again.
+    Not even after a conflict with another store, when the inner update has to try again.
     """
     monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 3600.0)
     store, other = [await open_store(clock=limpet.SystemClock()) for _ in range(2)]
@@ -1336,7 +1337,7 @@ async def test_the_function_of_update_may_wait_for_another_caller(
 ) -> None:
     """The function of `update` may itself update the same key, or wait for another caller that does.
 
-    The other one waits for its turn meanwhile. The first one loses its turn, runs again, and gets through.
+    The other caller waits for its turn meanwhile. The first one loses its turn, runs again, and gets through.
     """
     monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 0.05)
     store = await open_store(clock=limpet.SystemClock())
@@ -1394,7 +1395,7 @@ async def test_a_slow_function_loses_races_and_gets_through(
 ) -> None:
     """However many callers of one opened store update the same key at once, every update succeeds.
 
-    Their functions take longer than a turn lasts, so that the next one begins before they are done.
+    Each function takes longer than a turn lasts, so that the next caller begins before it is done.
     """
     monkeypatch.setattr("limpet.store.UPDATE_TURN_S", 0.002)
     store = await open_store(clock=limpet.SystemClock())
@@ -1510,7 +1511,7 @@ async def test_updates_and_other_writes_lose_nothing(open_store: OpenStore) -> N
 async def test_concurrent_updates_that_end_the_key_lose_nothing(open_store: OpenStore) -> None:
     """Concurrent updates lose nothing.
 
-    Some put one in, others empty the box: what was emptied and what is left is all that was put in.
+    Some callers add to the key, others empty it: the sum of what was removed and what is left is all that was added.
     """
     stores = [await open_store(clock=limpet.SystemClock()) for _ in range(2)]
 
