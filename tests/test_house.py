@@ -178,19 +178,10 @@ BANNED = re.compile(
     r"|bell|walls|thereof|word of)\b",
     re.IGNORECASE,
 )
-# What is written in plain words by now. In the end: src/limpet, tests, bench, docs and every file beside them.
 PLAIN = [
-    *("CONTRIBUTING.md", "README.md", "conftest.py", "dev", "pyproject.toml", "Makefile"),
-    *("src/limpet/encryption", "src/limpet/faces", "src/limpet/isolation", "src/limpet/schema", "src/limpet/semantic"),
-    *("src/limpet/checks.py", "src/limpet/clock.py", "src/limpet/codec.py", "src/limpet/engine.py"),
-    *("src/limpet/errors.py", "src/limpet/index.py", "src/limpet/keys.py", "src/limpet/model.py"),
-    *("src/limpet/opening.py", "src/limpet/record.py", "src/limpet/request_ids.py", "src/limpet/retry.py"),
-    *("src/limpet/session.py", "src/limpet/conformance/plugin.py", "src/limpet/conformance/conftest.py"),
-    *("src/limpet/conformance/support.py",),
-    *("tests/typing", "tests/planted.py", "tests/test_planted_bugs.py", "tests/test_contract.py"),
-    *("tests/test_docs.py", "tests/test_keys.py", "tests/test_packaging.py", "tests/engines.py"),
+    *("src/limpet", "tests", "bench", "docs"),
+    *("README.md", "CONTRIBUTING.md", "SECURITY.md", "conftest.py", "dev", "pyproject.toml", "Makefile"),
 ]
-
 
 READ = (".py", ".md", ".lua", ".sql")
 
@@ -198,7 +189,8 @@ READ = (".py", ".md", ".lua", ".sql")
 def texts(name: str) -> list[Path]:
     """The files of a folder that people read, or the one file."""
     path = ROOT / name
-    return [path] if path.is_file() else [each for each in sorted(path.rglob("*")) if each.suffix in READ]
+    inside = [each for each in sorted(path.rglob("*")) if each.suffix in READ and each != Path(__file__)]
+    return [path] if path.is_file() else inside
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -208,7 +200,8 @@ def test_the_words_are_plain(name: str) -> None:
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in texts(name)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if BANNED.search(line)
+        # A user of Unix has this name.
+        if BANNED.search(line.replace('getpwnam("nobody")', ""))
     ]
 
     assert texts(name), f"{name} is not there"
