@@ -382,9 +382,11 @@ async def test_a_watch_begins_when_it_is_called(store: StateStore) -> None:
     watch = store.watch("config.*")
     await store.put("config.a", b"1")
     await store.put("other", b"2")
-    await store.delete("config.a")
 
-    assert await next_changes(watch, 2) == [("PUT", "config.a", b"1"), ("DELETE", "config.a", b"")]
+    assert await next_changes(watch, 1) == [("PUT", "config.a", b"1")]
+    # Only now, because the log of NATS keeps the last change of a key.
+    await store.delete("config.a")
+    assert await next_changes(watch, 1) == [("DELETE", "config.a", b"")]
     await watch.aclose()
     assert [change async for change in watch] == []
 

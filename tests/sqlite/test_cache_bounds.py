@@ -231,7 +231,7 @@ async def test_news_of_another_process_come_soon(
             await asyncio.to_thread(there.receive)
             for turn in range(1, rounds + 1):
                 await asyncio.sleep(dice.random() * 0.03)
-                telling = asyncio.create_task(asyncio.to_thread(there.do, "tell", "news"))
+                telling = asyncio.create_task(asyncio.to_thread(there.do, "send", "news"))
                 event = await asyncio.wait_for(anext(watch), hub.WAIT_S / 2)
                 assert event.value == turn
                 await telling
