@@ -135,7 +135,7 @@ class InHand(ByHand):
 
     async def get_all(self, jobs: list[Job]) -> list[Any]:
         keys = [key for (key,) in jobs]
-        statement = self._engine._sql(self._engine._read)
+        statement = self._engine._sql(self._engine._read_statement)
         rows = await self._connection.fetch(statement, "default", "data", self._array(keys))
         found = {row[0]: row[2] for row in rows}
         return [decode(found[key]) for key in keys]
