@@ -150,7 +150,7 @@ async def test_jobs_of_killed_workers_are_given_back_and_completed_once(url: str
         kills = 0
         try:
             while not done.done():
-                await asyncio.sleep(0.7)
+                await asyncio.sleep(0.1)
                 if kills < 12:
                     await asyncio.to_thread(crew.kill_one)
                     kills += 1
