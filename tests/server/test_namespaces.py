@@ -1,4 +1,4 @@
-"""The names of namespaces that are written to: stored in the background, and finished or given up at the end."""
+"""The names of namespaces that are written to: stored beside the first write, finished or given up at the end."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ async def test_a_later_server_sweeps_the_namespaces_that_were_written_to(session
     assert await WrittenNamespaces(session).load() == ["quiz", "trivia"]
 
 
+async def test_a_write_that_was_acknowledged_has_its_name_stored(session: Session) -> None:
+    """A server that is killed right after its first reply leaves an entry that a later server must sweep."""
+    await put(Dispatcher(session, "http"), "trivia")
+
+    assert await stored(session) == ["namespace/trivia"]
+
+
 async def test_a_read_leaves_no_name(session: Session) -> None:
     written = WrittenNamespaces(session)
     operation = OPERATIONS["get"]
@@ -87,7 +94,7 @@ async def advance(clock: ManualClock, is_so: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_write_waits_for_no_name_and_a_name_is_tried_again(
+async def test_a_write_does_not_wait_long_for_a_name_and_a_name_is_tried_again(
     session: Session, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failing = Failing(session, monkeypatch)

@@ -148,6 +148,7 @@ class Dispatcher:
         try:
             store = await self.admit(operation, namespace, request, caller)
             answer = await operation.run(self._semantic(store) if operation.is_semantic else store, request)
+            await self._namespaces.wait_until_stored(namespace)
         except (Exception, asyncio.CancelledError) as error:
             if isinstance(error, LimpetError):
                 error.reveal_if(lambda key: _may_see(caller, namespace, key))

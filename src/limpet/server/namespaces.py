@@ -1,18 +1,21 @@
 """The namespaces that were written to through a server, kept in the server's own namespace.
 
-A server that starts later loads the list, and sweeps those namespaces too. The first write to a namespace does not wait
-for its name to be stored: that happens in the background, at most `WAITING_MAX` names at a time, and is tried again
-until it works or the server ends.
+A server that starts later loads the list, and sweeps those namespaces too. The name of a namespace is stored while its
+first write runs, and the write is acknowledged when both are done: a server that is killed right after its reply leaves
+nothing that no later server sweeps. When the name cannot be stored, the write waits for `STORED_S` at most, and the
+name is tried again until it works or the server ends. At most `WAITING_MAX` names wait at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from typing import Final
 
 from limpet.errors import Closed
+from limpet.keys import BATCH_WRITES_MAX
 from limpet.retry import Outage
 from limpet.session import Session
 from limpet.store import Store
@@ -25,6 +28,8 @@ OWN_NAMESPACE: Final = "limpet-server"
 """Where the server keeps its own state: tokens, and which namespaces it serves. No caller reaches it."""
 
 WAITING_MAX: Final = 1_000
+STORED_S: Final = 0.5
+"""How long a write waits for the name of its namespace after the write itself is done."""
 CLOSE_S: Final = 1.0
 """How long the last names may take to be stored when the server ends."""
 
@@ -37,7 +42,7 @@ class WrittenNamespaces:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._stored: set[str] = set()
-        self._waiting: dict[str, None] = {}
+        self._waiting: dict[str, asyncio.Future[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     async def load(self) -> list[str]:
@@ -49,15 +54,21 @@ class WrittenNamespaces:
         return names
 
     def add(self, namespace: str) -> None:
-        """Have a name stored in the background, unless it is. Beyond `WAITING_MAX`, the next write adds it."""
+        """Begin to store a name, unless it is stored. Beyond `WAITING_MAX`, the next write adds it."""
         if namespace in self._stored or namespace in self._waiting or len(self._waiting) >= WAITING_MAX:
             return
-        self._waiting[namespace] = None
+        loop = asyncio.get_running_loop()
+        self._waiting[namespace] = loop.create_future()
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._store_names(), name="limpet-namespaces")
+            self._task = loop.create_task(self._store_names(), name="limpet-namespaces")
             # So that it ends with the session, also where no one calls `close`.
             self._session.background.add(self._task)
             self._task.add_done_callback(self._end)
+
+    async def wait_until_stored(self, namespace: str) -> None:
+        """Wait for a name that is being stored, and for `STORED_S` at most."""
+        if (storing := self._waiting.get(namespace)) is not None:
+            await asyncio.wait([storing], timeout=STORED_S)
 
     async def close(self) -> None:
         """Wait until every name is stored, and for `CLOSE_S` at most."""
@@ -78,18 +89,21 @@ class WrittenNamespaces:
         outage = Outage(log, "storing the name of a namespace that is written to")
         store = self._store
         while self._waiting:
-            name = next(iter(self._waiting))
+            names = list(itertools.islice(self._waiting, BATCH_WRITES_MAX))
+            draft = store.batch()
+            for name in names:
+                draft.put(_PREFIX + name, True)
             try:
-                if await store.entry(_PREFIX + name) is None:
-                    await store.put(_PREFIX + name, True)
+                await draft.commit()
             except Closed:
                 return
             except Exception as error:
                 await self._session.clock.sleep(outage.record_failure(error))
                 continue
             outage.record_success()
-            self._stored.add(name)
-            del self._waiting[name]
+            self._stored.update(names)
+            for name in names:
+                self._waiting.pop(name).set_result(None)
         # Here and not in `_end`, which runs later: a name that is added in between needs a new task.
         self._task = None
 
@@ -101,4 +115,6 @@ class WrittenNamespaces:
                 "the names of %d namespaces were not stored: a later server sweeps each after its next write",
                 len(self._waiting),
             )
+            for storing in self._waiting.values():
+                storing.cancel()
             self._waiting.clear()
