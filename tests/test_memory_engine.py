@@ -348,8 +348,8 @@ async def test_a_superseded_mark_is_dropped_after_an_hour(engine: MemoryEngine, 
 
     clock.advance(3599)
     await engine.trim("default", Window())
-    assert list(space.superseded) == ["mine"]
+    assert list(space.map["superseded"]) == ["mine"]
     clock.advance(1)
     await engine.trim("default", Window())
 
-    assert not space.superseded
+    assert not space.map["superseded"]

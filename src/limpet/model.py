@@ -53,6 +53,7 @@ __all__ = [
     "ScanPage",
     "Sentinel",
     "Status",
+    "StoredFamily",
     "Synced",
     "Test",
     "Touch",
@@ -71,6 +72,9 @@ Beside the data and its locks: receipts of requests, the audit trail, and recove
 """
 
 FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
+
+StoredFamily = Literal["data", "lock", "receipt", "audit", "recoverable", "superseded"]
+"""The families, and the marks of superseded requests, which only a commit reads and writes."""
 
 Op = Literal["put", "patch", "touch", "delete", "expire"]
 """What a change did to its key."""

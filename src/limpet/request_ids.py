@@ -7,7 +7,7 @@ import os
 import re
 from typing import Final
 
-__all__ = ["is_generated", "new_request_id"]
+__all__ = ["is_generated", "new_request_id", "request_group"]
 
 
 class _RequestIds:
@@ -23,7 +23,7 @@ class _RequestIds:
 
 _request_ids = _RequestIds()
 os.register_at_fork(after_in_child=_request_ids.renew)
-_GENERATED: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]+(?:\.[0-9]+)?\Z")
+_GENERATED: Final = re.compile(r"([0-9a-f]{16}-[0-9a-f]+)(?:\.[0-9]+)?\Z")
 
 
 def new_request_id() -> str:
@@ -34,3 +34,9 @@ def new_request_id() -> str:
 def is_generated(request_id: str) -> bool:
     """Whether an id has the form of those that are made for writes without an id of their caller."""
     return _GENERATED.match(request_id) is not None
+
+
+def request_group(request_id: str) -> str:
+    """The group in which a batch was first sent, by its request id; the id itself if a caller chose it."""
+    generated = _GENERATED.match(request_id)
+    return request_id if generated is None else generated[1]

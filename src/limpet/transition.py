@@ -45,7 +45,7 @@ from limpet.model import (
     live,
 )
 
-__all__ = ["Find", "Plan", "Receipt", "encode_receipt", "make_receipt", "plan", "read_receipt", "recall"]
+__all__ = ["Find", "Plan", "Receipt", "encode_receipt", "make_receipt", "plan", "plan_put", "read_receipt", "recall"]
 
 Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
@@ -88,6 +88,13 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
             return Refusal("guard", guard.key, found, now_ms, guard=guard)
 
     cause = cause or batch.request_id
+    if len(batch.writes) == 1 and batch.receipt_ms is None:
+        # Most batches are one put that finds no expired entry.
+        put = batch.writes[0]
+        if type(put) is Put:
+            current = find(put.family, put.key)
+            if current is None or current.expires_ms is None or now_ms < current.expires_ms:
+                return plan_put(put, current, now_ms, revision + 1, cause)
     changes: list[Change] = []
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
@@ -103,9 +110,10 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
                 changes.append(_make_expiry(stored, revision, now_ms, family))
             revision += 1
             try:
-                after = _make_entry(write, current, now_ms, revision, batch.value_bytes_max)
+                stored_after = _make_value(write, current, batch.value_bytes_max)
             except _WriteRefused as why:
                 return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
+            after = _make_entry(write, stored_after, current, now_ms, revision)
             op: Op = "patch" if isinstance(write, Patch) else "put"
             changes.append(Change(op, after, revision, revision, now_ms, cause, family))
         elif isinstance(write, Touch):
@@ -132,6 +140,13 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
     commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
     receipt = None if batch.receipt_ms is None else make_receipt(batch, commit, batch.receipt_ms)
     return Plan(commit, tuple(changes), receipt)
+
+
+def plan_put(put: Put, current: Entry | None, now_ms: int, revision: int, cause: str | None) -> Plan:
+    """Decide what a put does on its own: to an entry that is live or absent, as the change of this revision."""
+    after = _make_entry(put, put.stored, current, now_ms, revision)
+    change = Change("put", after, revision, revision, now_ms, cause, put.family)
+    return Plan(Commit(revision, (after,), (None,), now_ms), (change,))
 
 
 _VALUE_WRITES: Final = (Put, Add, Patch)
@@ -193,14 +208,15 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
             return condition is PRESENT
 
 
-def _make_entry(write: Put | Add | Patch, current: Entry | None, now_ms: int, revision: int, bytes_max: int) -> Entry:
-    """Make the entry after a write that sets a value."""
+def _make_value(write: Put | Add | Patch, current: Entry | None, bytes_max: int) -> Stored:
+    """Make the value after a write that sets one."""
     if isinstance(write, Put):
-        stored = write.stored
-    elif isinstance(write, Add):
-        stored = _add(write, current)
-    else:
-        stored = _patch(write, current, bytes_max)
+        return write.stored
+    return _add(write, current) if isinstance(write, Add) else _patch(write, current, bytes_max)
+
+
+def _make_entry(write: Put | Add | Patch, stored: Stored, current: Entry | None, now_ms: int, revision: int) -> Entry:
+    """Make the entry after a write that sets a value."""
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:
         return Entry(

@@ -1,13 +1,134 @@
-"""Batches that are committed together: one that fails does not fail another."""
+"""Batches that are committed together: each is planned on what those before it leave, and each has its own outcome.
+
+An engine loads entries and stores what a `GroupPlan` collects. Everything in between is here, once for all engines: the
+earlier result of a retry, superseded requests, receipts, counters, and a batch that fails without failing another.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Final, get_args
 
-from limpet.errors import InvalidValue, LimpetError
-from limpet.model import Batch, Guard, Write
+import msgspec
 
-__all__ = ["NotApplied", "commit_error", "is_fault_of_one"]
+from limpet.commit.receipts import make_mark, may_be_superseded, superseded_error
+from limpet.errors import InvalidValue, LimpetError
+from limpet.model import Batch, Change, Commit, Entry, Guard, Refusal, StoredFamily, Write, live
+from limpet.request_ids import request_group
+from limpet.transition import plan, recall
+
+__all__ = ["Counters", "EntryId", "FindChanges", "GroupPlan", "Load", "NotApplied", "commit_error", "is_fault_of_one"]
+
+EntryId = tuple[StoredFamily, str]
+"""The family and the key of an entry."""
+
+Load = Callable[[StoredFamily, str], Entry | None]
+"""Reads the map: the entry stored under a key of a family, expired or not."""
+
+FindChanges = Callable[[int, str], Iterable[Change]]
+"""Reads the log: the changes after a revision that a request made."""
+
+
+class Counters(msgspec.Struct, gc=False):
+    """The counters of a namespace, while a group changes them.
+
+    Attributes:
+        revision: The latest revision.
+        at_ms: The time of the latest commit.
+        keys: Entries of the data.
+        size_bytes: Their keys and values together.
+        log_changes: Changes in the log.
+        log_bytes: Their keys and values together.
+    """
+
+    revision: int = 0
+    at_ms: int = 0
+    keys: int = 0
+    size_bytes: int = 0
+    log_changes: int = 0
+    log_bytes: int = 0
+
+    def count(self, change: Change, before_bytes: int | None, change_bytes: int) -> None:
+        """Count a change: the weight of the entry that it found, None for an absent one, and its own weight."""
+        self.revision = change.revision
+        self.log_changes += 1
+        self.log_bytes += change_bytes
+        if change.family != "data":
+            return
+        if before_bytes is not None:
+            self.keys -= 1
+            self.size_bytes -= before_bytes
+        if change.after is not None:
+            self.keys += 1
+            self.size_bytes += change_bytes
+
+
+class GroupPlan:
+    """What the batches of a group do to one namespace, collected to be stored at once.
+
+    Attributes:
+        counters: The counters as the group leaves them.
+        entries: The entries that batches have read or written, as the last of them leaves each.
+        changes: The changes, in the order of their revisions.
+        kept: Receipts and marks of superseded requests, which leave no change in the log.
+    """
+
+    def __init__(self, load: Load, find_changes: FindChanges, counters: Counters, now_ms: int) -> None:
+        """Begin with a namespace that stays as it is meanwhile."""
+        self._load = load
+        self._find_changes = find_changes
+        self._now_ms = now_ms
+        self.counters = counters
+        self.entries: dict[EntryId, Entry | None] = {}
+        self.changes: list[Change] = []
+        self.kept: dict[EntryId, Entry] = {}
+
+    def find(self, family: StoredFamily, key: str) -> Entry | None:
+        """The entry as the batches so far leave it."""
+        entry_id = (family, key)
+        entries = self.entries
+        if entry_id in entries:
+            return entries[entry_id]
+        found = entries[entry_id] = self._load(family, key)
+        return found
+
+    def add(self, batch: Batch, cause: str | None) -> Commit | Refusal | LimpetError:
+        """Decide what a batch does, and add that to what the group does.
+
+        ``cause`` is the request id that the changes get in the log.
+        """
+        request_id, now_ms = batch.request_id, self._now_ms
+        if request_id is not None:
+            if batch.retry_since is not None:
+                earlier = recall(batch, self._find_changes(batch.retry_since, request_id), self.find)
+                if earlier is not None:
+                    return earlier
+                self._keep("superseded", make_mark(request_id, now_ms))
+            elif may_be_superseded(batch) and live(self.find("superseded", request_group(request_id)), now_ms):
+                return superseded_error()
+        outcome = plan(batch, self.find, now_ms=now_ms, revision=self.counters.revision, cause=cause)
+        if isinstance(outcome, Refusal):
+            return outcome
+        for change in outcome.changes:
+            self._apply(change)
+        if outcome.receipt is not None:
+            self._keep("receipt", outcome.receipt)
+        self.counters.at_ms = now_ms
+        return outcome.commit
+
+    def _apply(self, change: Change) -> None:
+        entry_id: EntryId = (change.family, change.entry.key)
+        before = self.entries[entry_id]
+        before_bytes = None if before is None or change.family != "data" else before.weight_bytes
+        self.counters.count(change, before_bytes, change.entry.weight_bytes)
+        self.entries[entry_id] = change.after
+        self.changes.append(change)
+
+    def _keep(self, family: StoredFamily, entry: Entry) -> None:
+        self.entries[family, entry.key] = self.kept[family, entry.key] = entry
+
+
+# A batch that fails --------------------------------------------------------------
 
 
 class NotApplied(Exception):

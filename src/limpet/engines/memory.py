@@ -16,15 +16,17 @@ import uuid
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 
 from limpet.clock import Clock, has_loop
-from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
+from limpet.commit.group import Counters, GroupPlan
+from limpet.commit.log import check_after
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sorted_keys import SortedKeys
 from limpet.engines.wakeup import Wakeup
-from limpet.errors import Closed, Compacted
+from limpet.errors import Closed
 from limpet.keys import Span
 from limpet.model import (
     BEGINNING,
@@ -40,16 +42,19 @@ from limpet.model import (
     Refusal,
     ScanPage,
     Status,
+    StoredFamily,
     Traits,
     Window,
     fingerprint,
     live,
 )
-from limpet.transition import plan, recall
 from limpet.urls import Address
 
 _Expiry = tuple[int, Family, str, int]
 """When an entry expires, its family and key, and its revision. Out of date once the entry has another revision."""
+
+_UNLOGGED: Final[tuple[StoredFamily, ...]] = ("receipt", "superseded")
+"""The families that a commit writes without a change in the log."""
 
 _shared: dict[str, _Memory] = {}
 _shared_lock = threading.Lock()
@@ -90,18 +95,14 @@ class _Namespace:
     """One namespace: the map and the log, and the map's keys in order of name and of expiry."""
 
     def __init__(self) -> None:
-        self.revision = 0
+        self.counters = Counters()
         self.floor = 0
         self.floor_print = BEGINNING
-        self.map: dict[Family, dict[str, Entry]] = {family: {} for family in FAMILIES}
+        self.map: dict[StoredFamily, dict[str, Entry]] = {family: {} for family in (*FAMILIES, *_UNLOGGED)}
         self.sorted_keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
         self.expiries: list[_Expiry] = []
         self.log: list[Change] = []
-        self.size_bytes = 0
-        self.log_bytes = 0
         self.is_halfway = False
-        # The ids of superseded requests, and until when each is remembered.
-        self.superseded: dict[str, int] = {}
         self._latest_ms = 0
 
     def now_ms(self, clock: Clock) -> int:
@@ -111,41 +112,39 @@ class _Namespace:
             self._latest_ms = now_ms
         return self._latest_ms
 
-    def find(self, family: Family, key: str) -> Entry | None:
+    def find(self, family: StoredFamily, key: str) -> Entry | None:
         return self.map[family].get(key)
 
-    def apply(self, change: Change) -> None:
-        """Make a change part of the map and of the log."""
-        family, entry = change.family, change.entry
-        key, entries = entry.key, self.map[family]
-        before = entries.get(key)
-        weight_bytes = entry.weight_bytes
-        self.log.append(change)
-        self.log_bytes += weight_bytes
-        self.revision = change.revision
-        if family == "data":
-            self.size_bytes -= 0 if before is None else before.weight_bytes
-        if change.after is None:
-            entries.pop(key, None)
-            return
-        entries[key] = entry
-        if family == "data":
-            self.size_bytes += weight_bytes
-        if before is None:
-            self.sorted_keys[family].add(key)
-        if entry.expires_ms is not None:
-            heapq.heappush(self.expiries, (entry.expires_ms, family, key, entry.revision))
+    def find_changes(self, after: int, request_id: str) -> Iterable[Change]:
+        log = itertools.islice(self.log, _first_after(self.log, after), None)
+        return (change for change in log if change.cause == request_id)
 
-    def keep_receipt(self, receipt: Entry) -> None:
-        self.map["receipt"][receipt.key] = receipt
+    def apply(self, group: GroupPlan) -> None:
+        """Make what a group does part of the map and of the log."""
+        changes = group.changes
+        self.is_halfway = len(changes) > 1
+        self.log += changes
+        for change in changes:
+            family, entry = change.family, change.entry
+            key, entries = entry.key, self.map[family]
+            if change.after is None:
+                entries.pop(key, None)
+                continue
+            if key not in entries:
+                self.sorted_keys[family].add(key)
+            entries[key] = entry
+            if entry.expires_ms is not None:
+                heapq.heappush(self.expiries, (entry.expires_ms, family, key, entry.revision))
+        self.is_halfway = False
+        for (kept_family, key), entry in group.kept.items():
+            self.map[kept_family][key] = entry
 
-    def check_superseded(self, batch: Batch, now_ms: int) -> None:
-        """Remember which request a retry supersedes, and refuse a first attempt that arrives after its retry."""
-        request_id = batch.request_id or ""
-        if batch.retry_since is not None:
-            self.superseded[request_id] = now_ms + SUPERSEDED_MS
-        elif request_id in self.superseded and may_be_superseded(batch):
-            raise superseded_error()
+    def drop_expired(self, now_ms: int) -> None:
+        """Drop the receipts and the marks of superseded requests that have expired."""
+        for family in _UNLOGGED:
+            entries = self.map[family]
+            for key in [key for key, entry in entries.items() if live(entry, now_ms) is None]:
+                del entries[key]
 
 
 class MemoryEngine:
@@ -211,30 +210,23 @@ class MemoryEngine:
         memory = self._memory
         state = self._state(namespace)
         with memory.lock:
-            if batch.retry_since is not None:
-                earlier = recall(batch, state.log[_first_after(state.log, batch.retry_since) :], state.find)
-                if earlier is not None:
-                    return earlier
             now_ms = state.now_ms(memory.clock)
-            if batch.request_id is not None:
-                state.check_superseded(batch, now_ms)
-            outcome = plan(batch, state.find, now_ms=now_ms, revision=state.revision)
-            if isinstance(outcome, Refusal):
-                return outcome
-            if memory.skips and outcome.changes:
-                again = plan(batch, state.find, now_ms=now_ms, revision=state.revision + random.randrange(4))
-                assert not isinstance(again, Refusal)
-                outcome = again
-            changes = outcome.changes
-            state.is_halfway = len(changes) > 1
-            for change in changes:
-                state.apply(change)
-            state.is_halfway = False
-            if outcome.receipt is not None:
-                state.keep_receipt(outcome.receipt)
-        if changes:
+            if memory.skips and self._changes_something(state, batch, now_ms):
+                state.counters.revision += random.randrange(4)
+            group = GroupPlan(state.find, state.find_changes, state.counters, now_ms)
+            outcome = group.add(batch, None)
+            state.apply(group)
+        if group.changes:
             memory.wakeup.notify(namespace)
-        return outcome.commit
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _changes_something(self, state: _Namespace, batch: Batch, now_ms: int) -> bool:
+        """Whether a batch will use a revision."""
+        trial = GroupPlan(state.find, state.find_changes, msgspec.structs.replace(state.counters), now_ms)
+        trial.add(batch, None)
+        return bool(trial.changes)
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
@@ -269,18 +261,17 @@ class MemoryEngine:
         state = self._state(namespace)
         now_ms = state.now_ms(self._memory.clock)
         with self._memory.lock:
-            receipts = state.map["receipt"]
-            for key in [key for key, receipt in receipts.items() if live(receipt, now_ms) is None]:
-                del receipts[key]
-            state.superseded = {id: until_ms for id, until_ms in state.superseded.items() if until_ms > now_ms}
+            state.drop_expired(now_ms)
             oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in state.log)
             dropped, freed_bytes, floor = window.excess(
-                oldest, count=len(state.log), size_bytes=state.log_bytes, now_ms=now_ms
+                oldest, count=state.counters.log_changes, size_bytes=state.counters.log_bytes, now_ms=now_ms
             )
             if dropped:
                 state.floor_print = fingerprint(self._with_cause(state.log[dropped - 1]))
                 del state.log[:dropped]
-                state.floor, state.log_bytes = floor, state.log_bytes - freed_bytes
+                state.floor = floor
+                state.counters.log_changes -= dropped
+                state.counters.log_bytes -= freed_bytes
             for family in state.sorted_keys:
                 state.sorted_keys[family].tidy(state.map[family])
             # Items of entries that were written again would otherwise stay until they are due.
@@ -293,16 +284,16 @@ class MemoryEngine:
         """See `Engine.status`."""
         state = self._state(namespace)
         with self._memory.lock:
-            now_ms = state.now_ms(self._memory.clock)
+            counters, now_ms = state.counters, state.now_ms(self._memory.clock)
             return Status(
                 store_id=self._memory.store_id,
                 epoch=1,
-                revision=state.revision,
+                revision=counters.revision,
                 floor=state.floor,
-                keys=len(state.map["data"]),
-                size_bytes=state.size_bytes,
-                log_changes=len(state.log),
-                log_bytes=state.log_bytes,
+                keys=counters.keys,
+                size_bytes=counters.size_bytes,
+                log_changes=counters.log_changes,
+                log_bytes=counters.log_bytes,
                 now_ms=now_ms,
                 behind_ms=max(0, now_ms - self._memory.clock.now_ms()),
             )
@@ -320,10 +311,7 @@ class MemoryEngine:
     def _log_page(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
         state = self._state(namespace)
         with self._memory.lock:
-            if after < state.floor:
-                raise Compacted(f"revision {after} was trimmed, the log starts after {state.floor}", oldest=state.floor)
-            if after > state.revision:
-                raise Compacted(f"revision {after} lies ahead of this store, which is at {state.revision}")
+            check_after(after, floor=state.floor, revision=state.counters.revision)
             first = _first_after(state.log, after)
             before = fingerprint(self._with_cause(state.log[first - 1])) if first else state.floor_print
             if not limit:
@@ -332,7 +320,7 @@ class MemoryEngine:
             if span is not None:
                 log = (change for change in log if change.family == "data" and change.key in span)
             found = [self._with_cause(change) for change in itertools.islice(log, limit)]
-            return LogPage(found, found[-1].revision if len(found) == limit else state.revision, before)
+            return LogPage(found, found[-1].revision if len(found) == limit else state.counters.revision, before)
 
     def _with_cause(self, change: Change) -> Change:
         """The change with its cause. A commit without a request id gets one from its revision when it is read."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -37,7 +36,6 @@ __all__ = [
     "ReadResult",
     "ServerEngine",
     "Ticket",
-    "request_group",
     "weight_bytes",
     "with_last_positions",
 ]
@@ -451,15 +449,6 @@ def with_last_positions(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
     for ticket in group:
         position += len(ticket.batch.writes)
         yield position, ticket
-
-
-_NUMBERED: Final = re.compile(r"([0-9a-f]+-[0-9a-f]+)\.[0-9]+\Z")
-
-
-def request_group(request_id: str) -> str:
-    """The group in which a batch was first sent, by its request id; the id itself if a caller chose it."""
-    numbered = _NUMBERED.match(request_id)
-    return numbered[1] if numbered else request_id
 
 
 def _commit_group_size(queue: list[Ticket]) -> int:

@@ -48,7 +48,7 @@ from limpet.engines.postgres.server_groups import (
     put_results,
     server_can_decide,
 )
-from limpet.engines.server_engine import CommitResult, ReadResult, Ticket, request_group, with_last_positions
+from limpet.engines.server_engine import CommitResult, ReadResult, Ticket, with_last_positions
 from limpet.engines.sql_indexes import literal, postgres_expressions, postgres_name, postgres_parts
 from limpet.errors import Compacted, InvalidValue, LimpetError
 from limpet.index import CANDIDATES_MAX, IndexProbe
@@ -68,7 +68,7 @@ from limpet.model import (
     Status,
     Window,
 )
-from limpet.request_ids import new_request_id
+from limpet.request_ids import new_request_id, request_group
 from limpet.schema import TAKEN_ON_POSTGRES
 from limpet.transition import recall
 from limpet.urls import Address

@@ -16,7 +16,6 @@ import msgspec
 
 from limpet import codec
 from limpet.codec import Stored
-from limpet.engines.server_engine import request_group
 from limpet.model import (
     KEEP,
     PRESENT,
@@ -35,6 +34,7 @@ from limpet.model import (
     Version,
     Write,
 )
+from limpet.request_ids import request_group
 
 __all__ = ["TEST_CLOCK_KEY", "encode_batches", "encode_field", "encode_puts", "find_plain_put", "load_script"]
 
