@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from limpet import hub, model, transition
+from limpet.commit.group import GroupPlan
 from limpet.engines import memory
 from limpet.engines.nats import mirror
 from limpet.engines.postgres import engine as postgres
@@ -26,7 +27,7 @@ from limpet.engines.redis import engine as redis
 from limpet.engines.sqlite import cache
 from limpet.engines.sqlite import engine as sqlite
 from limpet.engines.sqlite.group import GroupWriter
-from limpet.model import Batch, Change, Commit, Entry, Expire, HeldBy, LogPage, Refusal
+from limpet.model import Batch, Commit, Entry, Expire, HeldBy, LogPage, Refusal
 
 # Any name below may move with the code it breaks.
 # mypy: disable-error-code="method-assign, attr-defined, assignment"
@@ -36,8 +37,8 @@ def version_not_restarting() -> None:
     """A key that is created again goes on counting from its earlier life."""
     right, latest = transition._make_entry, dict[str, int]()
 
-    def wrong(write: Any, current: Entry | None, *rest: Any) -> Entry:
-        entry = right(write, current, *rest)
+    def wrong(write: Any, stored: Any, current: Entry | None, *rest: Any) -> Entry:
+        entry = right(write, stored, current, *rest)
         if current is None and write.key in latest:
             entry = msgspec.structs.replace(entry, version=latest[write.key] + 1)
         latest[write.key] = entry.version
@@ -50,11 +51,10 @@ def revision_reused() -> None:
     """A delete gives its revision back."""
     right = memory._Namespace.apply
 
-    def wrong(self: Any, change: Change) -> None:
-        before = self.revision
-        right(self, change)
-        if change.op == "delete":
-            self.revision = before
+    def wrong(self: Any, group: GroupPlan) -> None:
+        right(self, group)
+        if any(change.op == "delete" for change, _ in group.changes):
+            self.counters.revision -= 1
 
     memory._Namespace.apply = wrong
 

@@ -85,7 +85,7 @@ async def test_a_running_watch_is_compacted_when_the_store_is_restored() -> None
             await anext(watch)
             with place.lock:
                 space = place.namespaces[store.name]
-                space.revision = space.log[0].revision
+                space.counters.revision = space.log[0].revision
                 del space.log[1:]
             clock.advance(1)
             # Nothing here lets the watch look in between.
@@ -108,7 +108,7 @@ async def test_a_watch_that_was_away_is_compacted_too() -> None:
             await anext(busy)
             with place.lock:
                 space = place.namespaces[store.name]
-                space.revision = space.log[0].revision
+                space.counters.revision = space.log[0].revision
                 del space.log[1:]
             clock.advance(1)
             await writer.put("c", 1)
@@ -158,7 +158,7 @@ async def test_an_observer_of_an_election_goes_on_when_the_store_is_put_back() -
         await asyncio.sleep(0.01)
         with place.lock:
             space = place.namespaces[store.name]
-            space.revision = space.log[0].revision
+            space.counters.revision = space.log[0].revision
             del space.log[1:]
         clock.advance(1)
         await writer.put("c", 1)

@@ -17,8 +17,7 @@ import limpet.sync
 from limpet.engines.sqlite import cache as sqlite_cache
 from limpet.engines.sqlite.cache import WalHeader
 from limpet.engines.sqlite.engine import SqliteEngine
-from limpet.engines.sqlite.group import Counters
-from limpet.engines.sqlite.rows import READ, to_entry
+from limpet.engines.sqlite.rows import READ, NamespaceCounters, to_entry
 from tests.processes import PATIENCE_S
 from tests.sqlite.support import stored
 
@@ -97,7 +96,7 @@ def set_key(number: int) -> str:
 
 def check_counters(counters: Any, connection: sqlite3.Connection, namespace: str) -> None:
     """The counters of a namespace are what one counts in the file. Its time cannot be counted."""
-    found = Counters.load(connection, namespace)  # type: ignore[arg-type]
+    found = NamespaceCounters.load(connection, namespace)  # type: ignore[arg-type]
     assert (counters.revision, counters.floor) == (found.revision, found.floor)
     (keys,) = connection.execute(
         "SELECT count(*) FROM limpet_entries WHERE namespace = ? AND family = 'data'", (namespace,)

@@ -70,7 +70,8 @@ class Rows:
         class Watched(connections.Connection):
             def execute(self, sql: str, parameters: Any = (), /) -> Any:
                 cursor = super().execute(sql, parameters)
-                if sql != READ:
+                if sql != READ or parameters[1] == "superseded":
+                    # A request that may be superseded looks for the mark of its retry, which is not kept.
                     return cursor
                 with closing(cursor):
                     found = cursor.fetchone()

@@ -14,7 +14,7 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.engines.sqlite import group
+from limpet.commit import group
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.engines.sqlite.group import GROUP_MAX
 from limpet.errors import LimpetError
@@ -320,7 +320,7 @@ async def test_a_member_that_cannot_be_recalled_fails_alone(
 
     outcomes = await asyncio.gather(
         engine.commit("default", batch(put("a", 1))),
-        engine.commit("default", batch(put("b", 1), retry_since=0)),
+        engine.commit("default", batch(put("b", 1), request_id="mine", retry_since=0)),
         engine.commit("default", batch(put("c", 1))),
         return_exceptions=True,
     )

@@ -69,7 +69,7 @@ class GroupPlan:
     Attributes:
         counters: The counters as the group leaves them.
         entries: The entries that batches have read or written, as the last of them leaves each.
-        changes: The changes, in the order of their revisions.
+        changes: The changes, in the order of their revisions, each with its weight: the size of its key and value.
         kept: Receipts and marks of superseded requests, which leave no change in the log.
     """
 
@@ -80,7 +80,7 @@ class GroupPlan:
         self._now_ms = now_ms
         self.counters = counters
         self.entries: dict[EntryId, Entry | None] = {}
-        self.changes: list[Change] = []
+        self.changes: list[tuple[Change, int]] = []
         self.kept: dict[EntryId, Entry] = {}
 
     def find(self, family: StoredFamily, key: str) -> Entry | None:
@@ -109,20 +109,22 @@ class GroupPlan:
         outcome = plan(batch, self.find, now_ms=now_ms, revision=self.counters.revision, cause=cause)
         if isinstance(outcome, Refusal):
             return outcome
-        for change in outcome.changes:
-            self._apply(change)
+        # Weigh all before the first is applied: if one cannot be weighed, the batch fails and leaves nothing here.
+        weights = [change.entry.weight_bytes for change in outcome.changes]
+        for change, weight_bytes in zip(outcome.changes, weights, strict=True):
+            self._apply(change, weight_bytes)
         if outcome.receipt is not None:
             self._keep("receipt", outcome.receipt)
         self.counters.at_ms = now_ms
         return outcome.commit
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: Change, weight_bytes: int) -> None:
         entry_id: EntryId = (change.family, change.entry.key)
         before = self.entries[entry_id]
         before_bytes = None if before is None or change.family != "data" else before.weight_bytes
-        self.counters.count(change, before_bytes, change.entry.weight_bytes)
+        self.counters.count(change, before_bytes, weight_bytes)
         self.entries[entry_id] = change.after
-        self.changes.append(change)
+        self.changes.append((change, weight_bytes))
 
     def _keep(self, family: StoredFamily, entry: Entry) -> None:
         self.entries[family, entry.key] = self.kept[family, entry.key] = entry

@@ -121,10 +121,9 @@ class _Namespace:
 
     def apply(self, group: GroupPlan) -> None:
         """Make what a group does part of the map and of the log."""
-        changes = group.changes
-        self.is_halfway = len(changes) > 1
-        self.log += changes
-        for change in changes:
+        self.is_halfway = len(group.changes) > 1
+        for change, _ in group.changes:
+            self.log.append(change)
             family, entry = change.family, change.entry
             key, entries = entry.key, self.map[family]
             if change.after is None:

@@ -15,12 +15,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from limpet.engines.sqlite.rows import READ, RECORDED_MS, to_entry
-from limpet.model import Entry, Family
+from limpet.engines.sqlite.rows import READ, RECORDED_MS, NamespaceCounters, to_entry
+from limpet.model import Entry, StoredFamily
 
 if TYPE_CHECKING:
     from limpet.engines.sqlite.connections import Connection
-    from limpet.engines.sqlite.group import Counters, GroupPlan
+    from limpet.engines.sqlite.group import GroupTransaction
 
 CACHED_MAX: Final = 12_288
 CACHED_BYTES_MAX: Final = 2_048
@@ -30,7 +30,7 @@ UNKNOWN: Final[Any] = object()
 
 _NO_HEADER: Final = b""
 
-EntryId = tuple[str, Family, str]
+EntryId = tuple[str, StoredFamily, str]
 """A namespace, a family and a key."""
 
 
@@ -107,7 +107,7 @@ class CachedFile:
         cache, wal = self.cache, self.wal
         return cache if cache is not None and wal is not None and cache.header == wal.read() else None
 
-    def carry_over(self, cache: Cache | None, group: GroupPlan) -> None:
+    def carry_over(self, cache: Cache | None, group: GroupTransaction) -> None:
         """Go on after a commit of ours with what was valid before it and what it wrote.
 
         If another process has committed since, the cache starts empty.
@@ -134,7 +134,7 @@ class Cache:
     def __init__(self, header: bytes) -> None:
         self.header = header
         self.entries: dict[EntryId, Entry | None] = {}
-        self.counters: dict[str, Counters] = {}
+        self.counters: dict[str, NamespaceCounters] = {}
         self.times_ms: dict[str, int] = {}
         self._lock = threading.RLock()
 
@@ -150,13 +150,16 @@ class Cache:
             if header == self.header:
                 self.times_ms[namespace] = recorded_ms
 
-    def carry(self, header: bytes, group: GroupPlan) -> None:
+    def carry(self, header: bytes, group: GroupTransaction) -> None:
         """Go on under the header of our own commit, with the changes that it made."""
         with self._lock:
-            for entry_id in group.changed:
-                self._put(entry_id, group.seen[entry_id])
-            for namespace, counters in group.changed_counters.items():
-                self.times_ms[namespace] = counters.at_ms
+            for namespace, (plan, counters) in group.plans.items():
+                for change, _ in plan.changes:
+                    self._put((namespace, change.family, change.entry.key), change.after)
+                for (family, key), entry in plan.kept.items():
+                    self._put((namespace, family, key), entry)
+                if plan.changes:
+                    self.times_ms[namespace] = counters.at_ms
             if len(self.counters) > CACHED_MAX:
                 self.counters.clear()
             if len(self.times_ms) > CACHED_MAX:

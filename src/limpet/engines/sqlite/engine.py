@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from limpet.clock import Clock, has_loop
+from limpet.commit.log import check_after
 from limpet.engines.budget import SCAN_CALLS, Budget
 from limpet.engines.sql_indexes import quoted, sqlite_expression, sqlite_name, sqlite_parts
 from limpet.engines.sqlite import forks
 from limpet.engines.sqlite.cache import CachedFile
 from limpet.engines.sqlite.connections import OPENING, Connection, Connections, error_name, make_file
-from limpet.engines.sqlite.group import Counters, GroupWriter, Ticket
+from limpet.engines.sqlite.group import GroupWriter, Ticket
 from limpet.engines.sqlite.rows import (
     CHANGES,
     CHANGES_IN_SPAN,
@@ -42,6 +43,7 @@ from limpet.engines.sqlite.rows import (
     SCHEMA_REVISION,
     SKIP_REVISIONS,
     STORE,
+    NamespaceCounters,
     indexed,
     read_several,
     take_changes,
@@ -49,7 +51,7 @@ from limpet.engines.sqlite.rows import (
     upper_bound,
 )
 from limpet.engines.wakeup import Wakeup
-from limpet.errors import Compacted, Corrupt, InvalidValue
+from limpet.errors import Corrupt, InvalidValue
 from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span
 from limpet.model import (
@@ -230,7 +232,7 @@ class SqliteEngine:
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         with self._connections.reading() as reader:
-            counters = Counters.load(reader, namespace)
+            counters = NamespaceCounters.load(reader, namespace)
             _, self._epoch = reader.execute(STORE).fetchone()
         now_ms = max(self._now_ms(), counters.at_ms)
         return Status(
@@ -384,7 +386,7 @@ class SqliteEngine:
             # One snapshot for the counters and the rows, or a change in between would be in neither.
             reader.execute("BEGIN")
             try:
-                counters = Counters.load(reader, namespace)
+                counters = NamespaceCounters.load(reader, namespace)
                 before = counters.fingerprint_at(reader, after)
                 if span is None:
                     rows = reader.execute(CHANGES, (namespace, after, limit))
@@ -394,14 +396,10 @@ class SqliteEngine:
                     changes, is_full = take_changes(rows, limit)
             finally:
                 reader.execute("COMMIT")
-        floor, revision = counters.floor, counters.revision
-        if after < floor:
-            raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
-        if after > revision:
-            raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        check_after(after, floor=counters.floor, revision=counters.revision)
         if not limit:
             return LogPage([], after, before)
-        return LogPage(changes, changes[-1].revision if is_full else revision, before)
+        return LogPage(changes, changes[-1].revision if is_full else counters.revision, before)
 
     async def _aside(self, work: Callable[[], T]) -> T:
         """Run longer work beside the loop; in place when none runs."""
@@ -417,7 +415,7 @@ class SqliteEngine:
     def _needs_trim(self, namespace: str, window: Window) -> bool:
         """Whether there is anything to drop, without waiting for the writer."""
         with self._connections.reading() as reader:
-            counters = Counters.load(reader, namespace)
+            counters = NamespaceCounters.load(reader, namespace)
             now_ms = max(self._now_ms(), counters.at_ms)
             if reader.execute(HAS_EXPIRED_RECEIPTS, (namespace, now_ms)).fetchone() is not None:
                 return True
@@ -426,7 +424,7 @@ class SqliteEngine:
 
     def _trim(self, namespace: str, window: Window) -> int:
         with self._writer.transaction() as writer:
-            counters = Counters.load(writer, namespace)
+            counters = NamespaceCounters.load(writer, namespace)
             now_ms = max(self._now_ms(), counters.at_ms)
             writer.execute(DROP_EXPIRED_RECEIPTS, (namespace, now_ms))
             oldest = writer.execute(OLDEST_CHANGES, (namespace, EXAMINED_MAX)).fetchall()

@@ -22,21 +22,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from limpet.clock import call_on, wake
-from limpet.commit.group import NotApplied, commit_error, is_fault_of_one
-from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
+from limpet.commit.group import GroupPlan, NotApplied, commit_error, is_fault_of_one
 from limpet.engines.sqlite.cache import UNKNOWN, Cache, CachedFile, EntryId
 from limpet.engines.sqlite.connections import OPENING, Connection, Connections, error_name
 from limpet.engines.sqlite.rows import (
     APPEND_TO_LOG,
     CHANGES_OF_REQUEST,
-    COUNTERS,
     ERASE,
-    IS_SUPERSEDED,
-    LAST_CHANGE_UP_TO,
     READ,
-    SAVE_COUNTERS,
-    SUPERSEDE,
     WRITE,
+    NamespaceCounters,
     change_row,
     entry_row,
     read_several,
@@ -45,9 +40,8 @@ from limpet.engines.sqlite.rows import (
 )
 from limpet.engines.wakeup import Wakeup
 from limpet.errors import Ambiguous, Closed
-from limpet.model import BEGINNING, Batch, Change, Commit, Entry, Family, Refusal, fingerprint
+from limpet.model import Batch, Change, Commit, Entry, Refusal, StoredFamily
 from limpet.request_ids import new_request_id
-from limpet.transition import plan, recall
 
 GROUP_MAX: Final = 256
 FETCH_MAX: Final = 256
@@ -214,11 +208,10 @@ class GroupWriter:
         try:
             # No other process can commit from here on, so a cache that is valid now stays valid.
             cache = self._cached.valid_cache()
-            planned = GroupPlan(writer, cache)
+            planned = GroupTransaction(writer, cache, self._now_ms())
             if len(group) > 1 or len(group[0].batch.writes) > 1:
                 planned.fetch(group)
-            now_ms = self._now_ms()
-            outcomes = [planned.decide(ticket, now_ms) for ticket in group]
+            outcomes = [planned.add(ticket) for ticket in group]
             if not planned.write():
                 writer.execute("ROLLBACK")
                 return outcomes
@@ -240,8 +233,9 @@ class GroupWriter:
             self._cached.carry_over(cache, planned)
         except Exception:
             self._cached.forget()
-        for namespace in planned.changed_counters:
-            self._wakeup.notify(namespace)
+        for namespace, (plan, _) in planned.plans.items():
+            if plan.changes:
+                self._wakeup.notify(namespace)
         return outcomes
 
     def _ambiguous(self, ticket: Ticket, since: int, problem: object) -> Ambiguous:
@@ -301,66 +295,22 @@ def _wake_all(waiters: list[asyncio.Future[None]]) -> None:
         wake(waiter)
 
 
-class Counters:
-    """The row of a namespace, while it is being changed."""
-
-    def __init__(self, namespace: str, row: Sequence[Any] | None) -> None:
-        self.namespace = namespace
-        counts: Sequence[int] = row[:7] if row else (0, 0, 0, 0, 0, 0, 0)
-        self.floor_print: str | None = row[7].decode() if row and row[7] else None
-        (
-            self.revision,
-            self.floor,
-            self.at_ms,
-            self.keys,
-            self.size_bytes,
-            self.log_changes,
-            self.log_bytes,
-        ) = counts
-
-    @classmethod
-    def load(cls, connection: Connection, namespace: str) -> Counters:
-        """Read the row; all zero where the namespace has none yet."""
-        return cls(namespace, connection.execute(COUNTERS, (namespace,)).fetchone())
-
-    def save(self, connection: Connection) -> None:
-        """Write the row."""
-        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
-        connection.execute(SAVE_COUNTERS, (self.namespace, *row, self.floor_print))
-
-    def fingerprint_at(self, connection: Connection, revision: int) -> str:
-        """The fingerprint of the change at a revision, or of the last one before it."""
-        row = connection.execute(LAST_CHANGE_UP_TO, (self.namespace, revision)).fetchone()
-        return self.floor_print or BEGINNING if row is None else fingerprint(to_change(row))
-
-
-class GroupPlan:
-    """The changes of a group, collected in memory and written at the end.
-
-    Each batch sees the file as the batches before it in the group will leave it.
+class GroupTransaction:
+    """What a group does to the file: the plan of each of its namespaces, written at the end.
 
     Attributes:
-        seen: The entries that batches have read or written, as the last of them leaves each.
+        plans: The plan of each namespace, with the row of the namespace as it will be.
         first_revisions: The revision of each namespace before the group.
-        changed_counters: The counters of each namespace that the group changes.
     """
 
-    def __init__(self, writer: Connection, cache: Cache | None) -> None:
+    def __init__(self, writer: Connection, cache: Cache | None, now_ms: int) -> None:
         self._writer = writer
+        self._now_ms = now_ms
         self._cached: dict[EntryId, Entry | None] = {} if cache is None else cache.entries
-        self._counters: dict[str, Counters] = {} if cache is None else cache.counters
+        self._counters: dict[str, NamespaceCounters] = {} if cache is None else cache.counters
         self._fetched: dict[EntryId, Sequence[Any] | None] = {}
-        self.seen: dict[EntryId, Entry | None] = {}
-        self._rows: dict[EntryId, tuple[Any, ...] | None] = {}
-        self._log: list[tuple[Any, ...]] = []
+        self.plans: dict[str, tuple[GroupPlan, NamespaceCounters]] = {}
         self.first_revisions: dict[str, int] = {}
-        self.changed_counters: dict[str, Counters] = {}
-        self._has_superseded = False
-
-    @property
-    def changed(self) -> Iterable[EntryId]:
-        """The entries that the group writes or erases."""
-        return self._rows
 
     def fetch(self, group: Iterable[Ticket]) -> None:
         """Read the data entries that the batches need, in as few statements as will do. Locks and receipts are few."""
@@ -380,92 +330,59 @@ class GroupPlan:
                 for row in self._writer.execute(read_several(length), (namespace, "data", *keys)):
                     self._fetched[namespace, "data", row[0].decode()] = row
 
-    def decide(self, ticket: Ticket, now_ms: int) -> Commit | Refusal | Exception:
-        """Plan one batch, and add its changes to those of the group."""
-        namespace, batch = ticket.namespace, ticket.batch
-        counters = self._load_counters(namespace)
-        find = functools.partial(self._find, namespace)
-        # Another process may have recorded a later time: its clock is a little ahead, or this one was set back.
-        now_ms = max(now_ms, counters.at_ms)
+    def add(self, ticket: Ticket) -> Commit | Refusal | Exception:
+        """Plan one batch, and add what it does to the group."""
+        namespace = ticket.namespace
+        planned = self.plans.get(namespace)
+        if planned is None:
+            planned = self.plans[namespace] = self._begin_plan(namespace)
         try:
-            if batch.retry_since is not None and batch.request_id is not None:
-                wanted = (namespace, batch.retry_since, batch.request_id)
-                rows = self._writer.execute(CHANGES_OF_REQUEST, wanted).fetchall()
-                earlier = recall(batch, map(to_change, rows), find)
-                if earlier is not None:
-                    return earlier
-                until_ms = now_ms + SUPERSEDED_MS
-                self._writer.execute(SUPERSEDE, (namespace, batch.request_id, now_ms, now_ms, until_ms))
-                self._has_superseded = True
-            elif (
-                may_be_superseded(batch)
-                and self._writer.execute(IS_SUPERSEDED, (namespace, batch.request_id)).fetchone()
-            ):
-                return superseded_error()
-            outcome = plan(batch, find, now_ms=now_ms, revision=counters.revision, cause=ticket.request_id)
+            return planned[0].add(ticket.batch, ticket.request_id)
         except sqlite3.Error:
             raise
         except Exception as error:
             # A batch that cannot be planned fails alone.
             return error
-        if isinstance(outcome, Refusal):
-            return outcome
-        for change in outcome.changes:
-            self._apply(counters, change)
-        if outcome.receipt is not None:
-            receipt_id: EntryId = (namespace, "receipt", outcome.receipt.key)
-            self.seen[receipt_id], self._rows[receipt_id] = outcome.receipt, entry_row(outcome.receipt)
-        counters.at_ms = now_ms
-        return outcome.commit
+
+    def _begin_plan(self, namespace: str) -> tuple[GroupPlan, NamespaceCounters]:
+        counters = self._counters.get(namespace)
+        if counters is None:
+            counters = self._counters[namespace] = NamespaceCounters.load(self._writer, namespace)
+        self.first_revisions[namespace] = counters.revision
+        load, find_changes = functools.partial(self._load, namespace), functools.partial(self._find_changes, namespace)
+        # Another process may have recorded a later time: its clock is a little ahead, or this one was set back.
+        return GroupPlan(load, find_changes, counters, max(self._now_ms, counters.at_ms)), counters
+
+    def _load(self, namespace: str, family: StoredFamily, key: str) -> Entry | None:
+        entry_id = (namespace, family, key)
+        found: Entry | None = self._cached.get(entry_id, UNKNOWN)
+        if found is UNKNOWN:
+            is_fetched = entry_id in self._fetched
+            row = self._fetched[entry_id] if is_fetched else self._writer.execute(READ, entry_id).fetchone()
+            found = None if row is None else to_entry(row)
+        return found
+
+    def _find_changes(self, namespace: str, after: int, request_id: str) -> Iterable[Change]:
+        return map(to_change, self._writer.execute(CHANGES_OF_REQUEST, (namespace, after, request_id)).fetchall())
 
     def write(self) -> bool:
-        """Write all changes into the transaction. False when there are none."""
-        writes = [(entry_id[0], entry_id[1], *row) for entry_id, row in self._rows.items() if row is not None]
+        """Write what the group does into the transaction. False when that is nothing."""
+        rows: dict[EntryId, tuple[Any, ...] | None] = {}
+        log: list[tuple[Any, ...]] = []
+        for namespace, (plan, counters) in self.plans.items():
+            for change, weight_bytes in plan.changes:
+                row = entry_row(change.entry)
+                rows[namespace, change.family, row[0]] = None if change.after is None else row
+                log.append((namespace, weight_bytes, *change_row(change, row)))
+            for (family, key), entry in plan.kept.items():
+                rows[namespace, family, key] = entry_row(entry)
+            if plan.changes:
+                counters.save(self._writer)
+        writes = [(entry_id[0], entry_id[1], *row) for entry_id, row in rows.items() if row is not None]
         if writes:
             self._writer.executemany(WRITE, writes)
-        if len(writes) < len(self._rows):
-            self._writer.executemany(ERASE, [entry_id for entry_id, row in self._rows.items() if row is None])
-        if self._log:
-            self._writer.executemany(APPEND_TO_LOG, self._log)
-            for counters in self.changed_counters.values():
-                counters.save(self._writer)
-        return bool(self._rows) or self._has_superseded
-
-    def _load_counters(self, namespace: str) -> Counters:
-        found = self._counters.get(namespace)
-        if found is None:
-            found = self._counters[namespace] = Counters.load(self._writer, namespace)
-        self.first_revisions.setdefault(namespace, found.revision)
-        return found
-
-    def _find(self, namespace: str, family: Family, key: str) -> Entry | None:
-        entry_id = (namespace, family, key)
-        found: Entry | None = self.seen.get(entry_id, UNKNOWN)
-        if found is UNKNOWN:
-            found = self._cached.get(entry_id, UNKNOWN)
-            if found is UNKNOWN:
-                is_fetched = entry_id in self._fetched
-                row = self._fetched[entry_id] if is_fetched else self._writer.execute(READ, entry_id).fetchone()
-                found = None if row is None else to_entry(row)
-            self.seen[entry_id] = found
-        return found
-
-    def _apply(self, counters: Counters, change: Change) -> None:
-        entry, after = change.entry, change.after
-        entry_id = (counters.namespace, change.family, entry.key)
-        before = self.seen[entry_id]
-        size_bytes = entry.weight_bytes
-        counters.revision = change.revision
-        counters.log_changes += 1
-        counters.log_bytes += size_bytes
-        if change.family == "data":
-            if before is not None:
-                counters.keys -= 1
-                counters.size_bytes -= before.weight_bytes
-            if after is not None:
-                counters.keys += 1
-                counters.size_bytes += size_bytes
-        row = entry_row(entry)
-        self.seen[entry_id], self._rows[entry_id] = after, None if after is None else row
-        self.changed_counters[counters.namespace] = counters
-        self._log.append((counters.namespace, size_bytes, *change_row(change, row)))
+        if len(writes) < len(rows):
+            self._writer.executemany(ERASE, [entry_id for entry_id, row in rows.items() if row is None])
+        if log:
+            self._writer.executemany(APPEND_TO_LOG, log)
+        return bool(rows)

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from limpet.commit.group import Counters
 from limpet.engines.sql_columns import as_stored, as_text
 from limpet.engines.sql_indexes import literal
 from limpet.keys import Span
-from limpet.model import Change, Entry
+from limpet.model import BEGINNING, Change, Entry, fingerprint
 from limpet.schema import VERSION_TABLE
+
+if TYPE_CHECKING:
+    from limpet.engines.sqlite.connections import Connection
 
 PAGE_BYTES_MAX: Final = 4_000_000
 """A page ends behind the entry or change with which its values exceed this size."""
@@ -42,13 +46,7 @@ DUE: Final = (
     " AND family NOT IN ('receipt', 'superseded') ORDER BY expires_ms LIMIT ?"
 )
 
-# Superseded requests: first attempts whose retry was answered. One that arrives after its retry is refused. They are
-# entries of a family that no caller reads.
-IS_SUPERSEDED: Final = "SELECT 1 FROM limpet_entries WHERE namespace = ? AND family = 'superseded' AND key = ?"
-SUPERSEDE: Final = (
-    "INSERT OR REPLACE INTO limpet_entries (namespace, family, key, kind, value, version, revision, created_revision,"
-    " created_ms, updated_ms, expires_ms) VALUES (?, 'superseded', ?, 'json', 'null', 1, 0, 0, ?, ?, ?)"
-)
+# Receipts, and marks of superseded requests, which no caller reads.
 _EXPIRED_RECEIPTS: Final = (
     "FROM limpet_entries WHERE namespace = ? AND expires_ms <= ? AND family IN ('receipt', 'superseded')"
 )
@@ -119,6 +117,34 @@ def upper_bound(span: Span) -> str | bytes:
 
 
 # Rows ---------------------------------------------------------------------------
+
+
+class NamespaceCounters(Counters):
+    """The row of a namespace: its counters, and where its log begins."""
+
+    namespace: str = ""
+    floor: int = 0
+    floor_print: str | None = None
+
+    @classmethod
+    def load(cls, connection: Connection, namespace: str) -> NamespaceCounters:
+        """Read the row; all zero where the namespace has none yet."""
+        row = connection.execute(COUNTERS, (namespace,)).fetchone()
+        if row is None:
+            return cls(namespace=namespace)
+        revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, floor_print = row
+        floor_print = floor_print.decode() if floor_print else None
+        return cls(revision, at_ms, keys, size_bytes, log_changes, log_bytes, namespace, floor, floor_print)
+
+    def save(self, connection: Connection) -> None:
+        """Write the row."""
+        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
+        connection.execute(SAVE_COUNTERS, (self.namespace, *row, self.floor_print))
+
+    def fingerprint_at(self, connection: Connection, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it."""
+        row = connection.execute(LAST_CHANGE_UP_TO, (self.namespace, revision)).fetchone()
+        return self.floor_print or BEGINNING if row is None else fingerprint(to_change(row))
 
 
 def to_entry(row: Sequence[Any]) -> Entry:
