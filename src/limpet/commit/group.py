@@ -71,6 +71,7 @@ class GroupPlan:
         entries: The entries that batches have read or written, as the last of them leaves each.
         changes: The changes, in the order of their revisions, each with its weight: the size of its key and value.
         kept: Receipts and marks of superseded requests, which leave no change in the log.
+        weights: The weights of entries that were loaded without their value.
     """
 
     def __init__(self, load: Load, find_changes: FindChanges, counters: Counters, now_ms: int) -> None:
@@ -82,6 +83,7 @@ class GroupPlan:
         self.entries: dict[EntryId, Entry | None] = {}
         self.changes: list[tuple[Change, int]] = []
         self.kept: dict[EntryId, Entry] = {}
+        self.weights: dict[EntryId, int] = {}
 
     def find(self, family: StoredFamily, key: str) -> Entry | None:
         """The entry as the batches so far leave it."""
@@ -110,7 +112,10 @@ class GroupPlan:
         if isinstance(outcome, Refusal):
             return outcome
         # Weigh all before the first is applied: if one cannot be weighed, the batch fails and leaves nothing here.
-        weights = [change.entry.weight_bytes for change in outcome.changes]
+        weights = [
+            self._weigh(change.family, change.entry) if change.op == "touch" else change.entry.weight_bytes
+            for change in outcome.changes
+        ]
         for change, weight_bytes in zip(outcome.changes, weights, strict=True):
             self._apply(change, weight_bytes)
         if outcome.receipt is not None:
@@ -121,10 +126,13 @@ class GroupPlan:
     def _apply(self, change: Change, weight_bytes: int) -> None:
         entry_id: EntryId = (change.family, change.entry.key)
         before = self.entries[entry_id]
-        before_bytes = None if before is None or change.family != "data" else before.weight_bytes
+        before_bytes = None if before is None or change.family != "data" else self._weigh(change.family, before)
         self.counters.count(change, before_bytes, weight_bytes)
         self.entries[entry_id] = change.after
         self.changes.append((change, weight_bytes))
+
+    def _weigh(self, family: StoredFamily, entry: Entry) -> int:
+        return entry.weight_bytes if entry.stored is not None else self.weights[family, entry.key]
 
     def _keep(self, family: StoredFamily, entry: Entry) -> None:
         self.entries[family, entry.key] = self.kept[family, entry.key] = entry

@@ -1,0 +1,379 @@
+"""Commits on an engine that only compares and writes.
+
+The batches of a group are planned here, on what this process knows of their entries, and sent as one request: what each
+plan has read, and what it writes. The engine compares all that was read with what is there. Where it is the same, it
+writes. Where not, it writes nothing and returns what is there, and the batches are planned again.
+
+So an entry that is not known is taken for absent, and the reply tells what it is. And nothing is answered from what
+this process knows: a refusal, too, is compared before a caller gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+
+from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
+from limpet.commit.relative import BASE, NOW, Moment, as_planned
+from limpet.errors import Ambiguous, LimpetError, Unavailable
+from limpet.model import (
+    Add,
+    Batch,
+    Change,
+    Commit,
+    Delete,
+    Entry,
+    Equals,
+    FieldEquals,
+    Patch,
+    Refusal,
+    StoredFamily,
+)
+from limpet.request_ids import new_request_id
+from limpet.retry import jitter_s
+
+__all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale", "Storage", "Unit"]
+
+KNOWN_MAX: Final = 16_384
+KNOWN_BYTES_MAX: Final = 2_048
+UNKNOWN_REVISION: Final = -1
+"""Expected of an entry that must be read: no entry has it."""
+
+CommitResult = Commit | Refusal | LimpetError
+
+
+class Head(msgspec.Struct, frozen=True, gc=False):
+    """What is stored under a key: an entry, perhaps without its value, and its weight; no entry for an absent key."""
+
+    entry: Entry | None = None
+    weight_bytes: int = 0
+
+
+class Expected(msgspec.Struct, frozen=True, gc=False):
+    """What a plan has read.
+
+    Attributes:
+        revision: The revision of the entry; 0 for an absent one, `UNKNOWN_REVISION` to read it in any case.
+        has_expired: Whether the entry has expired, by the time of the engine.
+        needs_value: Whether the reply must have the value if the entry is another.
+    """
+
+    revision: int = 0
+    has_expired: bool = False
+    needs_value: bool = False
+
+
+class Unit(msgspec.Struct, gc=False):
+    """Batches that depend on each other: they are applied together or not at all.
+
+    Revisions and times are those of a plan: see `limpet.commit.relative`.
+
+    Attributes:
+        expected: What the plan has read.
+        changes: The changes, in the order of their revisions, each with its weight.
+        kept: Receipts and marks of superseded requests, which leave no change in the log.
+        counters: What the changes add to the counters of the namespace; the revision is the last one that is used.
+    """
+
+    expected: dict[EntryId, Expected]
+    changes: list[tuple[Change, int]]
+    kept: dict[EntryId, Entry]
+    counters: Counters
+
+
+class Stale(msgspec.Struct, frozen=True, gc=False):
+    """A unit that was not applied, because an entry is not as expected: what is there for each that differs."""
+
+    found: dict[EntryId, Head]
+    now_ms: int
+
+
+class ReplyLost(Exception):
+    """A request was sent and its reply was lost: it may have been applied. Its cause is the error."""
+
+
+class Storage(Protocol):
+    """What the committer needs of an engine."""
+
+    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale]:
+        """Apply each unit whose entries are all as expected, and return when that was.
+
+        ``name`` is the name of the request: if a superseded mark has it, nothing is applied. The revisions of a unit
+        follow its moment's without a gap. A unit without changes is only compared. An error that is raised means that
+        nothing was applied; `ReplyLost` means that this is unknown.
+        """
+        ...
+
+    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
+        """The changes of a request in the log after a revision."""
+        ...
+
+
+class Committer:
+    """Commits to the namespaces of one engine, of this process."""
+
+    def __init__(self, storage: Storage, display_name: str) -> None:
+        self._storage = storage
+        self._display_name = display_name
+        self._known: dict[str, KnownEntries] = {}
+
+    def known(self, namespace: str) -> KnownEntries:
+        """What this process knows of the entries of a namespace."""
+        found = self._known.get(namespace)
+        if found is None:
+            found = self._known[namespace] = KnownEntries()
+        return found
+
+    def forget(self, namespace: str) -> None:
+        """Forget the entries of a namespace: the server is another one, or has lost writes."""
+        self._known.pop(namespace, None)
+
+    async def commit(
+        self, namespace: str, batches: Sequence[Batch], since: int, is_wanted: Callable[[int], bool] = lambda _: True
+    ) -> Sequence[CommitResult]:
+        """Commit batches in their order, and return the result of each. All of them are later than ``since``.
+
+        An error that is raised means that nothing was applied. ``is_wanted`` says whether the caller of a batch, by its
+        position, still waits: if not, a batch that was not applied yet is dropped.
+        """
+        name = new_request_id()
+        pending = [
+            _Member(position, batch, batch.request_id or f"{name}.{position + 1}")
+            for position, batch in enumerate(batches)
+        ]
+        results: dict[int, CommitResult] = {}
+        while pending:
+            started_at = time.monotonic()
+            try:
+                stale = await self._commit_once(namespace, name, pending, results)
+            except ReplyLost as error:
+                results |= {one.position: self._ambiguous(one.cause, since, error) for one in pending}
+                break
+            except Exception as error:
+                if not results:
+                    raise
+                # Other batches are applied, so that this must not fail the whole group.
+                results |= await self._commit_each(namespace, pending, since, error)
+                break
+            results |= {one.position: _dropped() for one in stale if not is_wanted(one.position)}
+            pending = [one for one in stale if one.position not in results]
+            if pending and len(pending) == len(batches):
+                # Another process was faster. About one round trip, so that no process is always the slower one.
+                await asyncio.sleep(jitter_s(time.monotonic() - started_at))
+        return [results[position] for position in range(len(batches))]
+
+    async def _commit_once(
+        self, namespace: str, name: str, pending: list[_Member], results: dict[int, CommitResult]
+    ) -> list[_Member]:
+        """Send the batches once. Adds the results of those that were applied, and returns the others."""
+        known = self.known(namespace)
+        for member in pending:
+            if member.batch.retry_since is not None and member.batch.request_id is not None:
+                # Each time before it is planned: its first attempt may be applied in between.
+                member.logged = await self._storage.find_changes(
+                    namespace, member.batch.retry_since, member.batch.request_id
+                )
+        planned = [_PlannedUnit(known, members) for members in _split(pending)]
+        replies = await self._storage.apply(namespace, name, [one.unit for one in planned])
+        stale: list[_Member] = []
+        for one, reply in zip(planned, replies, strict=True):
+            if isinstance(reply, Stale):
+                known.correct(reply)
+                for member in one.members:
+                    member.found = reply.found
+                stale += one.members
+                continue
+            known.advance(one.unit, reply)
+            for member, outcome in zip(one.members, one.outcomes, strict=True):
+                if isinstance(outcome, Refusal) and one.lacks_value(outcome):
+                    # The caller gets the entry found with its value, which was too large to be known.
+                    member.needs_value = one.unit.expected.keys()
+                    stale.append(member)
+                else:
+                    results[member.position] = _resolve(outcome, reply)
+        return stale
+
+    async def _commit_each(
+        self, namespace: str, pending: list[_Member], since: int, error: Exception
+    ) -> dict[int, CommitResult]:
+        if not is_fault_of_one(error) or len(pending) == 1:
+            return {one.position: commit_error(one.batch, error) for one in pending}
+        results: dict[int, CommitResult] = {}
+        for one in pending:
+            try:
+                (results[one.position],) = await self.commit(namespace, [one.batch], since)
+            except Exception as own:
+                results[one.position] = commit_error(one.batch, own)
+        return results
+
+    def _ambiguous(self, request_id: str, since: int, error: ReplyLost) -> Ambiguous:
+        text = f"cannot tell whether {self._display_name} took the commit: {type(error.__cause__).__name__}"
+        return Ambiguous(text, request_id=request_id, since=since)
+
+
+class KnownEntries:
+    """What this process has last seen of the entries of a namespace, and of its time. Any of it may be out of date."""
+
+    def __init__(self) -> None:
+        self._heads: dict[EntryId, Head] = {}
+        self._seen_ms = 0
+        self._seen_at = 0.0
+
+    def find(self, entry_id: EntryId) -> Head:
+        """The entry as it was last seen; absent if it was never seen."""
+        return self._heads.get(entry_id, _ABSENT)
+
+    def now_ms(self) -> int:
+        """About the time of the server: the last that was seen, and what has passed since."""
+        return self._seen_ms + int((time.monotonic() - self._seen_at) * 1000)
+
+    def set(self, entry_id: EntryId, head: Head) -> None:
+        """Remember an entry, with its value if that is small."""
+        heads = self._heads
+        if entry_id[0] in ("receipt", "superseded"):
+            # Each is of use once at most.
+            return
+        if head.entry is not None and head.weight_bytes > KNOWN_BYTES_MAX:
+            head = Head(head.entry.without_value(), head.weight_bytes)
+        if len(heads) >= KNOWN_MAX and entry_id not in heads:
+            del heads[next(iter(heads))]
+        heads[entry_id] = head
+
+    def correct(self, stale: Stale) -> None:
+        """Learn what is there instead of what was expected."""
+        self._see_time(stale.now_ms)
+        for entry_id, head in stale.found.items():
+            self.set(entry_id, head)
+
+    def advance(self, unit: Unit, moment: Moment) -> None:
+        """Learn what a unit has left."""
+        self._see_time(moment.now_ms)
+        for change, weight_bytes in unit.changes:
+            after = change.after
+            head = _ABSENT if after is None else Head(moment.resolve(after), weight_bytes)
+            self.set((change.family, change.entry.key), head)
+
+    def _see_time(self, now_ms: int) -> None:
+        self._seen_ms, self._seen_at = now_ms, time.monotonic()
+
+
+# Planning -------------------------------------------------------------------------
+
+
+class _Member:
+    """A batch of a group, until it has a result.
+
+    Attributes:
+        logged: What a retry has found of itself in the log.
+        found: What the last attempt has found.
+        needs_value: Entries whose value is needed, beside those that the batch itself names.
+    """
+
+    def __init__(self, position: int, batch: Batch, cause: str) -> None:
+        self.position = position
+        self.batch = batch
+        self.cause = cause
+        self.logged: list[Change] = []
+        self.found: dict[EntryId, Head] = {}
+        self.needs_value: Iterable[EntryId] = ()
+
+
+class _PlannedUnit:
+    """A unit, and the outcome of each of its batches if it is applied."""
+
+    def __init__(self, known: KnownEntries, members: list[_Member]) -> None:
+        self.members = members
+        self._known = known
+        self._now_ms = known.now_ms()
+        self._found = {entry_id: head for member in members for entry_id, head in member.found.items()}
+        self._needs_value = {entry_id for member in members for entry_id in _find_needed_values(member)}
+        self._expected: dict[EntryId, Expected] = {}
+        logged = {member.cause: member.logged for member in members}
+        self._plan = GroupPlan(self._load, lambda _, cause: logged[cause], Counters(BASE), NOW)
+        self.outcomes = [self._add(member) for member in members]
+        plan = self._plan
+        self.unit = Unit(self._expected, plan.changes, plan.kept, plan.counters)
+
+    def _add(self, member: _Member) -> CommitResult:
+        try:
+            return self._plan.add(member.batch, member.cause)
+        except Exception as error:
+            # A batch that cannot be planned fails alone.
+            return commit_error(member.batch, error)
+
+    def _load(self, family: StoredFamily, key: str) -> Entry | None:
+        entry_id: EntryId = (family, key)
+        head = self._found.get(entry_id) or self._known.find(entry_id)
+        entry, needs_value = head.entry, entry_id in self._needs_value
+        if entry is None:
+            self._expected[entry_id] = Expected(0, needs_value=needs_value)
+            return None
+        has_expired = entry.expires_ms is not None and entry.expires_ms <= self._now_ms
+        is_unknown = needs_value and entry.stored is None
+        revision = UNKNOWN_REVISION if is_unknown else entry.revision
+        self._expected[entry_id] = Expected(revision, has_expired, needs_value)
+        self._plan.weights[entry_id] = head.weight_bytes
+        return as_planned(entry, has_expired=has_expired)
+
+    def lacks_value(self, refusal: Refusal) -> bool:
+        """Whether a refusal carries an entry without the value that it has."""
+        return refusal.found is not None and refusal.found.stored is None
+
+
+def _find_needed_values(member: _Member) -> Iterable[EntryId]:
+    """The entries whose values decide what a batch does, or are part of its result."""
+    batch = member.batch
+    for write in batch.writes:
+        if isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take):
+            yield write.family, write.key
+    for guard in batch.guards:
+        if isinstance(guard.condition, Equals | FieldEquals):
+            yield guard.family, guard.key
+    yield from member.needs_value
+
+
+def _split(members: list[_Member]) -> list[list[_Member]]:
+    """Split batches into units: those that name an entry which one of them writes depend on each other."""
+    if len(members) == 1:
+        return [members]
+    unit_of: dict[int, list[_Member]] = {id(member): [member] for member in members}
+    named: dict[EntryId, list[_Member]] = {}
+    written: set[EntryId] = set()
+    for member in members:
+        batch = member.batch
+        for one in (*batch.writes, *batch.guards):
+            named.setdefault((one.family, one.key), []).append(member)
+        written.update((write.family, write.key) for write in batch.writes)
+        if batch.request_id is not None:
+            named.setdefault(("receipt", batch.request_id), []).append(member)
+            written.add(("receipt", batch.request_id))
+    for entry_id in written:
+        first, *others = named[entry_id]
+        for other in others:
+            into, unit = unit_of[id(first)], unit_of[id(other)]
+            if into is not unit:
+                into += unit
+                for member in unit:
+                    unit_of[id(member)] = into
+    units = {id(unit): unit for unit in unit_of.values()}
+    for unit in units.values():
+        unit.sort(key=lambda member: member.position)
+    return list(units.values())
+
+
+def _resolve(outcome: CommitResult, moment: Moment) -> CommitResult:
+    if isinstance(outcome, Commit):
+        return moment.resolve_commit(outcome)
+    return moment.resolve_refusal(outcome) if isinstance(outcome, Refusal) else outcome
+
+
+def _dropped() -> LimpetError:
+    """The result of a batch whose caller is gone, which no caller sees."""
+    return Unavailable("the caller no longer waits for this commit, which was not applied")
+
+
+_ABSENT: Final = Head()

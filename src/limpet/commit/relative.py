@@ -1,0 +1,97 @@
+"""Plans that know neither the time nor the revision at which they will be applied.
+
+An engine whose server decides about both gets a plan that is made at `NOW` and after `BASE`, numbers that no clock and
+no counter reaches. What the plan keeps of an entry that expires later is moved behind `KEPT`, so that the entry counts
+as live. When the plan was applied, `Moment` turns all of it into what the server decided.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from limpet.model import Change, Commit, Entry, Refusal
+from limpet.transition import encode_receipt, read_receipt
+
+__all__ = ["BASE", "KEPT", "NOW", "Moment", "as_planned", "resolve_receipt"]
+
+BASE: Final = 1 << 60
+NOW: Final = 1 << 50
+KEPT: Final = 1 << 51
+
+
+def as_planned(entry: Entry | None, *, has_expired: bool) -> Entry | None:
+    """An entry as a plan reads it: live or expired at `NOW`, as it is at the server's time."""
+    if entry is None or entry.expires_ms is None or has_expired:
+        return entry
+    return msgspec.structs.replace(entry, expires_ms=entry.expires_ms + KEPT)
+
+
+class Moment(msgspec.Struct, frozen=True, gc=False):
+    """When a plan was applied: after which revision, and at what time."""
+
+    revision: int
+    now_ms: int
+
+    def find_revision(self, revision: int) -> int:
+        """The revision that the server gave."""
+        return revision if revision < BASE else self.revision + revision - BASE
+
+    def find_time(self, time_ms: int) -> int:
+        """The time, by the server's clock."""
+        if time_ms < NOW:
+            return time_ms
+        return self.now_ms + time_ms - NOW if time_ms < KEPT else time_ms - KEPT
+
+    def resolve(self, entry: Entry) -> Entry:
+        """An entry of the plan as it was stored."""
+        return Entry(
+            entry.key,
+            entry.stored,
+            entry.version,
+            self.find_revision(entry.revision),
+            self.find_revision(entry.created_revision),
+            self.find_time(entry.created_ms),
+            self.find_time(entry.updated_ms),
+            None if entry.expires_ms is None else self.find_time(entry.expires_ms),
+            entry.meta_json,
+        )
+
+    def _resolve_all(self, entries: tuple[Entry | None, ...]) -> tuple[Entry | None, ...]:
+        return tuple(None if entry is None else self.resolve(entry) for entry in entries)
+
+    def resolve_commit(self, commit: Commit) -> Commit:
+        """A commit of the plan as it happened."""
+        entries, ended = self._resolve_all(commit.entries), self._resolve_all(commit.ended)
+        return Commit(
+            self.find_revision(commit.revision), entries, ended, self.find_time(commit.at_ms), commit.replayed
+        )
+
+    def resolve_refusal(self, refusal: Refusal) -> Refusal:
+        """A refusal of the plan, at the time when it was confirmed."""
+        found = None if refusal.found is None else self.resolve(refusal.found)
+        return msgspec.structs.replace(refusal, found=found, at_ms=self.find_time(refusal.at_ms))
+
+    def resolve_change(self, change: Change) -> Change:
+        """A change of the plan as it is in the log."""
+        return Change(
+            change.op,
+            self.resolve(change.entry),
+            self.find_revision(change.revision),
+            self.find_revision(change.commit),
+            self.find_time(change.at_ms),
+            change.cause,
+            change.family,
+        )
+
+
+def resolve_receipt(entry: Entry) -> Entry:
+    """A receipt whose body was written with its plan: the row itself has the revision and the time of its commit."""
+    receipt = read_receipt(entry)
+    commit = receipt.commit
+    if commit.revision < BASE or entry.expires_ms is None:
+        return entry
+    moment = Moment(entry.revision - (commit.revision - BASE), entry.created_ms)
+    receipt_ms = entry.expires_ms - entry.created_ms
+    return encode_receipt(entry.key, receipt.digest, moment.resolve_commit(commit), receipt_ms)
