@@ -116,7 +116,7 @@ class ByHand(LimpetPostgres):
         weight = sum(map(len, keys)) + sum(map(len, texts))
         place = ("default", self._engine._channel, f"{next(self._names):x}", weight)
         items = (self._array(keys), "\n".join(texts))
-        await self._connection.fetch(self._statement, *place, *items, *[None] * 8, 0)
+        await self._connection.fetch(self._statement, *place, *items, *[None] * 9, 0)
 
     async def close(self) -> None:
         await self._engine._release(self._connection)

@@ -41,7 +41,7 @@ from limpet.model import (
 )
 from limpet.request_ids import new_request_id
 from limpet.transition import Plan, plan
-from tests.postgres.support import LONG, batch, blocked_by, connected, put
+from tests.postgres.support import LONG, Spy, batch, blocked_by, connected, open_postgres, put, url_of
 
 ENTRIES = f"SELECT family, {sql.ENTRY_COLUMNS} FROM {{schema}}.limpet_entries WHERE namespace = 'default'"
 REVISION = "SELECT revision FROM {schema}.limpet_namespaces WHERE namespace = 'default'"
@@ -60,6 +60,19 @@ class State:
     def decide(self, request: Batch, now_ms: int) -> Commit | Refusal:
         outcome = plan(request, self.find, now_ms=now_ms, revision=self.revision)
         return outcome.commit if isinstance(outcome, Plan) else outcome
+
+    def apply(self, request: Batch, now_ms: int) -> Commit | Refusal:
+        """Decide a batch, and change this state by it."""
+        outcome = plan(request, self.find, now_ms=now_ms, revision=self.revision)
+        if isinstance(outcome, Refusal):
+            return outcome
+        for change in outcome.changes:
+            self.revision = change.revision
+            if change.after is None:
+                self._entries.pop((change.family, change.key), None)
+            else:
+                self._entries[change.family, change.key] = change.after
+        return outcome.commit
 
 
 @asynccontextmanager
@@ -125,6 +138,42 @@ CASES: dict[str, tuple[list[Write], Batch, Batch, bool]] = {
         batch(Delete("a")),
         batch(put("a", 2), guards=(Guard("a", ABSENT),)),
         True,
+    ),
+    "a put over a revision that is changed": (
+        [put("a", 1)],
+        batch(put("a", 2)),
+        batch(put("a", 3), guards=(Guard("a", Revision(1)),)),
+        False,
+    ),
+    "a put over the revision that the change leaves": (
+        [put("a", 1)],
+        batch(put("a", 2)),
+        batch(put("a", 3), guards=(Guard("a", Revision(2)),)),
+        True,
+    ),
+    "a put over a revision that is touched": (
+        [put("a", 1)],
+        batch(Touch("a", 60_000)),
+        batch(put("a", 3), guards=(Guard("a", Revision(1)),)),
+        False,
+    ),
+    "a put over a revision that is deleted": (
+        [put("a", 1)],
+        batch(Delete("a")),
+        batch(put("a", 3), guards=(Guard("a", Revision(1)),)),
+        False,
+    ),
+    "a put over a revision that expires": (
+        [put("a", 1)],
+        batch(Touch("a", 0)),
+        batch(put("a", 3), guards=(Guard("a", Revision(2)),)),
+        False,
+    ),
+    "a put of a lock that is taken": (
+        [],
+        batch(Put("door", b'{"holder":"other"}', ttl_ms=60_000, family="lock")),
+        batch(Put("door", b'{"holder":"me"}', ttl_ms=60_000, family="lock"), guards=(Guard("door", ABSENT, "lock"),)),
+        False,
     ),
     "a put that keeps what is made": (
         [],
@@ -234,6 +283,117 @@ def some_batch(dice: random.Random, *, guarded: bool) -> Batch:
             for key in dice.sample("abcd", dice.randrange(3))
         )
     return Batch(guards, tuple(writes), request_id=new_request_id())
+
+
+# Several clients on one key -------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["alone", "in a group"])
+async def test_guarded_puts_of_several_clients_never_replace_what_they_did_not_read(schema: str, way: str) -> None:
+    """Each success replaced the very entry that its client had read, so successes and versions are as many."""
+    engines = [await open_postgres(url_of(schema)) for _ in range(4)]
+    rounds = 150 if LONG else 40
+    replaced: list[tuple[int, int]] = []
+    conflicts = 0
+
+    async def write(engine: PostgresEngine, name: int) -> None:
+        nonlocal conflicts
+        for number in range(rounds):
+            (found,) = await engine.read("default", ["hot"])
+            assert found is not None
+            writing = [engine.commit("default", Batch((Guard("hot", Revision(found.revision)),), (put("hot", name),)))]
+            if way == "in a group":
+                writing += [engine.commit("default", Batch((), (put(f"own/{name}", number),)))]
+            outcome, *others = await asyncio.gather(*writing)
+            assert [type(other) for other in others] == [Commit] * len(others)
+            if isinstance(outcome, Commit):
+                replaced.append((found.revision, outcome.revision))
+            else:
+                assert outcome.found is not None
+                assert outcome.found.revision > found.revision
+                conflicts += 1
+
+    try:
+        for number, engine in enumerate(engines):
+            await engine.commit("default", batch(put("hot", 0) if not number else put(f"own/{number}", 0)))
+        await asyncio.gather(*(write(engine, number) for number, engine in enumerate(engines)))
+
+        (entry,) = await engines[0].read("default", ["hot"])
+        assert entry is not None
+        assert len(replaced) + conflicts == 4 * rounds
+        assert entry.version == 1 + len(replaced)
+        # They form a chain: each replaced what the one before it had left.
+        replaced.sort()
+        assert [before for before, _ in replaced] == [1, *(after for _, after in replaced[:-1])]
+        assert conflicts > 0
+        await assert_whole(engines[0])
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+# Groups of puts ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12 if LONG else 3))
+async def test_groups_of_puts_that_waited_agree_with_plan(engine: PostgresEngine, seed: int, spy: Spy) -> None:
+    """Plain puts, and puts whose expected revision is there, was there, never was or has expired, in one group."""
+    dice = random.Random(seed)
+    await engine.commit("default", batch(put("a", 0)))
+    granted = refused = 0
+    for _ in range(25):
+        other = some_batch(dice, guarded=False)
+        async with connected() as observer:
+            before = State(0, await observer.fetch(engine._sql(ENTRIES)))
+            async with held_after(engine, other) as (pid, left):
+                requests = some_puts(dice, before, left)
+                waiting = [asyncio.create_task(engine.commit("default", request)) for request in requests]
+                await blocked_by(observer, pid)
+            outcomes = await asyncio.gather(*waiting)
+
+        # No member depends on another, so the order of their revisions is an order in which they may have come.
+        pairs = sorted(
+            zip(requests, outcomes, strict=True), key=lambda one: one[1].revision if isinstance(one[1], Commit) else 0
+        )
+        for request, outcome in pairs:
+            assert outcome == left.apply(request, outcome.at_ms)
+            granted += isinstance(outcome, Commit)
+            refused += isinstance(outcome, Refusal)
+        # What is refused uses no revision.
+        assert (await engine.status("default")).revision == left.revision
+        await assert_whole(engine)
+    assert granted > 30
+    assert refused > 8
+    assert await spy.count("limpet_put(") > 15
+    # Some replaced an entry that had expired.
+    assert "expire" in {change.op for change in (await engine.changes("default", 0, limit=5_000)).changes}
+
+
+def some_puts(dice: random.Random, before: State, left: State) -> list[Batch]:
+    """Puts of distinct keys, most of which expect a revision, and most of these the right one."""
+    keys = dice.sample("abcdef", dice.randrange(2, 6))
+    requests: list[Batch] = []
+    while keys:
+        key = keys.pop()
+        write = Put(key, b"%d" % dice.randrange(1_000), dice.choice((None, None, 1, 60_000)))
+        was, found = before.find("data", key), left.find("data", key)
+        match dice.randrange(6):
+            case 0:
+                more = (put(keys.pop(), 1),) if keys else ()
+                requests.append(Batch((), (write, *more)))
+            case 1:
+                requests.append(Batch((Guard(key, Revision(left.revision + 1)),), (write,)))
+            case 2 | 3:
+                requests.append(Batch((expectation(key, was),), (write,)))
+            case number:
+                request_id = new_request_id() if number == 4 else None
+                requests.append(Batch((expectation(key, found),), (write,), request_id=request_id))
+    return requests
+
+
+def expectation(key: str, entry: Entry | None) -> Guard:
+    """The guard that a key still has this entry."""
+    return Guard(key, Revision(entry.revision) if entry else ABSENT)
 
 
 async def assert_whole(engine: PostgresEngine) -> None:

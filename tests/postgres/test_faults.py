@@ -100,6 +100,54 @@ async def test_a_late_group_is_refused_whole(schema: str, proxy: Proxy) -> None:
         assert [change.revision for change in await log_of(store)] == [*range(1, 22)]
 
 
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+@pytest.mark.parametrize("function", ["limpet_put\\(", "limpet_commit\\("])
+async def test_a_connection_that_breaks_at_either_part_of_a_group_leaves_each_put_done_once(
+    schema: str, proxy: Proxy, function: str, fault: Fault
+) -> None:
+    """One function wrote a part of the group, and left out a put for the other: that put alone is in doubt then."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        kept = await store.put("kept", 0)
+        await store.put("ended", 0, ttl=0.001)
+        await asyncio.sleep(0.01)
+        proxy.fault(fault, function)
+
+        entries = await asyncio.gather(
+            store.put("kept", 1, expect=kept), store.create("ended", 1), store.create("made", 1), store.put("plain", 1)
+        )
+
+        assert proxy.is_done
+        assert [(entry.key, entry.version) for entry in entries] == [
+            ("kept", 2),
+            ("ended", 1),
+            ("made", 1),
+            ("plain", 1),
+        ]
+        log = await log_of(store)
+        assert sorted((change.op, change.key) for change in log) == [
+            ("expire", "ended"),
+            *(("put", key) for key in ("ended", "ended", "kept", "kept", "made", "plain")),
+        ]
+        assert [change.revision for change in log] == [*range(1, 8)]
+        last = {change.key: change.revision for change in log}
+        assert last == {entry.key: entry.revision for entry in entries}
+
+
+async def test_a_late_group_with_guards_is_refused_whole(schema: str, proxy: Proxy) -> None:
+    """Its expected revisions may well be there again; it must not be applied all the same."""
+    async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
+        await store.put("first", 0)
+        proxy.fault("keep", FUNCTION)
+
+        await asyncio.gather(*(store.create(f"key/{number}", number) for number in range(20)))
+        for number in range(20):
+            await store.delete(f"key/{number}")
+        answer = await asyncio.to_thread(proxy.deliver)
+
+        assert answer == "limpet: this request was superseded by its own retry"
+        assert [entry.key async for entry in store.scan()] == ["first"]
+
+
 async def test_a_commit_that_arrives_while_its_retry_waits_is_found_by_it(schema: str, proxy: Proxy) -> None:
     """The retry waits for the namespace, which the first attempt still holds, and then finds it done."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store, connected() as connection:

@@ -11,8 +11,8 @@ from limpet.engines import server_engine
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.engines.sql_indexes import quoted
-from limpet.errors import LimpetError
-from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Version
+from limpet.errors import InvalidValue, LimpetError
+from limpet.model import ABSENT, PRESENT, Add, Batch, Commit, Delete, Guard, Put, Refusal, Revision, Version
 from tests.postgres.support import Holder, Spy, batch, connected, put, stored
 
 KEYS = ("a", "b", "c")
@@ -69,6 +69,186 @@ async def test_a_put_over_what_has_expired_is_decided_by_the_other_function(engi
         ("put", "a", 3, 4),
         ("put", "b", 4, 4),
     ]
+
+
+# Puts with an expected revision ------------------------------------------------------
+
+
+def guarded(key: str, number: int, expected: int) -> Batch:
+    """A put that expects a revision of its key, or 0 for no such key; its request has no id."""
+    return Batch((Guard(key, Revision(expected) if expected else ABSENT),), (put(key, number),))
+
+
+async def test_a_single_guarded_put_is_one_round_trip(engine: PostgresEngine, spy: Spy) -> None:
+    await engine.commit("default", batch(put("first", 0)))
+    await spy.forget()
+
+    created = await engine.commit("default", guarded("a", 1, 0))
+    replaced = await engine.commit("default", guarded("a", 2, 2))
+
+    assert await spy.statements() == [engine._sql(sql.PUT_ONE)] * 2
+    assert isinstance(created, Commit)
+    assert isinstance(replaced, Commit)
+    assert (created.revision, replaced.revision) == (2, 3)
+    assert await stored(engine, ["a"]) == {"a": b"2"}
+
+
+@pytest.mark.parametrize("expected", [0, 2, 9], ids=["absent", "older", "never there"])
+async def test_a_single_guarded_put_that_fails_is_refused_with_what_was_found(
+    engine: PostgresEngine, spy: Spy, expected: int
+) -> None:
+    await engine.commit("default", batch(put("a", 1)))
+    (found,) = await engine.read("default", ["a"])
+    await spy.forget()
+
+    outcome = await engine.commit("default", guarded("a", 2, expected))
+
+    assert await spy.statements() == [engine._sql(sql.PUT_ONE), engine._sql(sql.COMMIT)]
+    assert isinstance(outcome, Refusal)
+    assert (outcome.key, outcome.found, outcome.guard) == ("a", found, guarded("a", 2, expected).guards[0])
+    status = await engine.status("default")
+    assert (status.revision, status.keys, status.log_changes, status.log_bytes) == (1, 1, 1, 2)
+
+
+async def test_a_single_put_over_a_missing_entry_is_refused(engine: PostgresEngine) -> None:
+    """It must not make the entry that it expects to be there."""
+    await engine.commit("default", batch(put("a", 1), Delete("b")))
+
+    outcome = await engine.commit("default", guarded("b", 2, 1))
+
+    assert isinstance(outcome, Refusal)
+    assert outcome.found is None
+    assert await stored(engine, ["b"]) == {}
+    assert (await engine.status("default")).revision == 1
+
+
+async def test_guarded_and_plain_puts_of_one_turn_share_a_statement(engine: PostgresEngine, spy: Spy) -> None:
+    await engine.commit("default", batch(*(put(f"key/{number}", 0) for number in range(10))))
+    await spy.forget()
+
+    outcomes = await asyncio.gather(
+        *(engine.commit("default", guarded(f"key/{number}", 1, number + 1)) for number in range(10)),
+        engine.commit("default", Batch((), (put("plain", 1), put("plain/2", 1)))),
+        *(engine.commit("default", guarded(f"new/{number}", 1, 0)) for number in range(10)),
+    )
+
+    assert await spy.statements() == [engine._sql(sql.PUT)]
+    revisions = [one.revision for one in outcomes if isinstance(one, Commit)]
+    assert revisions == [*range(11, 21), 22, *range(23, 33)]
+
+
+async def test_a_put_whose_guard_fails_is_left_out_of_its_group(engine: PostgresEngine, spy: Spy) -> None:
+    """The others are applied, with revisions in a row, and what is left out is decided by the other function."""
+    await engine.commit("default", batch(put("a", 0), put("b", 0), Put("c", b"0", ttl_ms=1), Put("d", b"0", ttl_ms=1)))
+    found = await engine.read("default", ["b"])
+    await engine._fetch("SELECT pg_sleep(0.003)")
+    await spy.forget()
+
+    outcomes = await asyncio.gather(
+        engine.commit("default", guarded("a", 1, 1)),
+        engine.commit("default", guarded("b", 1, 1)),
+        # It has expired, and a put that replaces it makes two changes.
+        engine.commit("default", guarded("c", 1, 0)),
+        engine.commit("default", Batch((), (put("e", 1), put("f", 1)))),
+        engine.commit("default", guarded("d", 1, 4)),
+        engine.commit("default", guarded("g", 1, 7)),
+        engine.commit("default", guarded("h", 1, 0)),
+    )
+
+    assert await spy.statements() == [engine._sql(sql.PUT), engine._sql(sql.COMMIT)]
+    assert [one.revision if isinstance(one, Commit) else one.found for one in outcomes] == [
+        5,
+        found[0],
+        10,
+        7,
+        None,
+        None,
+        8,
+    ]
+    log = (await engine.changes("default", 4)).changes
+    assert [(change.op, change.key, change.revision, change.commit) for change in log] == [
+        ("put", "a", 5, 5),
+        ("put", "e", 6, 7),
+        ("put", "f", 7, 7),
+        ("put", "h", 8, 8),
+        ("expire", "c", 9, 10),
+        ("put", "c", 10, 10),
+    ]
+    status = await engine.status("default")
+    assert (status.revision, status.keys, status.size_bytes) == (10, 7, 14)
+    assert (status.log_changes, status.log_bytes) == (10, 8 + 4 * 2 + 1 + 2)
+    # Each batch has its own cause, by which a retry would find it.
+    causes = [change.cause for change in log if change.cause]
+    assert len({*causes}) == 4
+    group = causes[0].rpartition(".")[0]
+    assert causes[:4] == [f"{group}.{position}" for position in (1, 5, 5, 8)]
+    assert causes[4].rpartition(".")[0] != group
+
+
+@pytest.mark.parametrize(
+    "guards",
+    [
+        # No entry has revision 0; it does not mean that there is none.
+        (Guard("a", Revision(0)),),
+        (Guard("a", Revision(2**63)),),
+        (Guard("a", PRESENT),),
+        (Guard("a", Version(7)),),
+        (Guard("b", ABSENT),),
+        (Guard("a", PRESENT, "lock"),),
+        (Guard("a", ABSENT), Guard("b", ABSENT)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("group", ["alone", "beside another"])
+async def test_other_guards_are_decided_by_the_other_function(
+    engine: PostgresEngine, spy: Spy, group: str, guards: tuple[Guard, ...]
+) -> None:
+    await engine.commit("default", batch(put("b", 0)))
+    await spy.forget()
+
+    outcome, *_ = await asyncio.gather(
+        engine.commit("default", Batch(guards, (put("a", 1),))),
+        *([engine.commit("default", batch(put("c", 1)))] if group == "beside another" else []),
+    )
+
+    assert await spy.statements() == [engine._sql(sql.COMMIT)]
+    assert isinstance(outcome, Refusal)
+    assert outcome.guard == guards[-1]
+    assert await stored(engine, ["a"]) == {}
+
+
+async def test_a_batch_of_two_puts_with_a_guard_is_not_applied_in_part(engine: PostgresEngine, spy: Spy) -> None:
+    await engine.commit("default", batch(put("a", 0)))
+    await spy.forget()
+
+    outcome, other = await asyncio.gather(
+        engine.commit("default", Batch((Guard("a", ABSENT),), (put("a", 1), put("b", 1)))),
+        engine.commit("default", guarded("c", 1, 0)),
+    )
+
+    assert await spy.statements() == [engine._sql(sql.COMMIT)]
+    assert (type(outcome), type(other)) == (Refusal, Commit)
+    assert await stored(engine, KEYS) == {"a": b"0", "c": b"1"}
+
+
+async def test_what_was_left_out_and_then_fails_fails_no_other(engine: PostgresEngine, schema: str) -> None:
+    """Two were left out; one of them breaks a constraint of the database. The rest of the group is acknowledged."""
+    await engine.commit("default", batch(*(Put(key, b"0", ttl_ms=1) for key in ("odd", "even"))))
+    await engine._fetch("SELECT pg_sleep(0.003)")
+    async with connected() as connection:
+        await connection.execute(
+            f"ALTER TABLE {quoted(schema)}.limpet_entries ADD CONSTRAINT no_odd CHECK (key <> 'odd') NOT VALID"
+        )
+
+    outcomes = await asyncio.gather(
+        *(engine.commit("default", guarded(key, 1, 0)) for key in ("a", "odd", "even", "b")), return_exceptions=True
+    )
+
+    assert [type(one) for one in outcomes] == [Commit, InvalidValue, Commit, Commit]
+    assert await stored(engine, ["a", "odd", "even", "b"]) == {"a": b"1", "even": b"1", "b": b"1"}
+
+
+# Members of a group ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("others", ["puts", "adds"])

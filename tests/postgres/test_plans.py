@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,7 +12,7 @@ import limpet
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.errors import Unavailable
 from limpet.keys import key_span, prefix_span
-from limpet.model import Add, Delete, Touch
+from limpet.model import ABSENT, Add, Delete, Guard, Revision, Touch
 from tests.postgres.support import Spy, batch, connected, engine_of, new_schema, put, url_of
 
 MANY = 20_000
@@ -118,7 +119,14 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
             await filled.commit("default", batch(put(key, 1), Touch("group/1/41", None), Delete("group/1/81")))
             await filled.commit("default", batch(Add("count", 1), put(key, 2), digest=b"d", receipt_ms=1))
             await filled.commit("default", batch(put(key, 3), retry_since=MANY))
-            await filled.commit("default", batch(put(key, 4)))
+            (found,) = await filled.read("default", [key])
+            assert found is not None
+            expected = (Guard(key, Revision(found.revision)),)
+            await asyncio.gather(
+                filled.commit("default", batch(put(key, 4), guards=expected)),
+                filled.commit("default", batch(put("other", 4), guards=(Guard("other", ABSENT),))),
+            )
+            await filled.commit("default", batch(put(key, 5)))
             await filled.read("default", [key])
             await filled.changes("default", MANY, span=key_span(key))
         # Each connection has to flush its own counters.

@@ -198,27 +198,55 @@ BEGIN
     PERFORM pg_notify(channel, ns);
 END $$;
 
--- Write a group of puts without guards, in one call. It does what limpet.transition.plan does, and a
--- test compares the two. Each put makes one change, so its revision is known, and the entry that it replaces
--- need not be read first. Where that does not hold, because an expired entry is replaced, or the namespace has
--- no row yet, it refuses the group, and the client calls limpet_commit instead.
+-- Write a group of puts, in one call. It does what limpet.transition.plan does, and a test compares the two. Each
+-- put makes one change, so its revision is known, and the entry that it replaces need not be read first. Where that
+-- does not hold, because an expired entry is replaced, or the namespace has no row yet, it refuses the group, and the
+-- client calls limpet_commit instead.
+-- A put that is its whole batch may expect a revision of its key, or 0 if the key must be absent. Where that does not
+-- hold, the put is left out: it has no row in the result, uses no revision, and the client calls limpet_commit for it.
 -- weight is the sum over all keys and values. lasts has, for each put, the position of the last put of its batch.
 -- A column with the default for all puts is NULL: family data, kind json, the weight of key and value, no
--- time to live, no meta, each put the last of its batch, and a cause made of the group's cause and the position.
+-- time to live, no meta, each put the last of its batch, a cause made of the group's cause and the position, and
+-- no expected revision.
 CREATE FUNCTION {schema}.limpet_put(
     ns text, channel text, cause text, weight bigint, keys text[], vals text[], families text[], kinds text[],
     approximations text[], weights text[], ttls text[], metas text[], lasts text[], causes text[],
-    seen_ms bigint DEFAULT 0
-) RETURNS TABLE (revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint)
-LANGUAGE plpgsql VOLATILE AS $$
+    expectations text[], seen_ms bigint DEFAULT 0
+) RETURNS TABLE (
+    number int, revision bigint, version bigint, created_revision bigint, created_ms bigint, at_ms bigint
+) LANGUAGE plpgsql VOLATILE AS $$
 #variable_conflict use_column
 DECLARE
-    put_count CONSTANT bigint := cardinality(keys);
+    put_count bigint := cardinality(keys);
+    -- The numbers of the puts to write, if some are left out.
+    kept int[];
     before bigint;
     now_ms bigint;
     superseded_ids jsonb;
     done bigint;
 BEGIN
+    IF expectations IS NOT NULL THEN
+        now_ms := ({schema}.limpet_take(ns, seen_ms)).at_ms;
+        -- A separate statement, because it must see what was committed while the one above waited.
+        SELECT array_agg(a.n::int ORDER BY a.n),
+            sum(coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)))
+        INTO kept, weight
+        FROM unnest(families, keys, vals, weights, expectations)
+            WITH ORDINALITY AS a (family, key, sent, weight, expected, n)
+        WHERE a.expected IS NULL OR a.expected::bigint = coalesce((
+            SELECT CASE WHEN t.expires_ms <= now_ms THEN -1 ELSE t.revision END FROM {schema}.limpet_entries t
+            WHERE t.namespace = ns AND t.family = coalesce(a.family, 'data') AND t.key = a.key
+        ), 0);
+        IF kept IS NULL THEN
+            RETURN;
+        END IF;
+        IF cardinality(kept) < put_count THEN
+            put_count := cardinality(kept);
+        ELSE
+            kept := NULL;
+        END IF;
+    END IF;
+
     UPDATE {schema}.limpet_namespaces n
     SET revision = n.revision + put_count, at_ms = greatest(n.at_ms, {schema}.limpet_now_ms(), seen_ms),
         log_changes = n.log_changes + put_count, log_bytes = n.log_bytes + weight
@@ -238,10 +266,12 @@ BEGIN
         SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
             CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.approximation, a.sent)::jsonb END,
             {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.approximation IS NOT NULL THEN true END,
-            coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, before + a.n, before + a.n,
+            coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1,
+            before + coalesce(array_position(kept, a.n::int), a.n), before + coalesce(array_position(kept, a.n::int), a.n),
             now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
         FROM unnest(families, keys, kinds, vals, approximations, weights, ttls, metas)
             WITH ORDINALITY AS a (family, key, kind, sent, approximation, weight, ttl, meta, n)
+        WHERE kept IS NULL OR a.n = ANY (kept)
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
             is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
@@ -249,12 +279,12 @@ BEGIN
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
         -- All that the log needs: an item of an array is found by going through those before it.
-        RETURNING (e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored, e.size_bytes, e.version,
+        RETURNING coalesce(kept[e.revision - before], e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored, e.size_bytes, e.version,
             e.revision, e.created_revision, e.created_ms, e.expires_ms, e.meta,
             CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
     ), logged AS (
         INSERT INTO {schema}.limpet_changes
-        SELECT ns, w.revision, before + coalesce(lasts[w.n]::bigint, w.n), now_ms, 'put', w.family,
+        SELECT ns, w.revision, w.revision + coalesce(lasts[w.n]::bigint - w.n, 0), now_ms, 'put', w.family,
             coalesce(causes[w.n], cause || '.' || coalesce(lasts[w.n], w.n::text)), w.size_bytes, w.key,
             w.kind, w.stored, w.version, w.revision, w.created_revision, w.created_ms, now_ms, w.expires_ms, w.meta
         FROM written w
@@ -267,7 +297,7 @@ BEGIN
         ) AS s
         WHERE t.namespace = ns
     )
-    SELECT w.revision, w.version, w.created_revision, w.created_ms, now_ms FROM written w;
+    SELECT w.n, w.revision, w.version, w.created_revision, w.created_ms, now_ms FROM written w;
     GET DIAGNOSTICS done = ROW_COUNT;
     IF done < put_count THEN
         RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
@@ -275,10 +305,11 @@ BEGIN
     PERFORM pg_notify(channel, ns);
 END $$;
 
--- The same for a single put, the most frequent write: four statements that each find one row.
+-- The same for a single put, the most frequent write: four statements that each find one row. Where the expected
+-- revision is not there, it refuses the put.
 CREATE FUNCTION {schema}.limpet_put_one(
     ns text, channel text, cause text, weight bigint, name text, sent text, fam text, sort text, approximation text,
-    ttl bigint, info text, named text, seen_ms bigint DEFAULT 0
+    ttl bigint, info text, named text, expected bigint, seen_ms bigint DEFAULT 0
 ) RETURNS TABLE (new_revision bigint, new_version bigint, first_revision bigint, first_ms bigint, now_ms bigint)
 LANGUAGE plpgsql VOLATILE AS $$
 DECLARE
@@ -309,12 +340,13 @@ BEGIN
         is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
         version = e.version + 1, revision = excluded.revision, updated_ms = excluded.updated_ms,
         expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
-    WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
+    WHERE (e.expires_ms IS NULL OR e.expires_ms > now_ms) AND (expected IS NULL OR e.revision = expected)
     RETURNING e.version, e.created_revision, e.created_ms,
         weight - CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END
     INTO new_version, first_revision, first_ms, grown;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
+    -- If an entry was expected and there was none, this has just made one, of version 1.
+    IF NOT FOUND OR new_version = 1 AND expected > 0 THEN
+        RAISE EXCEPTION 'limpet: what has expired, or is not as expected, is for limpet_commit' USING ERRCODE = 'LP001';
     END IF;
 
     INSERT INTO {schema}.limpet_changes VALUES (

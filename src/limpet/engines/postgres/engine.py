@@ -19,7 +19,7 @@ import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qsl, urlencode
 
 import asyncpg
@@ -292,7 +292,7 @@ class PostgresEngine(PostgresConnections):
         # Encoding may fail because of a batch, so it comes before anything is sent.
         arguments = put_arguments(group, puts) if puts is not None and tries_puts else commit_arguments(group)
         is_sent = False
-        results: Sequence[Commit | Refusal] | None = None
+        results: Sequence[Commit | Refusal | None] | None = None
         try:
             async with self._statement() as connection:
                 is_sent = True
@@ -317,7 +317,19 @@ class PostgresEngine(PostgresConnections):
                 return await self._commit_planned(namespace, group, since)
             raise self._translate_not_applied(error) from error
         self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
-        return results
+        left_out = [ticket for ticket, result in zip(group, results, strict=True) if result is None]
+        if not left_out:
+            return cast("Sequence[CommitResult]", results)
+        later = iter(await self._commit_left_out(namespace, left_out, since))
+        return [next(later) if result is None else result for result in results]
+
+    async def _commit_left_out(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
+        """Commit what the function for puts left out of a group, under another name: their positions change."""
+        try:
+            return await self._commit_on_server(namespace, group, None, since)
+        except Exception as error:
+            # The rest of the group was applied, so that this error is not for all of it.
+            return await self._commit_each(namespace, group, since, error)
 
     async def _put_on_server(
         self,
@@ -326,8 +338,11 @@ class PostgresEngine(PostgresConnections):
         group: list[Ticket],
         puts: list[Put],
         arguments: Iterable[object],
-    ) -> Sequence[Commit] | None:
-        """Commit a group of plain puts; None if the server refuses it as one for ``limpet_commit``."""
+    ) -> Sequence[Commit | None] | None:
+        """Commit a group of plain puts; None if the server refuses it, or in place of a batch that it leaves out.
+
+        ``limpet_commit`` decides these.
+        """
         try:
             statement, seen_ms = sql.PUT if len(puts) > 1 else sql.PUT_ONE, self._seen_ms.get(head[0], 0)
             rows = await connection.fetch(self._sql(statement), *head, *arguments, seen_ms)

@@ -1,7 +1,9 @@
 """Groups that functions on the server decide: their arguments, and their rows as results.
 
 ``limpet_commit`` takes puts, touches and deletes of distinct keys with guards on versions, revisions and existence.
-``limpet_put``, or ``limpet_put_one`` for a single put, is faster and takes only puts without guards.
+``limpet_put``, or ``limpet_put_one`` for a single put, is faster and takes only puts. A batch of one put may have a
+guard on the key that it puts: that the key is absent, or has a certain revision. These functions apply a put or leave
+it out, and refuse nothing: what they leave out, ``limpet_commit`` decides.
 
 In these calls a batch is identified by the position of its last write in the group. Unless its caller gave it a
 request id, the log names it by the name of the group and that position.
@@ -28,6 +30,7 @@ from limpet.model import (
     ABSENT,
     KEEP,
     PRESENT,
+    Batch,
     Commit,
     Delete,
     Entry,
@@ -79,11 +82,13 @@ def server_can_decide(group: list[Ticket]) -> bool:
 
 
 def plain_puts(group: list[Ticket]) -> list[Put] | None:
-    """The puts of a group that ``limpet_put`` can decide: distinct keys, no guards, no ttl or meta to keep."""
+    """The puts of a group that ``limpet_put`` can write: distinct keys, no ttl or meta to keep, no odd guards."""
     puts: list[Put] = []
     for ticket in group:
         batch = ticket.batch
-        if batch.guards or batch.receipt_ms is not None or batch.retry_since is not None or not batch.writes:
+        if batch.receipt_ms is not None or batch.retry_since is not None or not batch.writes:
+            return None
+        if batch.guards and not _has_expected_revision(batch):
             return None
         for write in batch.writes:
             if type(write) is not Put or write.ttl_ms is KEEP or write.meta_json is KEEP:
@@ -91,6 +96,26 @@ def plain_puts(group: list[Ticket]) -> list[Put] | None:
             puts.append(write)
     is_distinct = len(puts) == 1 or len({(put.family, put.key) for put in puts}) == len(puts)
     return puts if is_distinct else None
+
+
+def _has_expected_revision(batch: Batch) -> bool:
+    """Whether the guards of a batch are one expected revision of the only key that it writes."""
+    if len(batch.guards) > 1 or len(batch.writes) > 1:
+        return False
+    guard, write = batch.guards[0], batch.writes[0]
+    if guard.key != write.key or guard.family != write.family:
+        return False
+    # No entry has revision 0, by which the functions understand that there is none.
+    condition = guard.condition
+    return condition is ABSENT or (type(condition) is Revision and 0 < condition.number <= codec.INT_MAX)
+
+
+def _expected_revision(batch: Batch) -> int | None:
+    """The revision that a batch of `plain_puts` expects: 0 if its key must be absent, None if nothing is expected."""
+    if not batch.guards:
+        return None
+    condition = batch.guards[0].condition
+    return condition.number if isinstance(condition, Revision) else 0
 
 
 # Puts -------------------------------------------------------------------------
@@ -103,19 +128,21 @@ def put_arguments(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
 
 def _one_put(ticket: Ticket, put: Put) -> Iterable[object]:
     kind, text, approximation = encode_value(put.stored)
-    meta, request_id = decode_json(put.meta_json), ticket.batch.request_id
-    return ticket.weight_bytes, put.key, text, put.family, kind, approximation, put.ttl_ms, meta, request_id
+    meta, request_id, expected = decode_json(put.meta_json), ticket.batch.request_id, _expected_revision(ticket.batch)
+    return ticket.weight_bytes, put.key, text, put.family, kind, approximation, put.ttl_ms, meta, request_id, expected
 
 
 def _many_puts(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
     """Columns of the puts. A column that has the usual item in every row is NULL."""
     count = len(puts)
     kinds, values, approximations = zip(*[encode_value(put.stored) for put in puts], strict=True)
-    last_positions = causes = None
+    last_positions = causes = expectations = None
     if count > len(group):
         last_positions = [str(position) for position, ticket in with_last_positions(group) for _ in ticket.batch.writes]
     if any(ticket.batch.request_id for ticket in group):
         causes = [ticket.batch.request_id for ticket in group for _ in ticket.batch.writes]
+    if any(ticket.batch.guards for ticket in group):
+        expectations = [digits(_expected_revision(one.batch)) for one in group for _ in one.batch.writes]
 
     def unless_all(usual: object, column: Sequence[Any]) -> Sequence[Any] | None:
         return None if column.count(usual) == count else column
@@ -134,23 +161,23 @@ def _many_puts(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
         unless_all(None, [decode_json(put.meta_json) for put in puts]),
         last_positions,
         causes,
+        expectations,
     )
 
 
-def put_results(group: list[Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit]:
-    """The commit of each batch. The revisions of a group are consecutive, in the order of its puts."""
-    at_ms = rows[0][4]
+def put_results(group: list[Ticket], puts: list[Put], rows: Sequence[Any]) -> list[Commit | None]:
+    """The commit of each batch, or None if the server left it out."""
     if len(puts) == 1:
-        return [Commit(rows[0][0], (_put_entry(puts[0], rows[0]),), (None,), at_ms)]
-    before = min(row[0] for row in rows) - 1
+        entry = _put_entry(puts[0], rows[0])
+        return [Commit(entry.revision, (entry,), (None,), entry.updated_ms)]
     entries: list[Any] = [None] * len(puts)
-    for row in rows:
-        index = row[0] - before - 1
-        entries[index] = _put_entry(puts[index], row)
-    commits = []
+    for number, *row in rows:
+        entries[number - 1] = _put_entry(puts[number - 1], row)
+    commits: list[Commit | None] = []
     for position, ticket in with_last_positions(group):
-        count = len(ticket.batch.writes)
-        commits.append(Commit(before + position, tuple(entries[position - count : position]), (None,) * count, at_ms))
+        last, count = entries[position - 1], len(ticket.batch.writes)
+        written = tuple(entries[position - count : position])
+        commits.append(None if last is None else Commit(last.revision, written, (None,) * count, last.updated_ms))
     return commits
 
 

@@ -82,11 +82,11 @@ STATUS: Final = (
 # connection. It also takes half a microsecond per item, so that the columns of every put go as one text: see
 # `rows.array_text`.
 PUT: Final = (
-    "SELECT revision, version, created_revision, created_ms, at_ms"
+    "SELECT number, revision, version, created_revision, created_ms, at_ms"
     " FROM {schema}.limpet_put($1, $2, $3, $4, $5::text::text[], string_to_array($6, E'\\n'), $7, $8, $9, $10, $11,"
-    " $12, $13, $14, $15)"
+    " $12, $13, $14, $15, $16)"
 )
-PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13)"
+PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
 COMMIT: Final = (
     "SELECT batch, write, guard, last_revision, at_ms, kind, stored, version, revision, created_revision,"
     " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
