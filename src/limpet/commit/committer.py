@@ -11,8 +11,10 @@ this process knows: a refusal, too, is compared before a caller gets it.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
 import msgspec
@@ -40,6 +42,8 @@ __all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale"
 
 KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
+CONTENDED_S: Final = 0.5
+"""How long an entry counts as contended after another process was faster."""
 UNKNOWN_REVISION: Final = -1
 """Expected of an entry that must be read: no entry has it."""
 
@@ -113,12 +117,24 @@ class Storage(Protocol):
         ...
 
 
-class Committer:
-    """Commits to the namespaces of one engine, of this process."""
+Apply = Callable[[str, Sequence[Unit]], Awaitable[Sequence[Moment | Stale]]]
+"""Applies units to a namespace, under a name: `Storage.apply` of one namespace."""
 
-    def __init__(self, storage: Storage, display_name: str) -> None:
+Hold = Callable[[str], AbstractAsyncContextManager[Apply]]
+"""Keeps other writers from a namespace, so that what is read does not change before it is written."""
+
+
+class Committer:
+    """Commits to the namespaces of one engine, of this process.
+
+    An entry that has changed before it could be written is *contended* for a while. On an engine that can hold a
+    namespace, commits that name it hold the namespace meanwhile: all processes then get their turn.
+    """
+
+    def __init__(self, storage: Storage, display_name: str, hold: Hold | None = None) -> None:
         self._storage = storage
         self._display_name = display_name
+        self._hold = hold
         self._known: dict[str, KnownEntries] = {}
 
     def known(self, namespace: str) -> KnownEntries:
@@ -127,6 +143,12 @@ class Committer:
         if found is None:
             found = self._known[namespace] = KnownEntries()
         return found
+
+    def learn(self, namespace: str, batch: Batch, commit: Commit) -> None:
+        """Remember the entries that a batch of puts has left, which was committed in another way."""
+        known = self.known(namespace)
+        for write, entry in zip(batch.writes, commit.entries, strict=True):
+            known.set((write.family, write.key), Head() if entry is None else Head(entry, entry.weight_bytes))
 
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
@@ -149,7 +171,8 @@ class Committer:
         while pending:
             started_at = time.monotonic()
             try:
-                stale = await self._commit_once(namespace, name, pending, results)
+                done, stale = await self._commit_once(namespace, name, pending)
+                results |= done
             except ReplyLost as error:
                 results |= {one.position: self._ambiguous(one.cause, since, error) for one in pending}
                 break
@@ -167,9 +190,9 @@ class Committer:
         return [results[position] for position in range(len(batches))]
 
     async def _commit_once(
-        self, namespace: str, name: str, pending: list[_Member], results: dict[int, CommitResult]
-    ) -> list[_Member]:
-        """Send the batches once. Adds the results of those that were applied, and returns the others."""
+        self, namespace: str, name: str, pending: list[_Member]
+    ) -> tuple[dict[int, CommitResult], list[_Member]]:
+        """Send the batches once. Returns the results of those that were applied, and the others."""
         known = self.known(namespace)
         for member in pending:
             if member.batch.retry_since is not None and member.batch.request_id is not None:
@@ -177,25 +200,41 @@ class Committer:
                 member.logged = await self._storage.find_changes(
                     namespace, member.batch.retry_since, member.batch.request_id
                 )
+        if self._hold is None or not known.is_contended(pending):
+            return await self._plan_and_apply(functools.partial(self._storage.apply, namespace), name, known, pending)
+        async with self._hold(namespace) as apply:
+            unit = Unit(_read_all(pending), [], {}, Counters(BASE))
+            (reply,) = await apply(name, [unit])
+            assert isinstance(reply, Stale), "no entry has the revision that is expected"
+            known.correct(reply)
+            for member in pending:
+                member.found = reply.found
+            return await self._plan_and_apply(apply, name, known, pending)
+
+    async def _plan_and_apply(
+        self, apply: Apply, name: str, known: KnownEntries, pending: list[_Member]
+    ) -> tuple[dict[int, CommitResult], list[_Member]]:
         planned = [_PlannedUnit(known, members) for members in _split(pending)]
-        replies = await self._storage.apply(namespace, name, [one.unit for one in planned])
+        replies = await apply(name, [one.unit for one in planned])
+        results: dict[int, CommitResult] = {}
         stale: list[_Member] = []
         for one, reply in zip(planned, replies, strict=True):
             if isinstance(reply, Stale):
                 known.correct(reply)
+                known.note_contended(one.unit, reply)
                 for member in one.members:
                     member.found = reply.found
                 stale += one.members
                 continue
             known.advance(one.unit, reply)
             for member, outcome in zip(one.members, one.outcomes, strict=True):
-                if isinstance(outcome, Refusal) and one.lacks_value(outcome):
+                if isinstance(outcome, Refusal) and outcome.found is not None and outcome.found.stored is None:
                     # The caller gets the entry found with its value, which was too large to be known.
                     member.needs_value = one.unit.expected.keys()
                     stale.append(member)
                 else:
                     results[member.position] = _resolve(outcome, reply)
-        return stale
+        return results, stale
 
     async def _commit_each(
         self, namespace: str, pending: list[_Member], since: int, error: Exception
@@ -220,6 +259,8 @@ class KnownEntries:
 
     def __init__(self) -> None:
         self._heads: dict[EntryId, Head] = {}
+        # Until when each entry counts as contended.
+        self._contended: dict[EntryId, float] = {}
         self._seen_ms = 0
         self._seen_at = 0.0
 
@@ -256,6 +297,22 @@ class KnownEntries:
             after = change.after
             head = _ABSENT if after is None else Head(moment.resolve(after), weight_bytes)
             self.set((change.family, change.entry.key), head)
+
+    def note_contended(self, unit: Unit, stale: Stale) -> None:
+        """Note the entries that have changed under a unit. One that was only not known yet is not among them."""
+        until = time.monotonic() + CONTENDED_S
+        for entry_id, expected in unit.expected.items():
+            found = stale.found.get(entry_id, _ABSENT).entry
+            if expected.revision > 0 and (found is None or found.revision != expected.revision):
+                self._contended[entry_id] = until
+
+    def is_contended(self, members: Iterable[_Member]) -> bool:
+        """Whether one of the batches names a contended entry."""
+        if not self._contended:
+            return False
+        now = time.monotonic()
+        self._contended = {entry_id: until for entry_id, until in self._contended.items() if until > now}
+        return any(entry_id in self._contended for member in members for entry_id in _find_named(member.batch))
 
     def _see_time(self, now_ms: int) -> None:
         self._seen_ms, self._seen_at = now_ms, time.monotonic()
@@ -319,9 +376,20 @@ class _PlannedUnit:
         self._plan.weights[entry_id] = head.weight_bytes
         return as_planned(entry, has_expired=has_expired)
 
-    def lacks_value(self, refusal: Refusal) -> bool:
-        """Whether a refusal carries an entry without the value that it has."""
-        return refusal.found is not None and refusal.found.stored is None
+
+def _find_named(batch: Batch) -> Iterable[EntryId]:
+    """The entries that a batch names."""
+    return ((one.family, one.key) for one in (*batch.writes, *batch.guards))
+
+
+def _read_all(members: list[_Member]) -> dict[EntryId, Expected]:
+    """Expect of all entries that batches name what none has, so that they are read."""
+    needed = {entry_id for member in members for entry_id in _find_needed_values(member)}
+    return {
+        entry_id: Expected(UNKNOWN_REVISION, needs_value=entry_id in needed)
+        for member in members
+        for entry_id in _find_named(member.batch)
+    }
 
 
 def _find_needed_values(member: _Member) -> Iterable[EntryId]:
@@ -345,8 +413,8 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
     written: set[EntryId] = set()
     for member in members:
         batch = member.batch
-        for one in (*batch.writes, *batch.guards):
-            named.setdefault((one.family, one.key), []).append(member)
+        for entry_id in _find_named(batch):
+            named.setdefault(entry_id, []).append(member)
         written.update((write.family, write.key) for write in batch.writes)
         if batch.request_id is not None:
             named.setdefault(("receipt", batch.request_id), []).append(member)

@@ -36,11 +36,11 @@ _WRITE_FUNCTIONS: Final = (
     "limpet_now_ms",
     "limpet_stored",
     "limpet_take",
-    "limpet_hold",
+    "limpet_revision",
+    "limpet_time",
     "limpet_apply",
     "limpet_put",
     "limpet_put_one",
-    "limpet_commit",
 )
 _FUNCTIONS: Final = (*_WRITE_FUNCTIONS, "limpet_refuse")
 

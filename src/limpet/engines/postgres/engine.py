@@ -4,10 +4,10 @@ A namespace has one row, which a writer locks until the end of its transaction. 
 visible in their order, and a watcher misses no change. Writes are grouped: while this process runs one
 transaction of a namespace, the next group gathers.
 
-A group is committed in one of two ways. Functions on the server decide and write most groups, in one
-round trip (`server_groups`). All other groups are decided here by `limpet.transition.plan`, in a
-transaction that locks the namespace: read, plan, write, commit (`group_plan`). Both ways pass the same
-conformance suite, and tests compare the functions with `plan`.
+A group is planned here by `limpet.transition`, and a function on the server compares what the plan has read
+and writes what it leaves, in one round trip (`limpet.commit.committer`, `units`). Puts have a shorter way: a
+function decides and writes those that are usual, and leaves the others to a plan (`server_groups`). A test
+compares it with `plan`.
 
 Watchers read the table of changes. A notification only wakes them, and they also poll from time to time.
 """
@@ -15,23 +15,25 @@ Watchers read the table of changes. A notification only wakes them, and they als
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qsl, urlencode
 
 import asyncpg
 
 from limpet.clock import Clock
+from limpet.commit.committer import Apply, Committer, ReplyLost, Stale, Unit
 from limpet.commit.group import NotApplied
-from limpet.commit.receipts import may_be_superseded, superseded_error
+from limpet.commit.log import check_after
+from limpet.commit.relative import Moment
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.connections import CONNECT_S, PostgresConnections, connect
 from limpet.engines.postgres.errors import DRIVER_ERRORS, is_about_one_row, is_connection_lost, translate_error
 from limpet.engines.postgres.filters import filter_sql
-from limpet.engines.postgres.group_plan import GroupPlan
 from limpet.engines.postgres.rows import (
     array_text,
     change_from_row,
@@ -39,23 +41,16 @@ from limpet.engines.postgres.rows import (
     fingerprint_from_row,
     span_bounds,
 )
-from limpet.engines.postgres.server_groups import (
-    NEEDS_COMMIT_FUNCTION,
-    commit_arguments,
-    commit_results,
-    plain_puts,
-    put_arguments,
-    put_results,
-    server_can_decide,
-)
+from limpet.engines.postgres.server_groups import LEFT_TO_PLAN, SUPERSEDED, plain_puts, put_arguments, put_results
+from limpet.engines.postgres.units import decode_replies, encode_units
 from limpet.engines.server_engine import CommitResult, ReadResult, Ticket, with_last_positions
 from limpet.engines.sql_indexes import literal, postgres_expressions, postgres_name, postgres_parts
-from limpet.errors import Compacted, InvalidValue, LimpetError
+from limpet.errors import Ambiguous, InvalidValue, LimpetError
 from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span
 from limpet.model import (
     BEGINNING,
-    Batch,
+    Change,
     Commit,
     Entry,
     Expire,
@@ -63,14 +58,12 @@ from limpet.model import (
     Filter,
     LogPage,
     Put,
-    Refusal,
     ScanPage,
     Status,
     Window,
 )
-from limpet.request_ids import new_request_id, request_group
+from limpet.request_ids import new_request_id
 from limpet.schema import TAKEN_ON_POSTGRES
-from limpet.transition import recall
 from limpet.urls import Address
 
 if TYPE_CHECKING:
@@ -182,6 +175,7 @@ class PostgresEngine(PostgresConnections):
         return_to_caller: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(connect, schema, display_name, has_sessions=has_sessions, return_to_caller=return_to_caller)
+        self._committer = Committer(self, display_name, self._hold)
         self._indexed: set[tuple[str, str]] = set()
         self._indexed_until = 0.0
 
@@ -276,114 +270,106 @@ class PostgresEngine(PostgresConnections):
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         puts = plain_puts(group)
-        if puts is not None or server_can_decide(group):
-            return await self._commit_on_server(namespace, group, puts, since)
-        return await self._commit_planned(namespace, group, since)
-
-    async def _commit_on_server(
-        self, namespace: str, group: list[Ticket], puts: list[Put] | None, since: int
-    ) -> Sequence[CommitResult]:
-        """Let the server decide and write a group, in one round trip."""
-        group_name = new_request_id()
-        head = (namespace, self._channel, group_name)
         # The functions for puts need the row of the namespace, which exists once this handle has committed there. In a
-        # transaction limpet_commit could not follow when they refuse.
-        tries_puts = puts is not None and namespace in self._latest and not self._has_odd_defaults
-        # Encoding may fail because of a batch, so it comes before anything is sent.
-        arguments = put_arguments(group, puts) if puts is not None and tries_puts else commit_arguments(group)
-        is_sent = False
-        results: Sequence[Commit | Refusal | None] | None = None
-        try:
-            async with self._statement() as connection:
-                is_sent = True
-                if puts is not None and tries_puts:
-                    results = await self._put_on_server(connection, head, group, puts, arguments)
-                    arguments = commit_arguments(group) if results is None else ()
-                if results is None:
-                    seen_ms = self._seen_ms.get(namespace, 0)
-                    rows = await connection.fetch(self._sql(sql.COMMIT), *head, *arguments, seen_ms)
-                    results = commit_results(group, rows)
-        except Exception as error:
-            is_unexpected = is_sent and not isinstance(error, asyncpg.PostgresError | LimpetError)
-            if is_unexpected or is_connection_lost(error):
-                # The statement was sent, and its effect is unknown or its reply cannot be read.
-                request_ids = (
-                    ticket.batch.request_id or f"{group_name}.{position}"
-                    for position, ticket in with_last_positions(group)
-                )
-                return [self._ambiguous(request_id, since, error) for request_id in request_ids]
-            if isinstance(error, asyncpg.RaiseError):
-                # One batch was superseded by its own retry, and nothing was applied. A plan decides each by itself.
-                return await self._commit_planned(namespace, group, since)
-            raise self._translate_not_applied(error) from error
-        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
+        # transaction nothing could follow when they refuse.
+        if puts is None or namespace not in self._latest or self._has_odd_defaults:
+            return await self._commit_planned(namespace, group, since)
+        results = await self._put_on_server(namespace, group, puts, since)
         left_out = [ticket for ticket, result in zip(group, results, strict=True) if result is None]
         if not left_out:
             return cast("Sequence[CommitResult]", results)
-        later = iter(await self._commit_left_out(namespace, left_out, since))
+        try:
+            later = iter(await self._commit_planned(namespace, left_out, since))
+        except Exception as error:
+            if len(left_out) == len(group):
+                raise
+            # The rest of the group was applied, so that this error is not for all of it.
+            later = iter(await self._commit_each(namespace, left_out, since, error))
         return [next(later) if result is None else result for result in results]
 
-    async def _commit_left_out(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
-        """Commit what the function for puts left out of a group, under another name: their positions change."""
-        try:
-            return await self._commit_on_server(namespace, group, None, since)
-        except Exception as error:
-            # The rest of the group was applied, so that this error is not for all of it.
-            return await self._commit_each(namespace, group, since, error)
-
     async def _put_on_server(
-        self,
-        connection: Any,
-        head: tuple[str, str, str],
-        group: list[Ticket],
-        puts: list[Put],
-        arguments: Iterable[object],
-    ) -> Sequence[Commit | None] | None:
-        """Commit a group of plain puts; None if the server refuses it, or in place of a batch that it leaves out.
-
-        ``limpet_commit`` decides these.
-        """
+        self, namespace: str, group: list[Ticket], puts: list[Put], since: int
+    ) -> Sequence[Commit | Ambiguous | None]:
+        """Let the server put values, in one round trip; None in place of a batch that it leaves out."""
+        name = new_request_id()
+        # Encoding may fail because of a batch, so it comes before anything is sent.
+        arguments = put_arguments(group, puts)
+        statement, seen_ms = sql.PUT if len(puts) > 1 else sql.PUT_ONE, self._seen_ms.get(namespace, 0)
+        is_sent = False
         try:
-            statement, seen_ms = sql.PUT if len(puts) > 1 else sql.PUT_ONE, self._seen_ms.get(head[0], 0)
-            rows = await connection.fetch(self._sql(statement), *head, *arguments, seen_ms)
-        except asyncpg.PostgresError as error:
-            if error.sqlstate == NEEDS_COMMIT_FUNCTION:
-                return None
-            raise
-        return put_results(group, puts, rows)
+            async with self._statement() as connection:
+                is_sent = True
+                rows = await connection.fetch(self._sql(statement), namespace, self._channel, name, *arguments, seen_ms)
+                results = put_results(group, puts, rows)
+        except Exception as error:
+            if isinstance(error, asyncpg.PostgresError) and error.sqlstate in (LEFT_TO_PLAN, SUPERSEDED):
+                return [None] * len(group)
+            if self._may_be_applied(error, is_sent=is_sent):
+                return [
+                    self._ambiguous(ticket.batch.request_id or f"{name}.{position}", since, error)
+                    for position, ticket in with_last_positions(group)
+                ]
+            raise self._translate_not_applied(error) from error
+        for ticket, result in zip(group, results, strict=True):
+            if result is not None:
+                self._committer.learn(namespace, ticket.batch, result)
+        self._record_revision(namespace, max((one.revision for one in results if one is not None), default=0))
+        return results
 
     async def _commit_planned(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
-        """Decide a group here, while its transaction locks the namespace."""
-        named = [(ticket, ticket.batch.request_id or new_request_id()) for ticket in group]
-        wanted = sorted({(one.family, one.key) for ticket in group for one in ticket.named_entries})
-        wanted += [("receipt", request_id) for ticket, request_id in named if ticket.batch.receipt_ms is not None]
-        # limpet_hold returns the row of the namespace beside each entry, so it needs at least one.
-        wanted = wanted or [("data", "")]
-        families, keys = [family for family, _ in wanted], [key for _, key in wanted]
+        """Plan a group here, and let the server compare and write."""
+        results = await self._committer.commit(
+            namespace, [ticket.batch for ticket in group], since, lambda position: not group[position].future.done()
+        )
+        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
+        return results
+
+    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale]:
+        """See `Storage.apply`."""
+        arguments = encode_units(units)
+        is_sent = False
+        try:
+            async with self._statement() as connection:
+                is_sent = True
+                return await self._apply_on(connection, namespace, name, units, arguments)
+        except Exception as error:
+            if self._may_be_applied(error, is_sent=is_sent):
+                raise ReplyLost from error
+            raise self._translate_not_applied(error) from error
+
+    @contextlib.asynccontextmanager
+    async def _hold(self, namespace: str) -> AsyncIterator[Apply]:
+        """Apply in one transaction: what is read first is locked until it is written."""
+
+        async def apply(name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale]:
+            return await self._apply_on(connection, namespace, name, units, encode_units(units))
+
         is_committing = False
         try:
             async with self._transaction() as connection:
-                seen_ms = self._seen_ms.get(namespace, 0)
-                held = await connection.fetch(self._sql(sql.HOLD), namespace, families, keys, seen_ms)
-                group_plan = GroupPlan(held)
-                results: list[CommitResult] = []
-                superseded = await self._find_superseded(connection, namespace, group)
-                for ticket, request_id in named:
-                    if may_be_superseded(ticket.batch) and request_group(request_id) in superseded:
-                        results.append(superseded_error())
-                        continue
-                    earlier = await self._recall_or_supersede(connection, namespace, ticket.batch, group_plan)
-                    results.append(earlier or group_plan.add(ticket.batch, request_id))
-                if group_plan.rows:
-                    totals, columns = group_plan.totals(), group_plan.columns()
-                    await connection.execute(self._sql(sql.APPLY), namespace, self._channel, *totals, *columns)
+                yield apply
                 is_committing = True
         except Exception as error:
             if is_committing and is_connection_lost(error):
-                return [self._ambiguous(request_id, since, error) for _, request_id in named]
+                raise ReplyLost from error
             raise self._translate_not_applied(error) from error
-        self._record_revision(namespace, group_plan.revision)
-        return results
+
+    async def _apply_on(
+        self, connection: Any, namespace: str, name: str, units: Sequence[Unit], arguments: list[list[Any]]
+    ) -> Sequence[Moment | Stale]:
+        seen_ms = self._seen_ms.get(namespace, 0)
+        rows = await connection.fetch(self._sql(sql.APPLY), namespace, self._channel, name, seen_ms, *arguments)
+        return decode_replies(units, rows)
+
+    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
+        """See `Storage.find_changes`."""
+        rows = await self._fetch(sql.CHANGES_OF_REQUEST, namespace, after, request_id)
+        return [change_from_row(row) for row in rows]
+
+    def _may_be_applied(self, error: Exception, *, is_sent: bool) -> bool:
+        """Whether a statement was sent, and its effect is unknown or its reply cannot be read."""
+        is_unexpected = is_sent and not isinstance(error, asyncpg.PostgresError | LimpetError)
+        return is_unexpected or is_connection_lost(error)
 
     def _translate_not_applied(self, error: Exception) -> Exception:
         """The error of a group that the server rolled back, or that was never sent."""
@@ -392,25 +378,6 @@ class PostgresEngine(PostgresConnections):
             return NotApplied(translated) if is_about_one_row(error) else translated
         # Any other error is about a batch that could not be encoded.
         return self._translate(error) if isinstance(error, DRIVER_ERRORS) else error
-
-    async def _recall_or_supersede(
-        self, connection: Any, namespace: str, batch: Batch, group_plan: GroupPlan
-    ) -> Commit | None:
-        """What the first attempt of a retry has committed. If nothing, mark it superseded, so it cannot apply later."""
-        if batch.retry_since is None or batch.request_id is None:
-            return None
-        rows = await connection.fetch(self._sql(sql.CHANGES_OF_REQUEST), namespace, batch.retry_since, batch.request_id)
-        earlier = recall(batch, map(change_from_row, rows), group_plan.find)
-        if earlier is None:
-            await connection.execute(self._sql(sql.MARK_SUPERSEDED), namespace, request_group(batch.request_id))
-        return earlier
-
-    async def _find_superseded(self, connection: Any, namespace: str, group: list[Ticket]) -> set[str]:
-        """The request groups of first attempts in this group whose retry came before them."""
-        names = {request_group(one.batch.request_id or "") for one in group if may_be_superseded(one.batch)}
-        if not names:
-            return names
-        return {row[0] for row in await connection.fetch(self._sql(sql.FIND_SUPERSEDED), namespace, [*names])}
 
     # Reading ------------------------------------------------------------------
 
@@ -438,10 +405,7 @@ class PostgresEngine(PostgresConnections):
         bounds = (None, None) if span is None else span_bounds(span)
         rows = await self._fetch(sql.LOG_PAGE, namespace, after, limit, *bounds)
         revision, floor = (rows[0][0], rows[0][1]) if rows else (0, 0)
-        if after < floor:
-            raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
-        if after > revision:
-            raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        check_after(after, floor=floor, revision=revision)
         changes = [change_from_row(row[2:18]) for row in rows if row[2] is not None]
         is_full = bool(changes) and (len(changes) == limit or len(changes) < rows[0][18])
         floor_print = (rows[0][20] if rows else None) or BEGINNING

@@ -1,9 +1,8 @@
-"""Groups that functions on the server decide: their arguments, and their rows as results.
+"""Puts that functions on the server decide: their arguments, and their rows as results.
 
-``limpet_commit`` takes puts, touches and deletes of distinct keys with guards on versions, revisions and existence.
-``limpet_put``, or ``limpet_put_one`` for a single put, is faster and takes only puts. A batch of one put may have a
-guard on the key that it puts: that the key is absent, or has a certain revision. These functions apply a put or leave
-it out, and refuse nothing: what they leave out, ``limpet_commit`` decides.
+``limpet_put``, or ``limpet_put_one`` for a single put, takes puts. A batch of one put may have a guard on the key that
+it puts: that the key is absent, or has a certain revision. These functions apply a put or leave it out, and refuse
+nothing: what they leave out is planned.
 
 In these calls a batch is identified by the position of its last write in the group. Unless its caller gave it a
 request id, the log names it by the name of the group and that position.
@@ -14,71 +13,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-import msgspec
-
 from limpet import codec
 from limpet.engines.postgres.rows import (
     array_text,
-    columns_from_rows,
     decode_json,
     digits,
     encode_value,
-    entry_from_row,
 )
 from limpet.engines.server_engine import Ticket, weight_bytes, with_last_positions
 from limpet.model import (
     ABSENT,
     KEEP,
-    PRESENT,
     Batch,
     Commit,
-    Delete,
     Entry,
-    Family,
-    Guard,
-    HeldBy,
     Put,
-    Refusal,
     Revision,
-    Touch,
-    Version,
-    Write,
 )
 
 __all__ = [
-    "NEEDS_COMMIT_FUNCTION",
-    "commit_arguments",
-    "commit_results",
+    "LEFT_TO_PLAN",
+    "SUPERSEDED",
     "plain_puts",
     "put_arguments",
     "put_results",
-    "server_can_decide",
 ]
 
-NEEDS_COMMIT_FUNCTION: Final = "LP001"
-"""The SQLSTATE by which the functions for puts refuse a group that only ``limpet_commit`` can decide."""
-
-_NUMBER_TESTS: Final = {Version: "version", Revision: "revision", HeldBy: "held"}
-_KEEP_MS: Final = -1
-
-
-def server_can_decide(group: list[Ticket]) -> bool:
-    """Whether ``limpet_commit`` can decide a group: no part of it depends on a value or on another batch."""
-    written: set[tuple[Family, str]] = set()
-    for ticket in group:
-        batch = ticket.batch
-        if not batch.writes or batch.receipt_ms is not None or batch.retry_since is not None:
-            return False
-        for guard in batch.guards:
-            if type(guard.condition) not in _NUMBER_TESTS and guard.condition not in (ABSENT, PRESENT):
-                return False
-            if written and (guard.family, guard.key) in written:
-                return False
-        for write in batch.writes:
-            if type(write) not in (Put, Touch, Delete) or (write.family, write.key) in written:
-                return False
-        written.update((write.family, write.key) for write in batch.writes)
-    return True
+LEFT_TO_PLAN: Final = "LP001"
+"""The SQLSTATE by which the functions refuse a group that must be planned."""
+SUPERSEDED: Final = "LP002"
+"""The SQLSTATE by which they refuse a group with a request that was superseded by its own retry."""
 
 
 def plain_puts(group: list[Ticket]) -> list[Put] | None:
@@ -185,73 +149,3 @@ def _put_entry(put: Any, row: Sequence[Any]) -> Entry:
     revision, version, created_revision, created_ms, at_ms = row
     expires_ms = None if put.ttl_ms is None else at_ms + put.ttl_ms
     return Entry(put.key, put.stored, version, revision, created_revision, created_ms, at_ms, expires_ms, put.meta_json)
-
-
-# Other batches ----------------------------------------------------------------
-
-
-def commit_arguments(group: list[Ticket]) -> list[list[Any]]:
-    """A group as arguments of ``limpet_commit``: eleven columns of its writes, five of its guards."""
-    writes: list[tuple[Any, ...]] = []
-    guards: list[tuple[Any, ...]] = []
-    for position, ticket in with_last_positions(group):
-        batch = ticket.batch
-        writes += [(str(position), *_encode_write(write), batch.request_id) for write in batch.writes]
-        guards += [(str(position), guard.family, guard.key, *_encode_condition(guard)) for guard in batch.guards]
-    return [*columns_from_rows(writes, 11), *columns_from_rows(guards, 5)]
-
-
-def _encode_write(write: Write) -> tuple[str | None, ...]:
-    if isinstance(write, Put):
-        ttl = str(_KEEP_MS) if write.ttl_ms is KEEP else digits(write.ttl_ms)
-        meta = "" if write.meta_json is KEEP else decode_json(write.meta_json)
-        return "put", write.family, write.key, *encode_value(write.stored), str(weight_bytes(write)), ttl, meta
-    if isinstance(write, Touch):
-        return "touch", write.family, write.key, None, None, None, None, digits(write.ttl_ms), None
-    assert isinstance(write, Delete)
-    return "take" if write.take else "delete", write.family, write.key, None, None, None, None, None, None
-
-
-def _encode_condition(guard: Guard) -> tuple[str, str | None]:
-    match guard.condition:
-        case Version(number) | Revision(number) | HeldBy(number):
-            # No entry has a number that bigint cannot hold. It becomes NULL, which equals nothing.
-            is_bigint = codec.INT_MIN <= number <= codec.INT_MAX
-            return _NUMBER_TESTS[type(guard.condition)], str(number) if is_bigint else None
-        case condition:
-            return ("absent" if condition is ABSENT else "present"), None
-
-
-def commit_results(group: list[Ticket], rows: Sequence[Any]) -> list[Commit | Refusal]:
-    """What ``limpet_commit`` decided about each batch."""
-    writes = [write for ticket in group for write in ticket.batch.writes]
-    guards = [guard for ticket in group for guard in ticket.batch.guards]
-    refusals: dict[int, Refusal] = {}
-    written: dict[int, list[tuple[int, Any]]] = {}
-    for row in rows:
-        position, write_number, guard_number = row[0], row[1], row[2]
-        if write_number is None:
-            guard = guards[guard_number - 1]
-            found = None if row[7] is None else entry_from_row((guard.key, *row[5:]))
-            refusals[position] = Refusal("guard", guard.key, found, row[4], guard=guard)
-        else:
-            written.setdefault(position, []).append((write_number, row))
-    results: list[Commit | Refusal] = []
-    for position, _ in with_last_positions(group):
-        if position in refusals:
-            results.append(refusals[position])
-            continue
-        entries: list[Entry | None] = []
-        ended: list[Entry | None] = []
-        in_order = sorted(written[position], key=lambda one: one[0])
-        for write_number, row in in_order:
-            write = writes[write_number - 1]
-            entry = None if row[7] is None else entry_from_row((write.key, *row[5:]))
-            if isinstance(write, Put) and entry is not None:
-                entry = msgspec.structs.replace(entry, stored=write.stored)
-            is_end = isinstance(write, Delete)
-            entries.append(None if is_end else entry)
-            ended.append(entry if is_end else None)
-        _, first = in_order[0]
-        results.append(Commit(first[3], tuple(entries), tuple(ended), first[4]))
-    return results

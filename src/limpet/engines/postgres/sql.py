@@ -87,27 +87,9 @@ PUT: Final = (
     " $12, $13, $14, $15, $16)"
 )
 PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
-COMMIT: Final = (
-    "SELECT batch, write, guard, last_revision, at_ms, kind, stored, version, revision, created_revision,"
-    " created_ms, updated_ms, expires_ms, meta FROM {schema}.limpet_commit($1, $2, $3, $4, $5, $6, $7, $8, $9, $10,"
-    " $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)"
-)
-HOLD: Final = "SELECT * FROM {schema}.limpet_hold($1, $2, $3, $4)"
-APPLY: Final = (
-    "SELECT {schema}.limpet_apply($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18,"
-    " $19, $20, $21, $22, $23, $24, $25, $26)"
-)
+APPLY: Final = f"SELECT * FROM {{schema}}.limpet_apply({', '.join(f'${number}' for number in range(1, 34))})"
 CHANGES_OF_REQUEST: Final = (
     f"SELECT {LOG_COLUMNS} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision > $2 AND cause = $3"
-)
-MARK_SUPERSEDED: Final = (
-    "UPDATE {schema}.limpet_namespaces"
-    " SET superseded = coalesce(superseded, '{}') || jsonb_build_object($2::text, {schema}.limpet_now_ms())"
-    " WHERE namespace = $1"
-)
-FIND_SUPERSEDED: Final = (
-    "SELECT name FROM unnest($2::text[]) AS wanted (name)"
-    " JOIN {schema}.limpet_namespaces n ON n.namespace = $1 AND n.superseded ? name"
 )
 
 # The log ----------------------------------------------------------------------

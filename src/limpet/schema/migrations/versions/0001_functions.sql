@@ -23,105 +23,163 @@ BEGIN
     RETURN counters;
 END $$;
 
--- Lock the row of a namespace, and read the entries under these keys, expired or not.
-CREATE FUNCTION {schema}.limpet_hold(ns text, families text[], keys text[], seen_ms bigint DEFAULT 0)
-RETURNS TABLE (
-    last_revision bigint, floor bigint, at_ms bigint, key_count bigint, size_bytes bigint, log_changes bigint,
-    log_bytes bigint, family text, key text, kind text, stored bytea, version bigint, revision bigint,
-    created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text
+-- A revision and a time of a plan, when it is applied. A plan is made before either is known: see
+-- limpet.commit.relative, which has the numbers from which on they are relative.
+CREATE FUNCTION {schema}.limpet_revision(planned bigint, before bigint) RETURNS bigint LANGUAGE sql IMMUTABLE
+RETURN CASE WHEN planned < 1152921504606846976 THEN planned ELSE before + planned - 1152921504606846976 END;
+
+CREATE FUNCTION {schema}.limpet_time(planned bigint, now_ms bigint) RETURNS bigint LANGUAGE sql IMMUTABLE
+RETURN CASE
+    WHEN planned < 1125899906842624 THEN planned
+    WHEN planned < 2251799813685248 THEN now_ms + planned - 1125899906842624
+    ELSE planned - 2251799813685248
+END;
+
+-- Compare what plans have read with what is stored, and write those plans for which all of it is the same. A plan is a
+-- unit, named by its number from 1; a stale unit writes nothing, and the entries that it has read are returned as they
+-- are. Nothing is decided here but that: what a write does was planned by limpet.transition.
+-- Each row to write is an entry as a change leaves it, in order. A row without a revision is a receipt or a mark of a
+-- superseded request, which is stored but not logged. A row with the op touch has no value, because it changes none.
+CREATE FUNCTION {schema}.limpet_apply(
+    ns text, channel text, name text, seen_ms bigint, unit_changes text[], unit_keys text[], unit_sizes text[],
+    unit_logs text[], read_units text[], read_families text[], read_keys text[], read_revisions text[],
+    read_expired text[], read_values text[], units text[], ops text[], revisions text[], last_revisions text[],
+    causes text[], families text[], keys text[], kinds text[], vals text[], approximations text[], weights text[],
+    sizes text[], versions text[], entry_revisions text[], created_revisions text[], createds text[], updateds text[],
+    expires text[], metas text[]
+) RETURNS TABLE (
+    unit int, before bigint, at_ms bigint, family text, key text, kind text, stored bytea, version bigint,
+    revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text,
+    size_bytes bigint
 ) LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
 #variable_conflict use_column
 DECLARE
     taken {schema}.limpet_namespaces;
+    now_ms bigint;
+    stale int[];
 BEGIN
     taken := {schema}.limpet_take(ns, seen_ms);
-    -- A separate statement, because it must see what was committed while the one above waited.
-    RETURN QUERY
-    SELECT taken.revision, taken.floor, taken.at_ms, taken.keys, taken.size_bytes, taken.log_changes, taken.log_bytes,
-        a.family, a.key, e.kind, e.stored, e.version, e.revision,
-        e.created_revision, e.created_ms, e.updated_ms, e.expires_ms, e.meta
-    FROM unnest(families, keys) AS a (family, key)
-    LEFT JOIN LATERAL (
-        SELECT * FROM {schema}.limpet_entries t
-        WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
-    ) AS e ON true;
-END $$;
-
--- Write what a client planned while it held the lock of limpet_hold. Each row is an entry as a change
--- left it, in order; a row without a revision is a receipt, which is stored but not logged.
-CREATE FUNCTION {schema}.limpet_apply(
-    ns text, channel text, now_ms bigint, new_revision bigint, new_keys bigint, new_size bigint, new_changes bigint,
-    new_log bigint, ops text[], revisions text[], last_revisions text[], causes text[], families text[], keys text[],
-    kinds text[], vals text[], approximations text[], weights text[], sizes text[], versions text[],
-    entry_revisions text[], created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
-) RETURNS void LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
-BEGIN
-    WITH left_over AS (
-        SELECT DISTINCT ON (r.family, r.key) r.*
-        FROM unnest(
-            ops, families, keys, kinds, vals, approximations, weights::bigint[], versions::bigint[],
-            entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[], updateds::bigint[],
-            expires::bigint[], metas
-        ) WITH ORDINALITY AS r (
-            op, family, key, kind, stored, approximation, weight, version, revision, created_revision,
-            created_ms, updated_ms, expires_ms, meta, n
-        )
-        ORDER BY r.family, r.key, r.n DESC
-    ), erased AS (
-        DELETE FROM {schema}.limpet_entries e
-        WHERE e.ctid = ANY (ARRAY(
-            SELECT t.row_id FROM left_over r
-            CROSS JOIN LATERAL (
-                SELECT f.ctid AS row_id FROM {schema}.limpet_entries f
-                WHERE f.namespace = ns AND f.family = r.family AND f.key = r.key OFFSET 0
-            ) AS t
-            WHERE r.op IN ('delete', 'expire')
-        ))
-    )
-    INSERT INTO {schema}.limpet_entries AS e
-    SELECT ns, r.family, r.key, r.kind,
-        CASE WHEN r.kind <> 'bytes' THEN coalesce(r.approximation, r.stored)::jsonb END,
-        {schema}.limpet_stored(r.kind, r.stored), CASE WHEN r.approximation IS NOT NULL THEN true END,
-        r.weight, r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
-    FROM left_over r WHERE r.op NOT IN ('delete', 'expire')
-    ON CONFLICT (namespace, family, key) DO UPDATE SET
-        kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-        is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
-        version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
-        created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
-        meta = excluded.meta;
-
-    IF new_revision IS NULL THEN
-        RETURN;
+    now_ms := taken.at_ms;
+    IF taken.superseded ? name THEN
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry' USING ERRCODE = 'LP002';
     END IF;
-    INSERT INTO {schema}.limpet_changes
-    SELECT ns, r.revision, r.last_revision, now_ms, r.op, r.family, r.cause, r.size, r.key,
-        CASE WHEN r.op <> 'touch' THEN r.kind END,
-        CASE WHEN r.op <> 'touch' THEN {schema}.limpet_stored(r.kind, r.stored) END,
-        r.version, r.entry_revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
-    FROM unnest(
-        ops, revisions::bigint[], last_revisions::bigint[], causes, families, keys, kinds, vals, sizes::bigint[],
-        versions::bigint[], entry_revisions::bigint[], created_revisions::bigint[], createds::bigint[],
-        updateds::bigint[], expires::bigint[], metas
-    ) AS r (
-        op, revision, last_revision, cause, family, key, kind, stored, size, version, entry_revision,
-        created_revision, created_ms, updated_ms, expires_ms, meta
-    ) WHERE r.revision IS NOT NULL;
-    UPDATE {schema}.limpet_namespaces n
-    SET revision = new_revision, at_ms = now_ms, keys = new_keys, size_bytes = new_size, log_changes = new_changes,
-        log_bytes = new_log
-    WHERE n.namespace = ns;
-    PERFORM pg_notify(channel, ns);
+
+    -- Separate statements, because they must see what was committed while the one above waited.
+    SELECT coalesce(array_agg(DISTINCT r.unit), '{}') INTO stale
+    FROM unnest(read_units::int[], read_families, read_keys, read_revisions::bigint[], read_expired::boolean[])
+        AS r (unit, family, key, revision, has_expired)
+    LEFT JOIN LATERAL (
+        SELECT t.revision, t.expires_ms FROM {schema}.limpet_entries t
+        WHERE t.namespace = ns AND t.family = r.family AND t.key = r.key OFFSET 0
+    ) AS e ON true
+    WHERE coalesce(e.expires_ms <= now_ms, false) <> r.has_expired OR r.revision <> coalesce(
+        e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 ELSE 0 END
+    );
+
+    IF cardinality(ops) > 0 THEN
+        WITH fresh AS (
+            SELECT u.*, taken.revision + sum(u.changes) OVER (ORDER BY u.n) - u.changes AS before
+            FROM unnest(unit_changes::bigint[], unit_keys::bigint[], unit_sizes::bigint[], unit_logs::bigint[])
+                WITH ORDINALITY AS u (changes, keys, size_bytes, log_bytes, n)
+            WHERE u.n <> ALL (stale)
+        ), planned AS (
+            SELECT r.n, r.op, r.cause, r.family, r.key, r.kind, r.sent, r.approximation, r.weight::bigint AS weight,
+                r.size::bigint AS size, r.version::bigint AS version, r.meta,
+                {schema}.limpet_revision(r.revision::bigint, f.before::bigint) AS revision,
+                {schema}.limpet_revision(r.last_revision::bigint, f.before::bigint) AS last_revision,
+                {schema}.limpet_revision(r.entry_revision::bigint, f.before::bigint) AS entry_revision,
+                {schema}.limpet_revision(r.created_revision::bigint, f.before::bigint) AS created_revision,
+                {schema}.limpet_time(r.created::bigint, now_ms) AS created_ms,
+                {schema}.limpet_time(r.updated::bigint, now_ms) AS updated_ms,
+                {schema}.limpet_time(r.expires::bigint, now_ms) AS expires_ms
+            FROM unnest(
+                units, ops, revisions, last_revisions, causes, families, keys, kinds, vals, approximations, weights,
+                sizes, versions, entry_revisions, created_revisions, createds, updateds, expires, metas
+            ) WITH ORDINALITY AS r (
+                unit, op, revision, last_revision, cause, family, key, kind, sent, approximation, weight, size,
+                version, entry_revision, created_revision, created, updated, expires, meta, n
+            )
+            JOIN fresh f ON f.n = r.unit::int
+        ), latest AS (
+            SELECT DISTINCT ON (p.family, p.key) p.*, t.row_id
+            FROM planned p
+            LEFT JOIN LATERAL (
+                SELECT f.ctid AS row_id FROM {schema}.limpet_entries f
+                WHERE f.namespace = ns AND f.family = p.family AND f.key = p.key OFFSET 0
+            ) AS t ON true
+            WHERE p.family <> 'superseded'
+            ORDER BY p.family, p.key, p.n DESC
+        ), erased AS (
+            DELETE FROM {schema}.limpet_entries e
+            WHERE e.ctid = ANY (ARRAY(SELECT l.row_id FROM latest l WHERE l.op IN ('delete', 'expire')))
+        ), touched AS (
+            UPDATE {schema}.limpet_entries e SET revision = l.entry_revision, expires_ms = l.expires_ms
+            FROM latest l WHERE l.op = 'touch' AND e.ctid = l.row_id
+        ), written AS (
+            INSERT INTO {schema}.limpet_entries AS e
+            SELECT ns, l.family, l.key, l.kind,
+                CASE WHEN l.kind <> 'bytes' THEN coalesce(l.approximation, l.sent)::jsonb END,
+                {schema}.limpet_stored(l.kind, l.sent), CASE WHEN l.approximation IS NOT NULL THEN true END,
+                l.weight, l.version, l.entry_revision, l.created_revision, l.created_ms, l.updated_ms, l.expires_ms,
+                l.meta
+            FROM latest l WHERE l.op NOT IN ('delete', 'expire', 'touch')
+            ON CONFLICT (namespace, family, key) DO UPDATE SET
+                kind = excluded.kind, value = excluded.value, stored = excluded.stored,
+                is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
+                version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
+                created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
+                meta = excluded.meta
+        ), logged AS (
+            INSERT INTO {schema}.limpet_changes
+            SELECT ns, p.revision, p.last_revision, now_ms, replace(p.op, 'rewrite', 'touch'), p.family, p.cause,
+                p.size, p.key, CASE WHEN p.op <> 'rewrite' THEN p.kind END,
+                CASE WHEN p.op <> 'rewrite' THEN {schema}.limpet_stored(p.kind, p.sent) END,
+                p.version, p.entry_revision, p.created_revision, p.created_ms, p.updated_ms, p.expires_ms, p.meta
+            FROM planned p WHERE p.revision IS NOT NULL
+        )
+        UPDATE {schema}.limpet_namespaces n
+        SET revision = n.revision + s.changes, at_ms = now_ms, keys = n.keys + s.keys,
+            size_bytes = n.size_bytes + s.size_bytes, log_changes = n.log_changes + s.changes,
+            log_bytes = n.log_bytes + s.log_bytes,
+            superseded = CASE WHEN m.marks IS NULL THEN n.superseded ELSE coalesce(n.superseded, '{}') || m.marks END
+        FROM (
+            SELECT sum(f.changes) AS changes, sum(f.keys) AS keys, sum(f.size_bytes) AS size_bytes,
+                sum(f.log_bytes) AS log_bytes
+            FROM fresh f
+        ) AS s, (SELECT jsonb_object_agg(p.key, now_ms) AS marks FROM planned p WHERE p.family = 'superseded') AS m
+        WHERE n.namespace = ns AND s.changes IS NOT NULL;
+        PERFORM pg_notify(channel, ns);
+    END IF;
+
+    RETURN QUERY
+    SELECT u.n::int, (taken.revision + sum(u.changes) OVER (ORDER BY u.n) - u.changes)::bigint, now_ms,
+        NULL::text, NULL::text, NULL::text, NULL::bytea, NULL::bigint, NULL::bigint, NULL::bigint, NULL::bigint,
+        NULL::bigint, NULL::bigint, NULL::text, NULL::bigint
+    FROM unnest(unit_changes::bigint[]) WITH ORDINALITY AS u (changes, n)
+    WHERE u.n <> ALL (stale);
+    IF cardinality(stale) > 0 THEN
+        RETURN QUERY
+        SELECT r.unit, NULL::bigint, now_ms, r.family, r.key, e.kind,
+            CASE WHEN r.needs_value OR e.size_bytes <= 2048 THEN e.stored END,
+            e.version, coalesce(e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 END),
+            e.created_revision, e.created_ms, e.updated_ms, e.expires_ms, e.meta, e.size_bytes
+        FROM unnest(read_units::int[], read_families, read_keys, read_values::boolean[])
+            AS r (unit, family, key, needs_value)
+        LEFT JOIN LATERAL (
+            SELECT * FROM {schema}.limpet_entries t
+            WHERE t.namespace = ns AND t.family = r.family AND t.key = r.key OFFSET 0
+        ) AS e ON true
+        WHERE r.unit = ANY (stale);
+    END IF;
 END $$;
 
 -- Write a group of puts, in one call. It does what limpet.transition.plan does, and a test compares the two. Each
 -- put makes one change, so its revision is known, and the entry that it replaces need not be read first. Where that
 -- does not hold, because an expired entry is replaced, or the namespace has no row yet, it refuses the group, and the
--- client calls limpet_commit instead.
+-- client calls limpet_apply instead.
 -- A put that is its whole batch may expect a revision of its key, or 0 if the key must be absent. Where that does not
--- hold, the put is left out: it has no row in the result, uses no revision, and the client calls limpet_commit for it.
+-- hold, the put is left out: it has no row in the result, uses no revision, and the client calls limpet_apply for it.
 -- weight is the sum over all keys and values. lasts has, for each put, the position of the last put of its batch.
 -- A column with the default for all puts is NULL: family data, kind json, the weight of key and value, no
 -- time to live, no meta, each put the last of its batch, a cause made of the group's cause and the position, and
@@ -171,10 +229,10 @@ BEGIN
     WHERE n.namespace = ns
     RETURNING n.revision - put_count, n.at_ms, n.superseded INTO before, now_ms, superseded_ids;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
+        RAISE EXCEPTION 'limpet: a namespace begins with limpet_apply' USING ERRCODE = 'LP001';
     END IF;
     IF superseded_ids ?| array_append(causes, cause) THEN
-        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry' USING ERRCODE = 'LP002';
     END IF;
 
     -- A separate statement, because it must see what was committed while the one above waited.
@@ -218,7 +276,7 @@ BEGIN
     SELECT w.n, w.revision, w.version, w.created_revision, w.created_ms, now_ms FROM written w;
     GET DIAGNOSTICS done = ROW_COUNT;
     IF done < put_count THEN
-        RAISE EXCEPTION 'limpet: what has expired ends with limpet_commit' USING ERRCODE = 'LP001';
+        RAISE EXCEPTION 'limpet: what has expired ends with limpet_apply' USING ERRCODE = 'LP001';
     END IF;
     PERFORM pg_notify(channel, ns);
 END $$;
@@ -241,10 +299,10 @@ BEGIN
     WHERE n.namespace = ns
     RETURNING n.revision, n.at_ms, n.superseded INTO new_revision, now_ms, superseded_ids;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'limpet: a namespace begins with limpet_commit' USING ERRCODE = 'LP001';
+        RAISE EXCEPTION 'limpet: a namespace begins with limpet_apply' USING ERRCODE = 'LP001';
     END IF;
     IF superseded_ids ?| ARRAY[named, cause] THEN
-        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
+        RAISE EXCEPTION 'limpet: this request was superseded by its own retry' USING ERRCODE = 'LP002';
     END IF;
 
     INSERT INTO {schema}.limpet_entries AS e
@@ -264,7 +322,7 @@ BEGIN
     INTO new_version, first_revision, first_ms, grown;
     -- If an entry was expected and there was none, this has just made one, of version 1.
     IF NOT FOUND OR new_version = 1 AND expected > 0 THEN
-        RAISE EXCEPTION 'limpet: what has expired, or is not as expected, is for limpet_commit' USING ERRCODE = 'LP001';
+        RAISE EXCEPTION 'limpet: what has expired, or is not as expected, is for limpet_apply' USING ERRCODE = 'LP001';
     END IF;
 
     INSERT INTO {schema}.limpet_changes VALUES (
@@ -278,150 +336,4 @@ BEGIN
     END IF;
     PERFORM pg_notify(channel, ns);
     RETURN NEXT;
-END $$;
-
--- Decide and write a group of ordinary batches in one call: puts, touches and deletes of distinct
--- keys, with guards on versions, revisions and existence. It does what limpet.transition.plan
--- does, and a test compares the two. A batch is identified by the position of its last write. Rows with a
--- guard are refusals and carry the entry found. Existing rows are written by their ctid, because a join that
--- was planned while the table was empty would read all of it later.
-CREATE FUNCTION {schema}.limpet_commit(
-    ns text, channel text, cause text, batches text[], ops text[], families text[], keys text[], kinds text[],
-    vals text[], approximations text[], weights text[], ttls text[], metas text[], causes text[], guard_batches text[],
-    guard_families text[], guard_keys text[], guard_tests text[], guard_numbers text[], seen_ms bigint DEFAULT 0
-) RETURNS TABLE (
-    batch int, write int, guard int, last_revision bigint, at_ms bigint, kind text, stored bytea,
-    version bigint, revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint,
-    expires_ms bigint, meta text
-) LANGUAGE plpgsql VOLATILE
-SET search_path = pg_catalog, pg_temp SET enable_seqscan = off SET plan_cache_mode = force_generic_plan AS $$
-#variable_conflict use_column
-DECLARE
-    taken {schema}.limpet_namespaces;
-    now_ms bigint;
-BEGIN
-    taken := {schema}.limpet_take(ns, seen_ms);
-    now_ms := taken.at_ms;
-    IF taken.superseded ?| array_append(causes, cause) THEN
-        RAISE EXCEPTION 'limpet: this request was superseded by its own retry';
-    END IF;
-
-    -- A separate statement, because it must see what was committed while the one above waited.
-    RETURN QUERY
-    WITH refused AS (
-        SELECT DISTINCT ON (g.batch) g.batch, g.n, e.*
-        FROM unnest(guard_batches::int[], guard_families, guard_keys, guard_tests, guard_numbers::bigint[])
-            WITH ORDINALITY AS g (batch, family, key, test, number, n)
-        LEFT JOIN LATERAL (
-            SELECT t.kind, t.stored, t.version, t.revision, t.created_revision, t.created_ms, t.updated_ms,
-                t.expires_ms, t.meta
-            FROM {schema}.limpet_entries t
-            WHERE t.namespace = ns AND t.family = g.family AND t.key = g.key
-                AND (t.expires_ms IS NULL OR t.expires_ms > now_ms) OFFSET 0
-        ) AS e ON true
-        WHERE NOT CASE g.test
-            WHEN 'absent' THEN e.version IS NULL
-            WHEN 'present' THEN e.version IS NOT NULL
-            WHEN 'version' THEN coalesce(e.version = g.number, false)
-            WHEN 'revision' THEN coalesce(e.revision = g.number, false)
-            WHEN 'held' THEN coalesce(e.created_revision = g.number, false)
-        END
-        ORDER BY g.batch, g.n
-    ), met AS (
-        SELECT a.*, e.*, e.version IS NOT NULL AS is_stored,
-            e.version IS NOT NULL AND (e.expires_ms IS NULL OR e.expires_ms > now_ms) AS is_live
-        FROM unnest(
-            batches::int[], ops, families, keys, kinds, vals, approximations, weights::bigint[], ttls::bigint[], metas,
-            causes
-        ) WITH ORDINALITY AS a (batch, op, family, key, new_kind, sent, approximation, weight, ttl, new_meta, named, n)
-        LEFT JOIN LATERAL (
-            SELECT t.ctid AS row_id, t.kind, t.stored, t.size_bytes, t.version, t.revision,
-                t.created_revision, t.created_ms, t.updated_ms, t.expires_ms, t.meta
-            FROM {schema}.limpet_entries t
-            WHERE t.namespace = ns AND t.family = a.family AND t.key = a.key OFFSET 0
-        ) AS e ON true
-        WHERE NOT EXISTS (SELECT FROM refused r WHERE r.batch = a.batch)
-    ), numbered AS (
-        -- An incarnation that expired unswept ends before the put that replaces it.
-        SELECT m.*, m.op = 'put' AND m.is_stored AND NOT m.is_live AS is_ending, m.op = 'put' OR m.is_live AS acts,
-            taken.revision + sum(
-                CASE WHEN m.op = 'put' THEN 1 + (m.is_stored AND NOT m.is_live)::int ELSE m.is_live::int END
-            ) OVER (ORDER BY m.batch, m.n) AS new_revision
-        FROM met m
-    ), decided AS (
-        SELECT d.*,
-            max(d.new_revision) OVER (PARTITION BY d.batch) AS last_revision,
-            CASE WHEN d.op <> 'put' THEN d.version WHEN d.is_live THEN d.version + 1 ELSE 1 END AS after_version,
-            CASE WHEN d.op IN ('put', 'touch') THEN d.new_revision ELSE d.revision END AS after_revision,
-            CASE WHEN d.is_live THEN d.created_revision ELSE d.new_revision END AS after_created_revision,
-            CASE WHEN d.is_live THEN d.created_ms ELSE now_ms END AS after_created_ms,
-            CASE WHEN d.op = 'put' THEN now_ms ELSE d.updated_ms END AS after_updated_ms,
-            CASE WHEN d.op NOT IN ('put', 'touch') OR d.ttl = -1 AND d.is_live THEN d.expires_ms
-                WHEN d.ttl <> -1 THEN now_ms + d.ttl END AS after_expires_ms,
-            CASE WHEN d.op <> 'put' OR d.new_meta = '' AND d.is_live THEN d.meta
-                WHEN d.new_meta <> '' THEN d.new_meta END AS after_meta,
-            CASE WHEN d.op = 'put' THEN d.weight WHEN d.op = 'delete' THEN octet_length(d.key)
-                ELSE d.size_bytes END AS log_size
-        FROM numbered d
-    ), logged AS (
-        INSERT INTO {schema}.limpet_changes
-        SELECT ns, d.new_revision - 1, d.last_revision, now_ms, 'expire', d.family, NULL, octet_length(d.key), d.key,
-            NULL, NULL, d.version, d.revision, d.created_revision, d.created_ms, d.updated_ms, d.expires_ms, d.meta
-        FROM decided d WHERE d.is_ending
-        UNION ALL
-        SELECT ns, d.new_revision, d.last_revision, now_ms, CASE d.op WHEN 'take' THEN 'delete' ELSE d.op END,
-            d.family, coalesce(d.named, cause || '.' || d.batch), d.log_size, d.key,
-            CASE d.op WHEN 'put' THEN d.new_kind WHEN 'take' THEN d.kind END,
-            CASE d.op WHEN 'put' THEN {schema}.limpet_stored(d.new_kind, d.sent) WHEN 'take' THEN d.stored END,
-            d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms, d.after_updated_ms,
-            d.after_expires_ms, d.after_meta
-        FROM decided d WHERE d.acts
-    ), written AS (
-        INSERT INTO {schema}.limpet_entries AS e
-        SELECT ns, d.family, d.key, d.new_kind,
-            CASE WHEN d.new_kind <> 'bytes' THEN coalesce(d.approximation, d.sent)::jsonb END,
-            {schema}.limpet_stored(d.new_kind, d.sent), CASE WHEN d.approximation IS NOT NULL THEN true END,
-            d.weight, d.after_version, d.after_revision, d.after_created_revision, d.after_created_ms,
-            d.after_updated_ms, d.after_expires_ms, d.after_meta
-        FROM decided d WHERE d.op = 'put'
-        ON CONFLICT (namespace, family, key) DO UPDATE SET
-            kind = excluded.kind, value = excluded.value, stored = excluded.stored,
-            is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
-            version = excluded.version, revision = excluded.revision, created_revision = excluded.created_revision,
-            created_ms = excluded.created_ms, updated_ms = excluded.updated_ms, expires_ms = excluded.expires_ms,
-            meta = excluded.meta
-    ), touched AS (
-        UPDATE {schema}.limpet_entries e SET revision = d.after_revision, expires_ms = d.after_expires_ms
-        FROM decided d WHERE d.op = 'touch' AND d.acts AND e.ctid = d.row_id
-    ), erased AS (
-        DELETE FROM {schema}.limpet_entries e
-        WHERE e.ctid = ANY (ARRAY(SELECT d.row_id FROM decided d WHERE d.op IN ('delete', 'take') AND d.acts))
-    ), counted AS (
-        UPDATE {schema}.limpet_namespaces n
-        SET revision = s.revision, at_ms = now_ms, keys = n.keys + s.keys, size_bytes = n.size_bytes + s.size_bytes,
-            log_changes = n.log_changes + s.changes, log_bytes = n.log_bytes + s.log_bytes
-        FROM (
-            SELECT max(d.new_revision) AS revision,
-                count(*) + count(*) FILTER (WHERE d.is_ending) AS changes,
-                sum(d.log_size) + coalesce(sum(octet_length(d.key)) FILTER (WHERE d.is_ending), 0) AS log_bytes,
-                count(*) FILTER (WHERE d.family = 'data' AND d.op = 'put' AND NOT d.is_stored)
-                    - count(*) FILTER (WHERE d.family = 'data' AND d.op IN ('delete', 'take')) AS keys,
-                coalesce(sum(CASE WHEN d.op = 'put' THEN d.weight - coalesce(d.size_bytes, 0)
-                    WHEN d.op IN ('delete', 'take') THEN -d.size_bytes END) FILTER (WHERE d.family = 'data'), 0)
-                    AS size_bytes
-            FROM decided d WHERE d.acts
-        ) AS s
-        WHERE n.namespace = ns AND s.revision IS NOT NULL
-        RETURNING pg_notify(channel, ns)::text
-    )
-    SELECT d.batch, d.n::int, NULL::int, d.last_revision, now_ms,
-        CASE WHEN d.op IN ('touch', 'take') THEN d.kind END,
-        CASE WHEN d.op IN ('touch', 'take') THEN d.stored END,
-        CASE WHEN d.acts THEN d.after_version END, d.after_revision, d.after_created_revision, d.after_created_ms,
-        d.after_updated_ms, d.after_expires_ms, d.after_meta
-    FROM decided d
-    UNION ALL
-    SELECT r.batch, NULL, r.n::int, NULL, now_ms, r.kind, r.stored,
-        r.version, r.revision, r.created_revision, r.created_ms, r.updated_ms, r.expires_ms, r.meta
-    FROM refused r;
 END $$;
