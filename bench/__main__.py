@@ -11,7 +11,22 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from bench import filters, footprint, growth, lag, memory, nats, plot, postgres, redis, report, sqlite, startup, sweep
+from bench import (
+    filters,
+    footprint,
+    growth,
+    hot,
+    lag,
+    memory,
+    nats,
+    plot,
+    postgres,
+    redis,
+    report,
+    sqlite,
+    startup,
+    sweep,
+)
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -23,6 +38,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "postgres": postgres.measure,
     "redis": redis.measure,
     "nats": nats.measure,
+    "hot": hot.measure,
     "filter": filters.measure,
     "lag": lag.measure,
     "sweep": sweep.measure,
