@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from bench import (
+    compare,
     filters,
     footprint,
     growth,
@@ -50,6 +51,8 @@ GROUPS: dict[str, Callable[[Run], None]] = {
 
 def main() -> int:
     chosen = _arguments()
+    if chosen.compare:
+        return _compare(chosen)
     if chosen.plot or chosen.docs:
         return _show(chosen)
 
@@ -101,6 +104,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="the result to show (the newest that is no trial)"
     )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("BEFORE", "AFTER"),
+        help="print the lines that two results have in common, the worst first; with --strict, fail when one is worse",
+    )
     return parser.parse_args()
 
 
@@ -125,6 +135,13 @@ def _conclude(findings: Findings, out: Path) -> None:
     for name, reason in findings.absent.items():
         say(f"  not measured: {name} ({reason})")
     say(f"Kept in {out}")
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    before, after = map(Findings.load, chosen.compare)
+    say(compare.comparison(before, after))
+    is_worse = any(pair.verdict for pair in compare.pair_lines(before, after))
+    return 1 if chosen.strict and is_worse else 0
 
 
 def _show(chosen: argparse.Namespace) -> int:
