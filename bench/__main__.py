@@ -60,6 +60,7 @@ def main() -> int:
         rounds=chosen.rounds or (2 if chosen.quick else 11),
         slice_s=chosen.slice or (0.02 if chosen.quick else 0.15),
         quick=chosen.quick,
+        engines=tuple(chosen.engine or ()),
     )
     out = chosen.out or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
     RESULTS.mkdir(exist_ok=True)
@@ -86,6 +87,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slice", type=float, metavar="S", help="seconds that each contender runs in a round (0.15)")
     parser.add_argument(
         "--only", action="append", choices=GROUPS, help="measure this alone; may be given several times"
+    )
+    parser.add_argument(
+        "--engine", action="append", choices=hot.ENGINES, help="of hot, measure this engine alone; may be repeated"
     )
     parser.add_argument(
         "--quick", action="store_true", help="try everything out in a few seconds; the figures mean nothing"

@@ -83,8 +83,9 @@ class Failure(NamedTuple):
 
 
 def measure(run: Run) -> None:
-    for engine, serve in _ENGINES.items():
-        stages = STAGES if engine != "memory" else STAGES[:1]
+    for name in run.options.engines or ENGINES:
+        engine, serve = _ENGINES[name]
+        stages = STAGES if name != "memory" else STAGES[:1]
         with serve(run) as url, Processes(url) as processes:
             found = _shares(run, engine, processes, stages)
         _report(run, engine, found)
@@ -377,10 +378,11 @@ def _on_nats(run: Run) -> Iterator[str]:
         yield server.url
 
 
-_ENGINES: Final[dict[str, Callable[[Run], AbstractContextManager[str]]]] = {
-    "memory": _on_memory,
-    "SQLite": _on_sqlite,
-    "PostgreSQL": _on_postgres,
-    "Redis": _on_redis,
-    "NATS": _on_nats,
+_ENGINES: Final[dict[str, tuple[str, Callable[[Run], AbstractContextManager[str]]]]] = {
+    "memory": ("memory", _on_memory),
+    "sqlite": ("SQLite", _on_sqlite),
+    "postgres": ("PostgreSQL", _on_postgres),
+    "redis": ("Redis", _on_redis),
+    "nats": ("NATS", _on_nats),
 }
+ENGINES: Final = tuple(_ENGINES)
