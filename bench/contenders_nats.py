@@ -110,9 +110,11 @@ class BatchByHand(ByHand):
     """The same messages where each is synced: those of one turn of the loop go as one atomic batch."""
 
     name = "an atomic batch by hand"
+    lacks = frozenset({"guarded"})
 
     async def open(self, folder: Path) -> None:
         await super().open(folder)
+        self._at_once = asyncio.Semaphore(_BATCHES_MAX)
         self._waiting: dict[str, tuple[bytes, asyncio.Future[int]]] = {}
         self._sending: asyncio.Task[None] | None = None
 
@@ -129,21 +131,31 @@ class BatchByHand(ByHand):
     async def _send_all(self) -> None:
         while self._waiting:
             group, self._waiting = self._waiting, {}
-            name, reply = os.urandom(9).hex().encode(), None
-            for number, (key, (body, _)) in enumerate(group.items(), 1):
-                more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
-                head = (_HEAD % self._last.get(key, 0))[:-2] + more
-                if number < len(group):
-                    self._connection.send(self._subject(("data", key)), body, head + b"\r\n")
-                else:
-                    head += b"Nats-Batch-Commit: 1\r\n\r\n"
-                    reply = self._connection.request(self._subject(("data", key)), body, head)
-            first = await self._number(reply) - len(group) + 1
-            for number, (key, (_, answer)) in enumerate(group.items(), first):
-                self._last[key] = number
-                answer.set_result(number)
+            await self._send({key: body for key, (body, _) in group.items()})
+            for key, (_, answer) in group.items():
+                answer.set_result(self._last[key])
         self._sending = None
 
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        async with self._at_once:
+            await self._send({key: encode(value) for key, value in jobs})
+
+    async def _send(self, bodies: dict[str, bytes]) -> None:
+        name, reply = os.urandom(9).hex().encode(), None
+        for number, (key, body) in enumerate(bodies.items(), 1):
+            more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
+            head = (_HEAD % self._last.get(key, 0))[:-2] + more
+            if number < len(bodies):
+                self._connection.send(self._subject(("data", key)), body, head + b"\r\n")
+            else:
+                head += b"Nats-Batch-Commit: 1\r\n\r\n"
+                reply = self._connection.request(self._subject(("data", key)), body, head)
+        first = await self._number(reply) - len(bodies) + 1
+        self._last |= zip(bodies, range(first, first + len(bodies)), strict=True)
+
+
+_BATCHES_MAX = 50
+"""Batches that the server takes at once of one stream."""
 
 _HEAD = (
     b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: %d\r\n"

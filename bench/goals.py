@@ -57,8 +57,8 @@ NATS_SYNCED: Final = {64: Goal(2.5, 4), 512: Goal(8, 12)}
 REDIS_WRITES: Final = {
     "guarded": Goal(0.85, 1),
     "guarded@64": Goal(2, 4),
-    "batch": Goal(0.7, 1),
-    "batch@64": Goal(0.9, 1.5),
+    "batch": Goal(0.6, 0.85),
+    "batch@64": Goal(0.8, 1.5),
 }
 POSTGRES_WRITES: Final = {
     "guarded": Goal(0.85, 1),
@@ -68,16 +68,11 @@ POSTGRES_WRITES: Final = {
 }
 SQLITE_WRITES: Final = {
     "guarded": Goal(0.7, 0.9),
-    "guarded@64": Goal(2, 4),
+    "guarded@64": Goal(3, 6),
     "batch": Goal(0.6, 0.9),
-    "batch@64": Goal(1, 2),
+    "batch@64": Goal(1.5, 3),
 }
-NATS_WRITES: Final = {
-    "guarded": Goal(0.7, 1),
-    "guarded@64": Goal(1.6, 2.5),
-    "batch": Goal(0.7, 1),
-    "batch@64": Goal(0.7, 1),
-}
+NATS_WRITES: Final = {"guarded": Goal(0.9, 1.2), "guarded@64": Goal(1.6, 2.5)}
 # Of several processes on a hot key: the slowest must get half of what the fastest gets.
 HOT_SLOWEST: Final = Goal(0.5)
 FILTER_SQLITE: Final = Goal(100, 190)

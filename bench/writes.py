@@ -25,7 +25,7 @@ BATCH: Final = 10
 WORDS: Final = {"guarded": "guarded put", "batch": f"batch of {BATCH} puts"}
 
 Aims = dict[str, Goal]
-"""Goals by race: ``guarded``, ``guarded@64``, ``batch`` and ``batch@64``."""
+"""Goals by race: ``guarded``, ``guarded@64``, ``batch`` and ``batch@64``. One without a goal is not judged."""
 
 
 def measure(
@@ -54,7 +54,8 @@ def measure(
                 who = "one caller" if callers == 1 else f"{callers} callers"
                 say(race_table(f"\n{engine}, {words}, {who}, {keys:,} keys", found[name], ours, setup.checks))
                 unit: Unit = "of" if callers == 1 else "x"
-                findings.compare(group, f"{what}, {unit} {by_hand}", unit, found[name], ours, [by_hand], aims[name])
+                against = f"{what}, {unit} {by_hand}"
+                findings.compare(group, against, unit, found[name], ours, [by_hand], aims.get(name))
     return found
 
 
