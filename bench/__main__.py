@@ -11,7 +11,23 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
-from bench import filters, footprint, growth, lag, memory, nats, plot, postgres, redis, report, sqlite, startup, sweep
+from bench import (
+    compare,
+    filters,
+    footprint,
+    growth,
+    hot,
+    lag,
+    memory,
+    nats,
+    plot,
+    postgres,
+    redis,
+    report,
+    sqlite,
+    startup,
+    sweep,
+)
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -23,6 +39,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "postgres": postgres.measure,
     "redis": redis.measure,
     "nats": nats.measure,
+    "hot": hot.measure,
     "filter": filters.measure,
     "lag": lag.measure,
     "sweep": sweep.measure,
@@ -34,6 +51,8 @@ GROUPS: dict[str, Callable[[Run], None]] = {
 
 def main() -> int:
     chosen = _arguments()
+    if chosen.compare:
+        return _compare(chosen)
     if chosen.plot or chosen.docs:
         return _show(chosen)
 
@@ -41,6 +60,7 @@ def main() -> int:
         rounds=chosen.rounds or (2 if chosen.quick else 11),
         slice_s=chosen.slice or (0.02 if chosen.quick else 0.15),
         quick=chosen.quick,
+        engines=tuple(chosen.engine or ()),
     )
     out = chosen.out or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
     RESULTS.mkdir(exist_ok=True)
@@ -69,6 +89,9 @@ def _arguments() -> argparse.Namespace:
         "--only", action="append", choices=GROUPS, help="measure this alone; may be given several times"
     )
     parser.add_argument(
+        "--engine", action="append", choices=hot.ENGINES, help="of hot, measure this engine alone; may be repeated"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="try everything out in a few seconds; the figures mean nothing"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the result goes (bench/results/<date>.json)")
@@ -84,6 +107,13 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--from", dest="source", type=Path, metavar="FILE", help="the result to show (the newest that is no trial)"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=Path,
+        metavar=("BEFORE", "AFTER"),
+        help="print the lines that two results have in common, the worst first; with --strict, fail when one is worse",
     )
     return parser.parse_args()
 
@@ -109,6 +139,13 @@ def _conclude(findings: Findings, out: Path) -> None:
     for name, reason in findings.absent.items():
         say(f"  not measured: {name} ({reason})")
     say(f"Kept in {out}")
+
+
+def _compare(chosen: argparse.Namespace) -> int:
+    before, after = map(Findings.load, chosen.compare)
+    say(compare.comparison(before, after))
+    is_worse = any(pair.verdict for pair in compare.pair_lines(before, after))
+    return 1 if chosen.strict and is_worse else 0
 
 
 def _show(chosen: argparse.Namespace) -> int:

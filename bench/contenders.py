@@ -13,11 +13,12 @@ import contextlib
 import importlib
 import inspect
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import limpet
 from bench import workload
 from bench.harness import CALLERS
 from bench.workload import Job
@@ -31,6 +32,14 @@ SAMPLE = 100
 def load(module: str) -> Any:
     """A peer's module. Peers are installed for the benchmarks alone, so nothing imports them by name."""
     return importlib.import_module(module)
+
+
+async def gather_all(call: Callable[[str], Awaitable[Any]], keys: Iterable[str]) -> list[Any]:
+    """The results of a call for each key, of some keys at a time."""
+    pending, found = iter(keys), []
+    while some := list(islice(pending, CALLERS)):
+        found += await asyncio.gather(*map(call, some))
+    return found
 
 
 class Contender:
@@ -65,6 +74,55 @@ class Contender:
 
     async def close(self) -> None:
         """Close the store and its connections."""
+
+
+class Writer(Contender):
+    """A store that also puts under a guard, and several keys in one step."""
+
+    lacks: ClassVar[frozenset[str]] = frozenset()
+    """The verbs in which it does not race."""
+
+    async def load(self, keys: Iterable[str]) -> int:
+        """Read what the guards must expect. Returns how many writes the store has counted."""
+        raise NotImplementedError
+
+    async def guarded(self, key: str, value: Any) -> None:
+        """Put over what was last put or loaded. An error when something else is there."""
+        raise NotImplementedError
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        """Put all of these, each under its own key."""
+        raise NotImplementedError
+
+
+class LimpetWriter(Writer):
+    """Limpet on any engine. Who opens it sets `store`."""
+
+    role: ClassVar[Role] = "limpet"
+    store: limpet.Store
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.store.put(key, value)
+
+    async def get(self, key: str) -> Any:
+        return await self.store.get(key)
+
+    async def load(self, keys: Iterable[str]) -> int:
+        entries = await gather_all(self.store.entry, keys)
+        self._entries = {entry.key: entry for entry in entries}
+        return sum(entry.version for entry in self._entries.values())
+
+    async def guarded(self, key: str, value: Any) -> None:
+        self._entries[key] = await self.store.put(key, value, expect=self._entries[key])
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        draft = self.store.batch()
+        for key, value in jobs:
+            draft.put(key, value)
+        await draft.commit()
+
+    async def close(self) -> None:
+        await self.store.close()
 
 
 class BlockingContender:

@@ -1,58 +1,36 @@
 """Stores on NATS JetStream: Limpet, and the key-value store of the driver that it is built on.
 
-Each has its own bucket on one server. A guarded put expects the revision that the same caller last got,
-so it succeeds unless two callers use the same key.
+Each has its own bucket on one server. A guarded put expects the revision that the key last got.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import limpet
-from bench.contenders import Contender, Role, load
-from bench.workload import decode, encode
+from bench.contenders import LimpetWriter, Role, Writer, gather_all, load
+from bench.workload import Job, decode, encode
 
 
-class OnNats(Contender):
+class OnNats(Writer):
     """A contender on the server whose URL it is given."""
 
     keeps_files = False
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.known: dict[str, Any] = {}
-
-    async def guarded(self, key: str, value: Any) -> None:
-        """Put over what was last put."""
-        raise NotImplementedError
 
 
-class LimpetNats(OnNats):
+class LimpetNats(LimpetWriter, OnNats):
     name = "Limpet"
-    role: ClassVar[Role] = "limpet"
     note = "versions, revisions, TTL, safe retries"
 
     async def open(self, folder: Path) -> None:
         self.store = await limpet.open(self.url)
-
-    async def put(self, key: str, value: Any) -> None:
-        await self.store.put(key, value)
-
-    async def get(self, key: str) -> Any:
-        return await self.store.get(key)
-
-    async def guarded(self, key: str, value: Any) -> None:
-        expected = self.known.pop(key, None) or await self.store.entry(key)
-        try:
-            self.known[key] = await self.store.put(key, value, expect=expected)
-        except limpet.errors.Conflict as conflict:
-            self.known[key] = conflict.current
-
-    async def close(self) -> None:
-        await self.store.close()
 
 
 class NatsPy(OnNats):
@@ -70,11 +48,18 @@ class NatsPy(OnNats):
         return decode((await self.bucket.get(key)).value)
 
     async def guarded(self, key: str, value: Any) -> None:
-        expected = self.known.pop(key, None) or (await self.bucket.get(key)).revision
-        try:
-            self.known[key] = await self.bucket.update(key, encode(value), last=expected)
-        except load("nats.js.errors").KeyWrongLastSequenceError:
-            self.known.pop(key, None)
+        self._revisions[key] = await self.bucket.update(key, encode(value), last=self._revisions[key])
+
+    async def load(self, keys: Iterable[str]) -> int:
+        wanted = list(keys)
+        found = await gather_all(self.bucket.get, wanted)
+        self._revisions: dict[str, int] = {key: entry.revision for key, entry in zip(wanted, found, strict=True)}
+        # The stream numbers its messages, and each is a write.
+        return max(self._revisions.values())
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        """Guarded messages at once: the bucket has no step for several keys."""
+        await asyncio.gather(*(self.guarded(*job) for job in jobs))
 
     async def close(self) -> None:
         await self.client.close()
@@ -89,15 +74,21 @@ class ByHand(LimpetNats):
     name = "a guarded message by hand"
     role: ClassVar[Role] = "limit"
     note = "what Limpet sends, without its checks, plans, entries and retries"
+    lacks = frozenset({"batch"})
 
     async def open(self, folder: Path) -> None:
-        self.store = await limpet.open(self.url, namespace="by-hand")
+        # A new one: messages that it has not sent itself would refuse its own without end.
+        namespace = f"by-hand-{os.urandom(4).hex()}"
+        self.store = await limpet.open(self.url, namespace=namespace)
         await self.store.put("begin", 0)
         engine: Any = self.store._session.engine
         self._connection = await engine.connection()
-        self._subject = engine._namespaces["by-hand"].stream.subjects.of
+        self._subject = engine._namespaces[namespace].stream.subjects.of
         self._number = load("limpet.engines.nats.stream").await_ack
         self._last: dict[str, int] = {}
+
+    async def load(self, keys: Iterable[str]) -> int:
+        return max(self._last.values())
 
     async def put(self, key: str, value: Any) -> None:
         # A caller that comes while another writes the key is refused, and tries again.
@@ -119,9 +110,11 @@ class BatchByHand(ByHand):
     """The same messages where each is synced: those of one turn of the loop go as one atomic batch."""
 
     name = "an atomic batch by hand"
+    lacks = frozenset({"guarded"})
 
     async def open(self, folder: Path) -> None:
         await super().open(folder)
+        self._at_once = asyncio.Semaphore(_BATCHES_MAX)
         self._waiting: dict[str, tuple[bytes, asyncio.Future[int]]] = {}
         self._sending: asyncio.Task[None] | None = None
 
@@ -138,21 +131,31 @@ class BatchByHand(ByHand):
     async def _send_all(self) -> None:
         while self._waiting:
             group, self._waiting = self._waiting, {}
-            name, reply = os.urandom(9).hex().encode(), None
-            for number, (key, (body, _)) in enumerate(group.items(), 1):
-                more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
-                head = (_HEAD % self._last.get(key, 0))[:-2] + more
-                if number < len(group):
-                    self._connection.send(self._subject(("data", key)), body, head + b"\r\n")
-                else:
-                    head += b"Nats-Batch-Commit: 1\r\n\r\n"
-                    reply = self._connection.request(self._subject(("data", key)), body, head)
-            first = await self._number(reply) - len(group) + 1
-            for number, (key, (_, answer)) in enumerate(group.items(), first):
-                self._last[key] = number
-                answer.set_result(number)
+            await self._send({key: body for key, (body, _) in group.items()})
+            for key, (_, answer) in group.items():
+                answer.set_result(self._last[key])
         self._sending = None
 
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        async with self._at_once:
+            await self._send({key: encode(value) for key, value in jobs})
+
+    async def _send(self, bodies: dict[str, bytes]) -> None:
+        name, reply = os.urandom(9).hex().encode(), None
+        for number, (key, body) in enumerate(bodies.items(), 1):
+            more = b"Nats-Batch-Id: %b\r\nNats-Batch-Sequence: %d\r\n" % (name, number)
+            head = (_HEAD % self._last.get(key, 0))[:-2] + more
+            if number < len(bodies):
+                self._connection.send(self._subject(("data", key)), body, head + b"\r\n")
+            else:
+                head += b"Nats-Batch-Commit: 1\r\n\r\n"
+                reply = self._connection.request(self._subject(("data", key)), body, head)
+        first = await self._number(reply) - len(bodies) + 1
+        self._last |= zip(bodies, range(first, first + len(bodies)), strict=True)
+
+
+_BATCHES_MAX = 50
+"""Batches that the server takes at once of one stream."""
 
 _HEAD = (
     b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: %d\r\n"

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import limpet
-from bench.contenders import Contender, Role, load
+from bench.contenders import Contender, LimpetWriter, Role, Void, Writer, load
 from bench.workload import Job, decode, encode
 
 EXPECTED = {"fsync": "on", "synchronous_commit": "on"}
@@ -51,26 +51,16 @@ class OnPostgres(Contender):
         )
 
 
-class LimpetPostgres(OnPostgres):
+class LimpetPostgres(LimpetWriter, OnPostgres):
     name = "Limpet"
-    role: ClassVar[Role] = "limpet"
     note = "versions, revisions, a log row of every change, TTL"
 
     async def open(self, folder: Path) -> None:
         self.store = await limpet.open(f"{self.url}?schema={self.schema}")
 
-    async def put(self, key: str, value: Any) -> None:
-        await self.store.put(key, value)
-
-    async def get(self, key: str) -> Any:
-        return await self.store.get(key)
-
     async def settings(self) -> dict[str, str]:
         engine: Any = self.store._session.engine
         return _settings((await engine._fetch(_SETTINGS))[0])
-
-    async def close(self) -> None:
-        await self.store.close()
 
 
 class ByHand(LimpetPostgres):
@@ -203,6 +193,84 @@ class RawUnnest(AsyncpgPool):
     async def close(self) -> None:
         await self.pool.release(self._connection)
         await self.pool.close()
+
+
+class OneStatement(Writer, OnPostgres):
+    """A guarded put and a batch as one would write them by hand: one statement each, which also writes the log.
+
+    Its revisions come from a sequence, which does not order them by commit, so nothing could follow its log safely.
+    """
+
+    name = "asyncpg, a statement a call"
+    role: ClassVar[Role] = "limit"
+    note = "compares, writes the row and a log row; through a pool of 10; no TTL, nothing tried again"
+    connections = AsyncpgPool.connections
+
+    async def open(self, folder: Path) -> None:
+        self.pool = await self.connect(self.connections)
+        await self.pool.execute(_TABLES)
+        self._revisions: dict[str, int] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.batch([(key, value)])
+
+    async def get(self, key: str) -> Any:
+        return decode(await self.pool.fetchval("SELECT value::text FROM versioned WHERE key = $1", key))
+
+    async def load(self, keys: Iterable[str]) -> int:
+        rows = await self.pool.fetch(
+            "SELECT key, revision, version FROM versioned WHERE key = ANY ($1::text[])", list(keys)
+        )
+        self._revisions = {key: revision for key, revision, _ in rows}
+        written: int = sum(version for *_, version in rows)
+        if written != await self.pool.fetchval("SELECT count(*) FROM log"):
+            raise Void(f"{self.name}: {written} writes, and another number of rows in the log")
+        return written
+
+    async def guarded(self, key: str, value: Any) -> None:
+        text, expected = encode(value).decode(), self._revisions[key]
+        revision = await self.pool.fetchval(_GUARDED, key, text, expected)
+        if revision is None:
+            raise Void(f"{self.name}: a guard has failed that holds")
+        self._revisions[key] = revision
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        texts = [encode(value).decode() for _, value in jobs]
+        await self.pool.fetch(_BATCH, [key for key, _ in jobs], texts)
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        await self.batch(list(jobs))
+
+    async def settings(self) -> dict[str, str]:
+        return _settings(await self.pool.fetchrow(_SETTINGS))
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+_TABLES = """
+CREATE SEQUENCE revisions;
+CREATE TABLE versioned (key text COLLATE "C" PRIMARY KEY, value jsonb NOT NULL, version bigint NOT NULL,
+    revision bigint NOT NULL);
+CREATE TABLE log (revision bigint PRIMARY KEY, key text COLLATE "C" NOT NULL, value jsonb NOT NULL,
+    version bigint NOT NULL)"""
+_GUARDED = """
+WITH written AS (
+    UPDATE versioned SET value = $2::text::jsonb, version = version + 1, revision = nextval('revisions')
+    WHERE key = $1 AND revision = $3 RETURNING revision, key, value, version
+), logged AS (INSERT INTO log (revision, key, value, version) SELECT * FROM written)
+SELECT revision FROM written"""
+# In the order of their keys, so that two batches never wait for each other.
+_BATCH = """
+WITH written AS (
+    INSERT INTO versioned (key, value, version, revision)
+    SELECT key, value::jsonb, 1, nextval('revisions')
+    FROM unnest($1::text[], $2::text[]) AS given (key, value) ORDER BY key
+    ON CONFLICT (key) DO UPDATE
+    SET value = excluded.value, version = versioned.version + 1, revision = excluded.revision
+    RETURNING revision, key, value, version
+), logged AS (INSERT INTO log (revision, key, value, version) SELECT * FROM written)
+SELECT revision FROM written"""
 
 
 class LanggraphPostgres(OnPostgres):

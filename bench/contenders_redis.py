@@ -7,13 +7,13 @@ command of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import limpet
-from bench.contenders import Contender, load
+from bench.contenders import Contender, LimpetWriter, Role, Void, Writer, load
 from bench.workload import Job, decode, encode
 
 EXPECTED = {"appendonly": "yes", "appendfsync": "everysec"}
@@ -34,23 +34,13 @@ class OnRedis(Contender):
             return {name: (await client.config_get(name))[name] for name in EXPECTED}
 
 
-class LimpetRedis(OnRedis):
+class LimpetRedis(LimpetWriter, OnRedis):
     name = "Limpet"
-    role = "limpet"
     note = "versions, revisions, a stream of every change, TTL"
     database = 1
 
     async def open(self, folder: Path) -> None:
         self.store = await limpet.open(self.url)
-
-    async def put(self, key: str, value: Any) -> None:
-        await self.store.put(key, value)
-
-    async def get(self, key: str) -> Any:
-        return await self.store.get(key)
-
-    async def close(self) -> None:
-        await self.store.close()
 
 
 class RedisPy(OnRedis):
@@ -132,5 +122,79 @@ class AiocacheRedis(OnRedis):
     async def close(self) -> None:
         await self._store.close()
 
+
+class Scripted(Writer, OnRedis):
+    """A guarded put and a batch as one would write them by hand: one script call each, and a stream of the changes."""
+
+    name = "redis-py, a script a call"
+    role: ClassVar[Role] = "limit"
+    note = "EVALSHA: compare, write the hash, XADD the change; no TTL, nothing tried again"
+    database = 6
+
+    async def open(self, folder: Path) -> None:
+        self.client = load("redis.asyncio").Redis.from_url(self.url)
+        self._guarded = await self.client.script_load(_GUARDED)
+        self._batch = await self.client.script_load(_BATCH)
+        self._revisions: dict[str, bytes] = {}
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.batch([(key, value)])
+
+    async def get(self, key: str) -> Any:
+        return decode(await self.client.hget(key, "value"))
+
+    async def load(self, keys: Iterable[str]) -> int:
+        wanted = list(keys)
+        async with self.client.pipeline(transaction=False) as pipeline:
+            for key in wanted:
+                pipeline.hmget(key, "revision", "version")
+            rows = await pipeline.execute()
+        self._revisions = {key: revision for key, (revision, _) in zip(wanted, rows, strict=True)}
+        written = sum(int(version) for _, version in rows)
+        if written != await self.client.xlen(_CHANGES):
+            raise Void(f"{self.name}: {written} writes, and another number of changes in the stream")
+        return written
+
+    async def guarded(self, key: str, value: Any) -> None:
+        revision = await self.client.evalsha(self._guarded, 2, key, _CHANGES, self._revisions[key], encode(value))
+        if revision is None:
+            raise Void(f"{self.name}: a guard has failed that holds")
+        self._revisions[key] = revision
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        keys, bodies = [key for key, _ in jobs], [encode(value) for _, value in jobs]
+        await self.client.evalsha(self._batch, len(jobs) + 1, _CHANGES, *keys, *bodies)
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        pending = list(jobs)
+        for start in range(0, len(pending), 500):
+            await self.batch(pending[start : start + 500])
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+_CHANGES = "changes"
+# The id of the change is the revision.
+_GUARDED = """
+if redis.call('HGET', KEYS[1], 'revision') ~= ARGV[1] then
+    return false
+end
+local revision = redis.call('XADD', KEYS[2], '*', 'key', KEYS[1], 'value', ARGV[2])
+redis.call('HSET', KEYS[1], 'value', ARGV[2], 'revision', revision)
+redis.call('HINCRBY', KEYS[1], 'version', 1)
+return revision
+"""
+_BATCH = """
+local revisions = {}
+for number, value in ipairs(ARGV) do
+    local key = KEYS[number + 1]
+    local revision = redis.call('XADD', KEYS[1], '*', 'key', key, 'value', value)
+    redis.call('HSET', key, 'value', value, 'revision', revision)
+    redis.call('HINCRBY', key, 'version', 1)
+    revisions[number] = revision
+end
+return revisions
+"""
 
 CONTENDERS: tuple[type[OnRedis], ...] = (LimpetRedis, RedisPy, PyKeyValueRedis, AiocacheRedis, RawRedis)

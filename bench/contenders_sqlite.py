@@ -6,16 +6,19 @@ means that a write is on the disk when the call returns, ``NORMAL`` that a power
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import limpet
 import limpet.sync
-from bench.contenders import BlockingContender, Contender, load
+from bench.contenders import BlockingContender, Contender, LimpetWriter, Role, Void, Writer, load
 from bench.workload import Job, decode, encode
 
+T = TypeVar("T")
 Synchronous = Literal["FULL", "NORMAL"]
 
 _LEVELS = {"1": "NORMAL", "2": "FULL"}
@@ -40,9 +43,8 @@ def _settings_of(connection: Any) -> dict[str, str]:
 # Limpet -----------------------------------------------------------------------
 
 
-class LimpetFull(Contender):
+class LimpetFull(LimpetWriter):
     name = "Limpet FULL"
-    role = "limpet"
     note = "versions, revisions, a log row of every change, TTL"
     synchronous: ClassVar[Synchronous] = "FULL"
     expects = _expected_settings("FULL")
@@ -51,17 +53,8 @@ class LimpetFull(Contender):
         self.path = folder / "limpet.db"
         self.store = await limpet.open(f"sqlite:///{self.path}?synchronous={self.synchronous.lower()}")
 
-    async def put(self, key: str, value: Any) -> None:
-        await self.store.put(key, value)
-
-    async def get(self, key: str) -> Any:
-        return await self.store.get(key)
-
     async def settings(self) -> dict[str, str]:
         return _settings_of(_writer_of(self.store))
-
-    async def close(self) -> None:
-        await self.store.close()
 
 
 class LimpetNormal(LimpetFull):
@@ -257,6 +250,14 @@ async def _awaited_settings_of(connection: Any) -> dict[str, str]:
 # Limits -----------------------------------------------------------------------
 
 
+def _tune(connection: sqlite3.Connection) -> None:
+    """Set it up as Limpet does, so that the limit is one."""
+    for setting in ("journal_mode = WAL", "synchronous = FULL", "wal_autocheckpoint = 4000"):
+        connection.execute(f"PRAGMA {setting}")
+    connection.execute("PRAGMA cache_size = -65536")
+    connection.execute("PRAGMA mmap_size = 268435456")
+
+
 class RawBatched(BlockingContender):
     """The standard library's sqlite3 with the caller's calls already in hand, 64 to a transaction."""
 
@@ -267,12 +268,7 @@ class RawBatched(BlockingContender):
 
     def open(self, folder: Path) -> None:
         self._connection = sqlite3.connect(folder / "pairs.db", isolation_level=None)
-        self._connection.execute("PRAGMA journal_mode = WAL")
-        self._connection.execute("PRAGMA synchronous = FULL")
-        # As Limpet sets them, so that the limit is one.
-        self._connection.execute("PRAGMA wal_autocheckpoint = 4000")
-        self._connection.execute("PRAGMA cache_size = -65536")
-        self._connection.execute("PRAGMA mmap_size = 268435456")
+        _tune(self._connection)
         self._create()
 
     def _create(self) -> None:
@@ -305,6 +301,20 @@ class RawBatched(BlockingContender):
         self._connection.close()
 
 
+_VERSIONED = (
+    "CREATE TABLE pairs (key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL,"
+    " revision INTEGER NOT NULL) WITHOUT ROWID"
+)
+_LOG = (
+    "CREATE TABLE log (revision INTEGER PRIMARY KEY, key TEXT NOT NULL, value BLOB NOT NULL, version INTEGER NOT NULL)"
+)
+_UPSERT_VERSION = (
+    "INSERT INTO pairs VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
+    " SET value = excluded.value, version = excluded.version, revision = excluded.revision"
+)
+_INSERT_LOG = "INSERT INTO log (key, value, version, revision) VALUES (?, ?, ?, ?)"
+
+
 class RawSameWork(RawBatched):
     """As above, with the work that a version, a revision and a log need: a read, a log row, a counter."""
 
@@ -312,14 +322,8 @@ class RawSameWork(RawBatched):
     note = "64 a transaction; reads the row, writes it and a log row, moves a counter"
 
     def _create(self) -> None:
-        self._connection.execute(
-            "CREATE TABLE pairs (key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL,"
-            " revision INTEGER NOT NULL) WITHOUT ROWID"
-        )
-        self._connection.execute(
-            "CREATE TABLE log (revision INTEGER PRIMARY KEY, key TEXT NOT NULL, value BLOB NOT NULL,"
-            " version INTEGER NOT NULL)"
-        )
+        self._connection.execute(_VERSIONED)
+        self._connection.execute(_LOG)
         self._connection.execute("CREATE TABLE counter (revision INTEGER NOT NULL)")
         self._connection.execute("INSERT INTO counter VALUES (0)")
 
@@ -332,11 +336,86 @@ class RawSameWork(RawBatched):
             found = execute("SELECT value, version, revision FROM pairs WHERE key = ?", (key,)).fetchone()
             revision += 1
             rows.append((key, encode(value), 1 if found is None else found[1] + 1, revision))
-        self._connection.executemany(
-            "INSERT INTO pairs VALUES (?, ?, ?, ?) ON CONFLICT (key) DO UPDATE"
-            " SET value = excluded.value, version = excluded.version, revision = excluded.revision",
-            rows,
-        )
-        self._connection.executemany("INSERT INTO log (key, value, version, revision) VALUES (?, ?, ?, ?)", rows)
+        self._connection.executemany(_UPSERT_VERSION, rows)
+        self._connection.executemany(_INSERT_LOG, rows)
         execute("UPDATE counter SET revision = ?", (revision,))
         execute("COMMIT")
+
+
+class OneTransaction(Writer):
+    """A guarded put and a batch as one would write them by hand: a transaction each, in a thread of its own."""
+
+    name = "sqlite3, a transaction a call"
+    role: ClassVar[Role] = "limit"
+    note = "compares, writes the row and a log row; commits one by one; no TTL"
+    expects = _expected_settings("FULL")
+
+    async def open(self, folder: Path) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._revisions: dict[str, int] = {}
+        await self._run(self._open, folder)
+
+    def _open(self, folder: Path) -> None:
+        self._connection = sqlite3.connect(folder / "pairs.db", isolation_level=None)
+        _tune(self._connection)
+        self._connection.execute(_VERSIONED)
+        self._connection.execute(_LOG)
+
+    async def put(self, key: str, value: Any) -> None:
+        await self.batch([(key, value)])
+
+    async def get(self, key: str) -> Any:
+        (found,) = await self._run(lambda: self._connection.execute(_SELECT, (key,)).fetchone())
+        return decode(found)
+
+    async def load(self, keys: Iterable[str]) -> int:
+        def load() -> tuple[list[Any], int]:
+            rows = [self._connection.execute(_SELECT_VERSION, (key,)).fetchone() for key in wanted]
+            return rows, self._connection.execute("SELECT count(*) FROM log").fetchone()[0]
+
+        wanted = list(keys)
+        rows, logged = await self._run(load)
+        self._revisions = {key: revision for key, (_, revision) in zip(wanted, rows, strict=True)}
+        written: int = sum(version for version, _ in rows)
+        if written != logged:
+            raise Void(f"{self.name}: {written} writes, and {logged} rows in the log")
+        return written
+
+    async def guarded(self, key: str, value: Any) -> None:
+        ((_, revision),) = await self._run(self._write, [(key, encode(value))], self._revisions[key])
+        self._revisions[key] = revision
+
+    async def batch(self, jobs: Sequence[Job]) -> None:
+        await self._run(self._write, [(key, encode(value)) for key, value in jobs])
+
+    def _write(self, pairs: Sequence[tuple[str, bytes]], expected: int | None = None) -> list[tuple[int, int]]:
+        """Write all in one transaction. Returns the version and the revision of each."""
+        execute, written = self._connection.execute, []
+        execute("BEGIN IMMEDIATE")
+        for key, body in pairs:
+            version, revision = execute(_SELECT_VERSION, (key,)).fetchone() or (0, 0)
+            if expected is not None and revision != expected:
+                execute("ROLLBACK")
+                raise Void(f"{self.name}: a guard has failed that holds")
+            # The key of the log numbers the changes.
+            cursor = execute("INSERT INTO log (key, value, version) VALUES (?, ?, ?)", (key, body, version + 1))
+            written.append((version + 1, cursor.lastrowid or 0))
+            execute(_UPSERT_VERSION, (key, body, *written[-1]))
+        execute("COMMIT")
+        return written
+
+    async def fill(self, jobs: Iterable[Job]) -> None:
+        await self.batch(list(jobs))
+
+    async def settings(self) -> dict[str, str]:
+        return await self._run(lambda: _settings_of(self._connection))
+
+    async def close(self) -> None:
+        await self._run(self._connection.close)
+        self._thread.shutdown()
+
+    async def _run(self, call: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
+
+
+_SELECT_VERSION = "SELECT version, revision FROM pairs WHERE key = ?"

@@ -51,8 +51,30 @@ POSTGRES_PROCESSES: Final = Goal(1)
 OF_BY_HAND: Final = Goal(0.7, 0.9)
 REDIS: Final = {"put": (Goal(4.5, 8), Goal(0.4, 0.6)), "get": (Goal(6.5, 10), Goal(0.6, 0.9))}
 REDIS_ALONE: Final = {"put": Goal(0.7, 1.1), "get": Goal(0.75, 1.2)}
-NATS: Final = {"put": Goal(1.8, 3), "get": Goal(1.6, 3), "guarded": Goal(1.6, 2.5)}
+NATS: Final = {"put": Goal(1.8, 3), "get": Goal(1.6, 3)}
 NATS_SYNCED: Final = {64: Goal(2.5, 4), 512: Goal(8, 12)}
+# Beside the driver by hand: alone, what the store may add to a call; at 64 callers it groups, and the driver does not.
+REDIS_WRITES: Final = {
+    "guarded": Goal(0.85, 1),
+    "guarded@64": Goal(2, 4),
+    "batch": Goal(0.6, 0.85),
+    "batch@64": Goal(0.8, 1.5),
+}
+POSTGRES_WRITES: Final = {
+    "guarded": Goal(0.85, 1),
+    "guarded@64": Goal(2, 4),
+    "batch": Goal(0.7, 1),
+    "batch@64": Goal(1, 2),
+}
+SQLITE_WRITES: Final = {
+    "guarded": Goal(0.7, 0.9),
+    "guarded@64": Goal(3, 6),
+    "batch": Goal(0.6, 0.9),
+    "batch@64": Goal(1.5, 3),
+}
+NATS_WRITES: Final = {"guarded": Goal(0.9, 1.2), "guarded@64": Goal(1.6, 2.5)}
+# Of several processes on a hot key: the slowest must get half of what the fastest gets.
+HOT_SLOWEST: Final = Goal(0.5)
 FILTER_SQLITE: Final = Goal(100, 190)
 FILTER_POSTGRES: Final = Goal(30, 55)
 FILTER_REDIS: Final = Goal(1000, 10_000)

@@ -1,7 +1,7 @@
 """The PostgreSQL engine beside other stores on the same server: one caller, 64, and several processes.
 
-Then a sweep beside traffic, and a page of a thousand keys out of a million beside the sequential scan
-that finds the same.
+Then guarded puts and batches beside the same by hand, a sweep beside traffic, and a page of a thousand keys out of a
+million beside the sequential scan that finds the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import limpet
 from bench import contenders_postgres as on_postgres
-from bench import goals, sweep, workload
+from bench import goals, sweep, workload, writes
 from bench.contenders import load
 from bench.harness import together
 from bench.remote import races
@@ -41,6 +41,9 @@ def measure(run: Run) -> None:
     run.folder.chmod(0o711)
     with postgres(folder=run.folder / "postgres") as server:
         _races(run, server.url)
+        by_hand = on_postgres.OneStatement
+        contenders = [on_postgres.LimpetPostgres(server.url), by_hand(server.url)]
+        writes.measure(run, "postgres", "PostgreSQL", contenders, by_hand=by_hand.name, aims=goals.POSTGRES_WRITES)
         _processes(run, server.url)
         _sweeps(run, server.url)
         _pages(run, server.url)

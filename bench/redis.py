@@ -1,9 +1,9 @@
-"""The Redis engine beside other stores on the same server: one caller, and 64."""
+"""The Redis engine beside other stores on the same server: one caller, and 64. Then guarded puts and batches."""
 
 from __future__ import annotations
 
 from bench import contenders_redis as on_redis
-from bench import goals
+from bench import goals, writes
 from bench.remote import races
 from bench.run import Run
 from tests.servers import redis
@@ -30,3 +30,6 @@ def measure(run: Run) -> None:
             findings.compare("redis", f"Redis {verb}@64, of {RAW}", "of", many, OURS, [RAW], by_raw)
             goal = goals.REDIS_ALONE[verb]
             findings.compare("redis", f"Redis {verb}, x {DRIVER}", "x", found[verb], OURS, [DRIVER], goal)
+        by_hand = on_redis.Scripted
+        contenders = [on_redis.LimpetRedis(server.url), by_hand(server.url)]
+        writes.measure(run, "redis", "Redis", contenders, by_hand=by_hand.name, aims=goals.REDIS_WRITES)

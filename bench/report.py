@@ -13,7 +13,7 @@ from bench.contenders import Check
 from bench.goals import Goal
 from bench.harness import Race, Slice
 
-Unit = Literal["x", "of", "s", "ms", "MB"]
+Unit = Literal["x", "of", "s", "ms", "MB", "/s"]
 
 DOCS: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 IMAGES: Final = DOCS.parent / "images"
@@ -236,16 +236,20 @@ def figures(findings: Findings) -> str:
             line.what,
             show_figure(line.figure, line.unit) if line.rounds else "",
             *aim(line),
-            f"**{line.verdict}**" if line.verdict in ("MISS", "VOID") else line.verdict,
+            _verdict(line),
             spread(line),
             by_cpu(line),
         )
         for line in findings.lines
+        # They have a table of their own.
+        if line.group != "hot"
     ]
     text.append(_markdown(("figure", "median", "pass", "moonshot", "", "rounds", "by CPU"), rows))
     for name, lanes in findings.races.items():
         race = Race({lane: [Slice(int(calls), *times) for calls, *times in slices] for lane, slices in lanes.items()})
         text += [f"**{name}**", _markdown(("contender", "calls/s", "CPU µs a call"), _rates(race))]
+    if cells := findings.samples.get("hot"):
+        text += ["**Hot keys**, 4 callers in each process", _hot(cells, findings.lines)]
     if sizes := findings.samples.get("growth"):
         text += ["**Growth on SQLite**, medians", _growth(sizes)]
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
@@ -280,8 +284,22 @@ def growth_rows(sizes: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list
     return head, rows
 
 
+def _verdict(line: Line) -> str:
+    return f"**{line.verdict}**" if line.verdict in ("MISS", "VOID") else line.verdict
+
+
 def _growth(sizes: dict[str, dict[str, Any]]) -> str:
     return _markdown(*growth_rows(sizes))
+
+
+def _hot(cells: dict[str, dict[str, Any]], lines: Iterable[Line]) -> str:
+    judged = {line.what.partition(":")[0]: line for line in lines if line.group == "hot" and line.verdict}
+    rows = []
+    for what, cell in cells.items():
+        line = judged.get(what)
+        evenness = ("", "") if line is None else (brief(line.figure), _verdict(line))
+        rows.append((what, brief(statistics.median(cell["rates"])), *evenness, brief(max(cell["waits_ms"]))))
+    return _markdown(("", "writes/s", "slowest of fastest", "", "longest wait ms"), rows)
 
 
 def _rates(race: Race) -> list[tuple[str, ...]]:

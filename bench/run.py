@@ -35,6 +35,8 @@ class Options:
     rounds: int
     slice_s: float
     quick: bool
+    engines: tuple[str, ...] = ()
+    """Those to measure in the group ``hot``; all when there is none."""
 
     def scaled(self, full: int, quick: int) -> int:
         """A number of keys or repetitions, small in a trial run."""

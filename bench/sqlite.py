@@ -1,9 +1,12 @@
-"""The SQLite engine beside other stores on SQLite: 64 callers on a loop, and one that blocks."""
+"""The SQLite engine beside other stores on SQLite: 64 callers on a loop, and one that blocks.
+
+Then guarded puts and batches beside the same by hand.
+"""
 
 from __future__ import annotations
 
 from bench import contenders_sqlite as on_sqlite
-from bench import goals, workload
+from bench import goals, workload, writes
 from bench.contenders import AnyContender, Contender
 from bench.harness import Lane, Race, blocking, in_batches, race, together
 from bench.report import race_table
@@ -23,6 +26,9 @@ BLOCKING_NORMAL = on_sqlite.LimpetBlockingNormal.name
 def measure(run: Run) -> None:
     _on_a_loop(run)
     _blocking(run)
+    by_hand = on_sqlite.OneTransaction
+    contenders = [on_sqlite.LimpetFull(), by_hand()]
+    writes.measure(run, "sqlite", "SQLite FULL", contenders, by_hand=by_hand.name, aims=goals.SQLITE_WRITES)
 
 
 def _on_a_loop(run: Run) -> None:
