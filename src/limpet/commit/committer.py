@@ -44,8 +44,10 @@ KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
 CONTENDED_S: Final = 0.5
 """How long an entry counts as contended after another process was faster."""
-UNKNOWN_REVISION: Final = -1
-"""Expected of an entry that must be read: no entry has it."""
+ABSENT_REVISION: Final = -1
+"""Expected where there is no entry. Not 0, which the receipt of a request that changes nothing may have."""
+UNKNOWN_REVISION: Final = -2
+"""Expected of an entry that must be read, in any case."""
 
 CommitResult = Commit | Refusal | LimpetError
 
@@ -61,12 +63,12 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
     """What a plan has read.
 
     Attributes:
-        revision: The revision of the entry; 0 for an absent one, `UNKNOWN_REVISION` to read it in any case.
+        revision: The revision of the entry, `ABSENT_REVISION` or `UNKNOWN_REVISION`.
         has_expired: Whether the entry has expired, by the time of the engine.
         needs_value: Whether the reply must have the value if the entry is another.
     """
 
-    revision: int = 0
+    revision: int = ABSENT_REVISION
     has_expired: bool = False
     needs_value: bool = False
 
@@ -303,7 +305,7 @@ class KnownEntries:
         until = time.monotonic() + CONTENDED_S
         for entry_id, expected in unit.expected.items():
             found = stale.found.get(entry_id, _ABSENT).entry
-            if expected.revision > 0 and (found is None or found.revision != expected.revision):
+            if expected.revision >= 0 and (found is None or found.revision != expected.revision):
                 self._contended[entry_id] = until
 
     def is_contended(self, members: Iterable[_Member]) -> bool:
@@ -367,7 +369,7 @@ class _PlannedUnit:
         head = self._found.get(entry_id) or self._known.find(entry_id)
         entry, needs_value = head.entry, entry_id in self._needs_value
         if entry is None:
-            self._expected[entry_id] = Expected(0, needs_value=needs_value)
+            self._expected[entry_id] = Expected(needs_value=needs_value)
             return None
         has_expired = entry.expires_ms is not None and entry.expires_ms <= self._now_ms
         is_unknown = needs_value and entry.stored is None

@@ -156,7 +156,7 @@ BEGIN
         WHERE t.namespace = ns AND t.family = r.family AND t.key = r.key OFFSET 0
     ) AS e ON true
     WHERE coalesce(e.expires_ms <= now_ms, false) <> r.has_expired OR r.revision <> coalesce(
-        e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 ELSE 0 END
+        e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 ELSE -1 END
     );
 
     IF cardinality(ops) > 0 THEN

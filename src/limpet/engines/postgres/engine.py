@@ -29,7 +29,7 @@ from limpet.clock import Clock
 from limpet.commit.committer import Apply, Committer, ReplyLost, Stale, Unit
 from limpet.commit.group import NotApplied
 from limpet.commit.log import check_after
-from limpet.commit.relative import Moment
+from limpet.commit.relative import Moment, resolve_receipt
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.connections import CONNECT_S, PostgresConnections, connect
 from limpet.engines.postgres.errors import DRIVER_ERRORS, is_about_one_row, is_connection_lost, translate_error
@@ -390,6 +390,8 @@ class PostgresEngine(PostgresConnections):
                 self._observe_time(namespace, expires_ms)
             else:
                 found[row[0]] = entry_from_row(row[:10])
+        if family == "receipt":
+            found = {key: resolve_receipt(entry) for key, entry in found.items()}
         return [found.get(key) for key in keys]
 
     async def _fetch_page(
