@@ -227,6 +227,8 @@ DECLARE
 BEGIN
     IF expectations IS NOT NULL THEN
         now_ms := ({schema}.limpet_take(ns, seen_ms)).at_ms;
+        -- A session of a caller's pool could have planned the next statement while the table was small.
+        SET LOCAL enable_seqscan = off;
         -- A separate statement, because it must see what was committed while the one above waited.
         SELECT array_agg(a.n::int ORDER BY a.n),
             sum(coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)))
