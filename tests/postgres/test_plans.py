@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 from typing import Any
 
+import asyncpg
 import pytest
 
 import limpet
-from limpet.engines.postgres.engine import PostgresEngine
+from limpet.engines.postgres.engine import PostgresEngine, open_over
 from limpet.errors import Unavailable
 from limpet.keys import key_span, prefix_span
 from limpet.model import ABSENT, Add, Delete, Guard, Revision, Touch
-from tests.postgres.support import Spy, batch, connected, engine_of, new_schema, put, url_of
+from tests.postgres.support import Spy, batch, connected, engine_of, new_schema, put, server, url_of
 
 MANY = 20_000
 
@@ -134,6 +136,36 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
         assert await connection.fetchval(count, filled._schema) == before
         scans = "SELECT idx_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"
         assert await connection.fetchval(scans, filled._schema) > 60
+
+
+async def test_expected_revisions_are_looked_up_by_key_in_sessions_of_a_caller(schema: str) -> None:
+    """Such a session has its own settings. It planned these lookups when the table was small, and now it is large."""
+    count = "SELECT seq_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"
+
+    async def put_guarded(engine: PostgresEngine, number: int) -> None:
+        keys = [f"{number}/{letter}" for letter in string.ascii_lowercase]
+        await asyncio.gather(
+            *(engine.commit("other", batch(put(key, 1), guards=(Guard(key, ABSENT),))) for key in keys)
+        )
+
+    async with connected() as observer:
+        await observer.execute(f"CREATE SCHEMA {schema}")
+        settings = {"search_path": schema}
+        async with asyncpg.create_pool(server(), min_size=1, max_size=1, server_settings=settings) as pool:
+            engine = await open_over(pool)
+            await engine.commit("other", batch(put("first", 1)))
+            await observer.execute(f"ANALYZE {schema}.limpet_entries")
+            for number in range(10):
+                await put_guarded(engine, number)
+            await observer.execute(engine._sql(FILL))
+            await engine._fetch("SELECT pg_stat_force_next_flush()")
+            before = await observer.fetchval(count, schema)
+
+            await put_guarded(engine, 10)
+
+            await engine._fetch("SELECT pg_stat_force_next_flush()")
+            assert await observer.fetchval(count, schema) == before
+            await engine.close()
 
 
 async def test_an_index_may_take_longer_than_any_other_transaction(monkeypatch: pytest.MonkeyPatch) -> None:

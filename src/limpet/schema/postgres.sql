@@ -285,6 +285,8 @@ DECLARE
 BEGIN
     IF expectations IS NOT NULL THEN
         now_ms := ({schema}.limpet_take(ns, seen_ms)).at_ms;
+        -- A session of a caller's pool could have planned the next statement while the table was small.
+        SET LOCAL enable_seqscan = off;
         -- A separate statement, because it must see what was committed while the one above waited.
         SELECT array_agg(a.n::int ORDER BY a.n),
             sum(coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)))
@@ -324,12 +326,14 @@ BEGIN
         SELECT ns, coalesce(a.family, 'data'), a.key, coalesce(a.kind, 'json'),
             CASE WHEN a.kind = 'bytes' THEN NULL ELSE coalesce(a.approximation, a.sent)::jsonb END,
             {schema}.limpet_stored(a.kind, a.sent), CASE WHEN a.approximation IS NOT NULL THEN true END,
-            coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1,
-            before + coalesce(array_position(kept, a.n::int), a.n), before + coalesce(array_position(kept, a.n::int), a.n),
+            coalesce(a.weight::bigint, octet_length(a.key) + octet_length(a.sent)), 1, a.revision, a.revision,
             now_ms, now_ms, now_ms + a.ttl::bigint, a.meta
-        FROM unnest(families, keys, kinds, vals, approximations, weights, ttls, metas)
-            WITH ORDINALITY AS a (family, key, kind, sent, approximation, weight, ttl, meta, n)
-        WHERE kept IS NULL OR a.n = ANY (kept)
+        FROM (
+            SELECT p.*, before + CASE WHEN kept IS NULL THEN p.n ELSE array_position(kept, p.n::int) END AS revision
+            FROM unnest(families, keys, kinds, vals, approximations, weights, ttls, metas)
+                WITH ORDINALITY AS p (family, key, kind, sent, approximation, weight, ttl, meta, n)
+            WHERE kept IS NULL OR p.n = ANY (kept)
+        ) AS a
         ON CONFLICT (namespace, family, key) DO UPDATE SET
             kind = excluded.kind, value = excluded.value, stored = excluded.stored,
             is_lossy = excluded.is_lossy, size_bytes = excluded.size_bytes,
@@ -337,8 +341,8 @@ BEGIN
             expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
         WHERE e.expires_ms IS NULL OR e.expires_ms > now_ms
         -- All that the log needs: an item of an array is found by going through those before it.
-        RETURNING coalesce(kept[e.revision - before], e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored, e.size_bytes, e.version,
-            e.revision, e.created_revision, e.created_ms, e.expires_ms, e.meta,
+        RETURNING coalesce(kept[e.revision - before], e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored,
+            e.size_bytes, e.version, e.revision, e.created_revision, e.created_ms, e.expires_ms, e.meta,
             CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
     ), logged AS (
         INSERT INTO {schema}.limpet_changes
