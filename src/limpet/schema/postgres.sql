@@ -105,11 +105,12 @@ BEGIN
     RETURN counters;
 END $$;
 
--- A revision and a time of a plan, when it is applied. A plan is made before either is known: see
+-- A revision of a plan, when it is applied. A plan is made before revisions and times are known: see
 -- limpet.commit.relative, which has the numbers from which on they are relative.
 CREATE FUNCTION {schema}.limpet_revision(planned bigint, before bigint) RETURNS bigint LANGUAGE sql IMMUTABLE
 RETURN CASE WHEN planned < 1152921504606846976 THEN planned ELSE before + planned - 1152921504606846976 END;
 
+-- A time of a plan, when it is applied: as it is, relative to now, or one that was kept.
 CREATE FUNCTION {schema}.limpet_time(planned bigint, now_ms bigint) RETURNS bigint LANGUAGE sql IMMUTABLE
 RETURN CASE
     WHEN planned < 1125899906842624 THEN planned
