@@ -17,10 +17,12 @@ import pytest
 
 import limpet
 from limpet import codec
-from limpet.engines.redis.engine import RedisEngine
+from limpet.engines.redis import engine as redis_engine
+from limpet.engines.redis.connection import Connection
+from limpet.engines.redis.engine import UNUSUAL_GROUPS, RedisEngine
 from limpet.engines.redis.requests import TEST_CLOCK_KEY
 from limpet.engines.server_engine import Ticket
-from limpet.errors import TypeMismatch
+from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch
 from limpet.keys import prefix_span
 from limpet.model import (
     ABSENT,
@@ -42,14 +44,16 @@ from limpet.model import (
     Write,
     live,
 )
+from limpet.request_ids import new_request_id
 from limpet.transition import plan
 from tests.engines import unique
-from tests.redis.support import command, engine_of
+from tests.proxy import Fault
+from tests.redis.support import command, engine_of, proxy_of, server
 
 PROGRAMS: Final = int(os.environ.get("LIMPET_MODEL_EXAMPLES") or 100)
 GROUPS: Final = 30
 KEYS: Final = ("a", "b", "c", "d/e", "é\U0001f41a", "%_*\\")
-VALUE_BYTES_MAX: Final = 60
+VALUE_BYTES_MAX: Final = 40
 
 
 @pytest.fixture
@@ -171,14 +175,14 @@ class Program:
                 group = [Ticket(batch, loop.create_future()) for batch in batches]
                 results = await self.engine._commit_group(self.namespace, group, self.revision)
 
-        left = self._expect_short(batches, results) if is_short else list(range(len(batches)))
+        left = self._expect_short(batches, results, spy.names[0]) if is_short else list(range(len(batches)))
         sent = [msgspec.structs.replace(batch, request_id=None) for batch in spy.sent]
         assert sent == [batches[number] for number in left]
         assert sorted(spy.decided) == list(range(len(left)))
-        for number in spy.decided:
-            self._expect(batches[left[number]], results[left[number]])
+        for number, cause in spy.decided.items():
+            self._expect(batches[left[number]], results[left[number]], cause)
 
-    def _expect_short(self, batches: list[Batch], results: Sequence[Any]) -> list[int]:
+    def _expect_short(self, batches: list[Batch], results: Sequence[Any], name: str) -> list[int]:
         """Check what the short way has applied. Returns the numbers of those that it must have left."""
         left: list[int] = []
         left_keys: set[str] = set()
@@ -189,7 +193,7 @@ class Program:
                 left.append(number)
             else:
                 self.short_writes += 1
-                self._expect(batch, results[number])
+                self._expect(batch, results[number], f"{name}.{number + 1}")
         return left
 
     def _is_usual(self, batch: Batch) -> bool:
@@ -206,10 +210,10 @@ class Program:
                 return False
         return not isinstance(plan(batch, self._find, now_ms=self.now_ms, revision=0), Refusal)
 
-    def _expect(self, batch: Batch, result: Any) -> None:
-        """Apply a batch to the state, and compare its result."""
+    def _expect(self, batch: Batch, result: Any, cause: str) -> None:
+        """Apply a batch to the state, and compare its result. The cause is the name under which it would be retried."""
         (write,), key = batch.writes, batch.writes[0].key
-        outcome = plan(batch, self._find, now_ms=self.now_ms, revision=self.revision, cause="?")
+        outcome = plan(batch, self._find, now_ms=self.now_ms, revision=self.revision, cause=cause)
         if isinstance(outcome, Refusal):
             found = outcome.found
             if batch.is_brief and found is not None and found.kind == "record":
@@ -245,11 +249,7 @@ class Program:
         assert await engine.read(name, KEYS) == [shown.get(key) for key in KEYS]
         assert (await engine.scan(name, prefix_span(""))).entries == list(shown.values())
         assert {item.key for item in await engine.due(name)} == self.map.keys() - shown.keys()
-        log = (await engine.changes(name, 0, limit=10_000)).changes
-        named = [msgspec.structs.replace(change, cause=change.cause and "?") for change in log]
-        assert named == self.log
-        causes = [change.cause for change in log if change.cause is not None]
-        assert len(set(causes)) == len(causes)
+        assert (await engine.changes(name, 0, limit=10_000)).changes == self.log
         status = await engine.status(name)
         logged = [change.entry.weight_bytes if change.after else len(change.key.encode()) for change in self.log]
         assert _counts(status) == (
@@ -280,32 +280,169 @@ def _is_item(batch: Batch) -> bool:
 
 
 class Spy:
-    """Sees which batches are sent the long way, and in which order they are decided there."""
+    """Sees the names of requests, which batches are sent the long way, and in which order they are decided there."""
 
     def __init__(self, engine: RedisEngine) -> None:
         self._engine = engine
         self._commit_batches = engine._commit_batches
         self._numbers: dict[int, int] = {}
+        self.names: list[str] = []
         self.sent: list[Batch] = []
-        self.decided: list[int] = []
+        self.decided: dict[int, str] = {}
 
     def __enter__(self) -> Spy:
         self._engine._commit_batches = self._see  # type: ignore[method-assign]
+        redis_engine.new_request_id = self._name  # type: ignore[attr-defined]
         return self
 
     def __exit__(self, *_: object) -> None:
         del self._engine._commit_batches
+        redis_engine.new_request_id = new_request_id  # type: ignore[attr-defined]
+
+    def _name(self) -> str:
+        self.names.append(new_request_id())
+        return self.names[-1]
 
     async def _see(self, namespace: str, batches: list[Batch], since: int) -> Any:
         if not self.sent:
             self.sent = [*batches]
             self._numbers = {id(batch): number for number, batch in enumerate(batches)}
         results = await self._commit_batches(namespace, batches, since)
-        for batch, result in zip(batches, results, strict=True):
+        for place, (batch, result) in enumerate(zip(batches, results, strict=True), 1):
             number = self._numbers[id(batch)]
             if isinstance(result, Batch):
                 # It is sent again, with a guard on the revision of the entry whose member was checked.
                 self._numbers[id(result)] = number
             elif not isinstance(result, Refusal) or result.guard in (None, *self.sent[number].guards):
-                self.decided.append(number)
+                self.decided[number] = batch.request_id or f"{self.names[-1]}.{place}"
         return results
+
+
+# What else must hold ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The verbs of the script that connections of this process send."""
+    sent: list[str] = []
+    send = Connection.send
+
+    def see(connection: Connection, words: tuple[Any, ...], on_reply: Any) -> None:
+        if words[0] == "EVALSHA":
+            sent.append(words[4])
+        send(connection, words, on_reply)
+
+    monkeypatch.setattr(Connection, "send", see)
+    return sent
+
+
+async def test_a_usual_write_is_one_request_and_an_unusual_one_is_two(store: limpet.Store, requests: list[str]) -> None:
+    entry = await store.put("key", 1)
+    await store.create("fresh", 1)
+    await store.put("key", 2, expect=entry)
+    await store.add("count", 1)
+    record = store.record("job")
+    await record.set(state="open", raw=b"\xff")
+    assert await record.swap("state", "open", "done")
+    assert await record.swap("raw", b"\xff", b"\xfe")
+    assert await record.swap("other", ABSENT, 1)
+    assert requests == ["write"] * 8
+
+    requests.clear()
+    with pytest.raises(Conflict):
+        await store.put("key", 3, expect=entry)
+    assert not await record.swap("state", "open", "done")
+    assert requests == ["write", "commit"] * 2
+
+
+async def test_where_all_is_left_the_next_groups_go_the_long_way_at_once(
+    store: limpet.Store, requests: list[str]
+) -> None:
+    """An index concerns every write. It would be two requests for each, for as long as there is an index."""
+    await store.index("n")
+    requests.clear()
+
+    for number in range(UNUSUAL_GROUPS):
+        await store.put("key", number)
+    assert requests == ["write", *["commit"] * UNUSUAL_GROUPS]
+
+    await store.unindex("n")
+    requests.clear()
+    await store.put("key", "last")
+    assert requests == ["write"]
+
+
+async def test_time_does_not_go_back(store: limpet.Store) -> None:
+    await command(store, "SET", TEST_CLOCK_KEY, 2_000_000)
+    await store.put("key", 1)
+    await store.record("job").set(n=1)
+    await command(store, "SET", TEST_CLOCK_KEY, 1_000_000)
+
+    await store.put("key", 2)
+    await store.add("count", 1)
+    await store.record("job").set(n=2)
+
+    assert {change.at_ms for change in (await engine_of(store).changes(store.name, 0)).changes} == {2_000_000}
+    assert {entry.updated_ms async for entry in store.scan()} == {2_000_000}
+
+
+async def test_if_the_log_is_replaced_nothing_is_written(store: limpet.Store) -> None:
+    await store.put("key", 1)
+    await store.record("job").set(n=b"1")
+    await command(store, "SET", f"limpet:{{{store.name}}}:log", "another program's")
+
+    for write in (store.put("key", 2), store.add("count"), store.record("job").set(n=b"2")):
+        with pytest.raises(Corrupt):
+            await write
+
+    assert (await store.get("key"), await store.get("count")) == (1, None)
+    assert await command(store, "HGETALL", f"{{{store.name}}}:job") == [b"n", b"1"]
+    assert (await store.status()).revision == 2
+
+
+async def test_a_lost_reply_is_found_under_the_name_of_each_write() -> None:
+    """One of the group was left, and has no change. The numbers of the others stay what they were."""
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+            await store.put("a", 1)
+            await store.record("job").set(state="open")
+            drafts = [
+                store.batch().put("a", 2),
+                store.batch().create("a", 3),
+                store.batch().add("count", 4),
+                store.batch().swap("job", "state", "open", "done"),
+            ]
+            loop = asyncio.get_running_loop()
+            group = [Ticket(draft._make_batch(), loop.create_future()) for draft in drafts]
+            proxy.fault("lose")
+
+            results = await engine_of(store)._commit_group(store.name, group, 2)
+
+            outcomes = []
+            for result in results:
+                assert isinstance(result, Ambiguous)
+                assert result.request_id is not None
+                outcome = await store.outcome(result.request_id)
+                outcomes.append(outcome and [(entry.key, entry.revision) for entry in outcome.entries if entry])
+            assert outcomes == [[("a", 3)], None, [("count", 4)], [("job", 5)]]
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+async def test_a_group_whose_line_breaks_is_done_once(fault: Fault) -> None:
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+            await store.record("job").set(state="open")
+            proxy.fault(fault)
+
+            results: list[Any] = await asyncio.gather(
+                *(store.add("count") for _ in range(5)),
+                *(store.record("job").swap("state", "open", number) for number in range(5)),
+                *(store.create("fresh", number) for number in range(5)),
+                return_exceptions=True,
+            )
+
+            assert proxy.is_done
+            assert sorted(results[:5]) == [1, 2, 3, 4, 5]
+            assert sorted(results[5:10]) == [False] * 4 + [True]
+            assert sorted(type(result).__name__ for result in results[10:]) == ["Conflict"] * 4 + ["Entry"]
+            assert (await store.status()).revision == 8
