@@ -101,11 +101,20 @@ local function field_bytes(field)
     return #field - (string.byte(field) == 0 and 1 or 0)
 end
 
--- The fields of a record as one text: each name and each field after its length.
+-- The fields of a record as one text: each name and each field after its length. Lua takes long to print a number, so
+-- the lengths are kept.
+local lengths = {}
+
 local function join_fields(fields)
     local parts = {}
     for i = 1, #fields do
-        parts[2 * i - 1], parts[2 * i] = #fields[i] .. ':', fields[i]
+        local field = fields[i]
+        local length = lengths[#field]
+        if not length then
+            length = #field .. ':'
+            lengths[#field] = length
+        end
+        parts[2 * i - 1], parts[2 * i] = length, field
     end
     return table.concat(parts)
 end
