@@ -499,9 +499,9 @@ class RedisEngine(ServerEngine):
         """Let the server decide batches. A batch that it cannot decide is returned, to be sent again."""
         name = new_request_id()
         causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
-        body, raw = encode_batches(batches, causes, name)
+        body = encode_batches(batches, causes, name)
         try:
-            reply = await self._decide(namespace, "commit", name, body, *raw)
+            reply = await self._decide(namespace, "commit", name, body)
         except _Superseded:
             if len(batches) == 1:
                 return [superseded_error()]

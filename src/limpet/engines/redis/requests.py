@@ -69,33 +69,18 @@ def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
     return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
 
 
-def encode_batches(batches: list[Batch], causes: list[str], group: str) -> tuple[bytes, list[bytes]]:
-    """Batches as the script takes them, and beside them the bytes that are not text."""
-    raw: list[bytes] = []
-    return _pack([_encode_batch(batch, cause, group, raw) for batch, cause in zip(batches, causes, strict=True)]), raw
+def encode_batches(batches: list[Batch], causes: list[str], group: str) -> bytes:
+    """Batches as the script takes them."""
+    return _pack([_encode_batch(batch, cause, group) for batch, cause in zip(batches, causes, strict=True)])
 
 
-def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
-    """One batch. Nothing in it is None, which would be a hole in a Lua table.
-
-    The script's msgpack decoder knows text only. Bytes that are not UTF-8 are added to ``raw``, and their number there
-    (from 1) takes their place.
-    """
-
-    def encode_bytes(item: bytes) -> str | int:
-        try:
-            return item.decode()
-        except UnicodeDecodeError:
-            raw.append(item)
-            return len(raw)
-
-    def encode_fields(fields: Mapping[str, bytes]) -> list[str | int]:
-        return [item for name, field in fields.items() for item in (name, encode_bytes(encode_field(field)))]
+def _encode_batch(batch: Batch, cause: str, group: str) -> list[Any]:
+    """One batch. Nothing in it is None, which would be a hole in a Lua table."""
 
     def encode_value(stored: Stored) -> tuple[str, Any]:
         if not isinstance(stored, bytes):
-            return "r", encode_fields(stored)
-        return ("b", encode_bytes(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
+            return "r", _encode_fields(stored)
+        return ("b", _encode_text(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
 
     def encode_guard(guard: Guard) -> list[Any]:
         names = [guard.family, guard.key]
@@ -109,7 +94,7 @@ def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> lis
             case Equals(stored):
                 return [*names, "equals", *encode_value(stored)]
             case FieldEquals(name, expected):
-                field = encode_bytes(encode_field(expected)) if isinstance(expected, bytes) else False
+                field = _encode_text(encode_field(expected)) if isinstance(expected, bytes) else False
                 return [*names, "field", field, name]
             case condition:
                 return [*names, "present" if condition is PRESENT else "absent", "", ""]
@@ -125,7 +110,7 @@ def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> lis
             case Patch():
                 how = [list(write.unset), write.if_exists, batch.value_bytes_max]
                 times = [_encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
-                return ["patch", *names, encode_fields(write.fields), *how, *times]
+                return ["patch", *names, _encode_fields(write.fields), *how, *times]
             case Touch():
                 return ["touch", *names, _encode_ttl(write.ttl_ms)]
             case Delete():
@@ -184,16 +169,19 @@ def _encode_revision(condition: Condition | None) -> int | Literal[False] | None
 
 def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> Item:
     """A patch, and the name of the field that it expects with what it holds, or the name alone if it must be absent."""
-    fields = [item for name, field in patch.fields.items() for item in (name, _text(encode_field(field)))]
     expected: Any = False
     if isinstance(condition, FieldEquals):
         held = condition.stored
-        expected = [condition.name, _text(encode_field(held))] if isinstance(held, bytes) else [condition.name]
-    return patch.key, [fields, patch.if_exists, batch.value_bytes_max, batch.is_brief], expected
+        expected = [condition.name, _encode_text(encode_field(held))] if isinstance(held, bytes) else [condition.name]
+    return patch.key, [_encode_fields(patch.fields), patch.if_exists, batch.value_bytes_max, batch.is_brief], expected
 
 
-def _text(item: bytes) -> str | msgspec.Raw:
-    """Bytes as a text of msgpack, which is all that the script's decoder knows, even if they are not UTF-8."""
+def _encode_fields(fields: Mapping[str, bytes]) -> list[str | msgspec.Raw]:
+    return [item for name, field in fields.items() for item in (name, _encode_text(encode_field(field)))]
+
+
+def _encode_text(item: bytes) -> str | msgspec.Raw:
+    """Bytes as a text of msgpack, whether they are UTF-8 or not: the script's decoder knows no other bytes."""
     try:
         return item.decode()
     except UnicodeDecodeError:

@@ -206,14 +206,32 @@ local function patch_short(key, old, kind, size, patch, expected)
     return size, join_fields(record)
 end
 
--- The log in full: items that were left between others, or a patch, do not fit its shorter form.
-local function label_changes(logged, numbers, values, group)
+-- Write the fields that patches set. The data has only the head of a record.
+local function write_fields(patched, keys, values)
+    -- If another program has replaced the key of the log, fail before anything is written.
+    call('XLEN', log_key)
+    for i = 1, #patched do
+        local fields = values[patched[i]][1]
+        if #fields > 0 then
+            call('HSET', prefix .. keys[patched[i]], unpack(fields))
+        end
+    end
+end
+
+-- Write the log: keys and entries in turn, of the items with these numbers. If there are patches among them, or items
+-- were left, each gets a label in place of its key.
+local function log_items(logged, numbers, values, group, has_labels)
+    local id, at = format('%d-0', counters.revision), format('%d', counters.at_ms)
+    if not has_labels then
+        call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
+        return
+    end
     for i = 1, #numbers do
-        local number = numbers[i]
-        local op, revision = type(values[number]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
-        local cause = format('%s.%d', group, number)
+        local op, revision = type(values[numbers[i]]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
+        local cause = format('%s.%d', group, numbers[i])
         logged[2 * i - 1] = format('%s %d %d data %d ', op, revision, revision, #cause) .. cause .. logged[2 * i - 1]
     end
+    call('XADD', log_key, id, 'at', at, unpack(logged))
 end
 
 local function write_items(keys, values, expected, found, group)
@@ -279,22 +297,9 @@ local function write_items(keys, values, expected, found, group)
         counters.keys, counters.bytes = counters.keys + #fresh / 2, counters.bytes + added_bytes
         counters.changes, counters.log_bytes = counters.changes + #numbers, counters.log_bytes + logged_bytes
         if #patched > 0 then
-            -- If another program has replaced the key of the log, fail before anything is written.
-            call('XLEN', log_key)
-            for i = 1, #patched do
-                local fields = values[patched[i]][1]
-                if #fields > 0 then
-                    call('HSET', prefix .. keys[patched[i]], unpack(fields))
-                end
-            end
+            write_fields(patched, keys, values)
         end
-        local id, at = format('%d-0', revision), format('%d', now)
-        if #patched > 0 or #numbers < #keys then
-            label_changes(logged, numbers, values, group)
-            call('XADD', log_key, id, 'at', at, unpack(logged))
-        else
-            call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
-        end
+        log_items(logged, numbers, values, group, #patched > 0 or #numbers < #keys)
         call('HSET', data_key, '', pack_counters(), unpack(entries))
         if #fresh > 0 then
             call('ZADD', base .. 'data:keys', unpack(fresh))
@@ -403,18 +408,6 @@ local function encode_found(entry)
     return is_brief and entry.kind == 'r' and encode_head(entry) or encode(entry)
 end
 
--- The unpacker of a batch knows text only. Other bytes come beside the batch, and a number in it says which they are.
-local function raw_bytes(item)
-    return type(item) == 'number' and ARGV[6 + item] or item
-end
-
-local function all_raw_bytes(items)
-    for i = 1, #items do
-        items[i] = raw_bytes(items[i])
-    end
-    return items
-end
-
 -- Indexes ----------------------------------------------------------------------------------------------------
 --
 -- A field of a record is in one of two sorted sets: among the numbers by its value, or among the texts by the first
@@ -479,9 +472,8 @@ local function equals(entry, kind, value)
     if entry.kind ~= kind then
         return false
     elseif kind ~= 'r' then
-        return entry.value == raw_bytes(value)
+        return entry.value == value
     end
-    all_raw_bytes(value)
     local fields = call('HGETALL', prefix .. entry.key)
     if #fields ~= #value then
         return false
@@ -515,7 +507,7 @@ local function check_guard(test, entry, operand, name)
     elseif test == 'equals' then
         return equals(entry, operand, name)
     elseif entry.kind == 'r' then
-        return call('HGET', prefix .. entry.key, name) == raw_bytes(operand)
+        return call('HGET', prefix .. entry.key, name) == operand
     elseif entry.kind == 'j' then
         return nil
     end
@@ -568,9 +560,9 @@ function make.put(w, current, now, revision)
     local entry = new_entry(w[3], current, now, revision, w[7], w[8])
     entry.kind, entry.size = w[4], w[6]
     if entry.kind == 'r' then
-        entry.fields, entry.value = all_raw_bytes(w[5]), ''
+        entry.fields, entry.value = w[5], ''
     else
-        entry.value = raw_bytes(w[5])
+        entry.value = w[5]
     end
     return entry
 end
@@ -593,7 +585,7 @@ function make.add(w, current, now, revision)
 end
 
 function make.patch(w, current, now, revision)
-    local fields, unset, must_exist, most = all_raw_bytes(w[4]), w[5], w[6], w[7]
+    local fields, unset, must_exist, most = w[4], w[5], w[6], w[7]
     if not current then
         if must_exist then
             return refuse('missing', nil)
