@@ -1,9 +1,10 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
 One script on the server decides a group of batches as `limpet.transition.plan` would, so a group is one
-round trip and no reader sees it half applied. The conformance suite holds it to `plan`. The script never
-decodes a value: a guard on a member of a JSON object is checked here, and the batch is sent again with a
-guard on the revision of the entry that was checked.
+round trip and no reader sees it half applied. The conformance suite holds it to `plan`. Single writes have
+a short way through the script, which leaves everything unusual to the long way. The script never decodes a
+value: a guard on a member of a JSON object is checked here, and the batch is sent again with a guard on the
+revision of the entry that was checked.
 
 The log is a stream whose ids are revisions. Entries expire by our own rule and the server's time: a key
 that Redis expires by itself would leave no change in the log.
@@ -419,15 +420,13 @@ class RedisEngine(ServerEngine):
         # Commits that came several at a time will do so again: let the next ones gather.
         (self._busy.add if len(group) > 1 else self._busy.discard)(namespace)
         batches = [ticket.batch for ticket in group]
-        if namespace in self._unusual:
-            self._unusual[namespace] -= 1
-            if not self._unusual[namespace]:
-                del self._unusual[namespace]
-            return await self._commit_long(namespace, batches, since)
-        items = [item for batch in batches if (item := encode_item(batch)) is not None]
-        if len(items) < len(batches):
-            return await self._commit_long(namespace, batches, since)
-        return await self._write_items(namespace, items, batches, since)
+        long_groups = self._unusual.pop(namespace, 0)
+        if long_groups > 1:
+            self._unusual[namespace] = long_groups - 1
+        items = [item for batch in batches if not long_groups and (item := encode_item(batch)) is not None]
+        if len(items) == len(batches):
+            return await self._write_items(namespace, items, batches, since)
+        return await self._commit_long(namespace, batches, since)
 
     async def _write_items(
         self, namespace: str, items: list[Item], batches: list[Batch], since: int
