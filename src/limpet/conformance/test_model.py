@@ -170,6 +170,13 @@ writes = st.one_of(
     st.builds(Delete, keys, st.booleans()),
     st.builds(Expire, keys, st.sampled_from([0, 0, 1])),
 )
+# What programs write most, and what an engine may have a short way for.
+single_writes = st.one_of(
+    st.builds(Put, keys, small.map(codec.encode)),
+    st.builds(Add, keys, st.sampled_from([1, -3])),
+    st.builds(Patch, keys, fields.map(lambda given: {name: codec.encode_field(item) for name, item in given.items()})),
+    writes,
+)
 batches = st.lists(writes, min_size=1, max_size=4, unique_by=lambda write: write.key)
 aims = st.tuples(
     keys,
@@ -253,10 +260,14 @@ class Beside(RuleBasedStateMachine):
         """A single write."""
         self._commit(self._batch((), (self._write(write),), None))
 
-    @rule(write=writes, aim=st.none() | aims)
-    def write_unnamed(self, write: Write, aim: tuple[str, str, bool] | None) -> None:
-        """A single write that the engine names, perhaps under a guard on its key. Most writes are of this kind."""
-        guards = () if aim is None else (self._guard(write.key, *aim[1:]),)
+    @rule(
+        write=single_writes,
+        kind=st.sampled_from([None, None, "presence", "revision", "revision", "equals", "member", "member"]),
+        hit=st.sampled_from([True, True, False]),
+    )
+    def write_unnamed(self, write: Write, kind: str | None, hit: bool) -> None:
+        """A single write that the engine names, perhaps under a guard on its key."""
+        guards = () if kind is None else (self._guard(write.key, kind, hit),)
         self._commit(Batch(guards, (self._write(write),), value_bytes_max=VALUE_BYTES_MAX))
 
     @rule(
