@@ -131,6 +131,14 @@ def encode_item(batch: Batch) -> Item | None:
     It has one for a put of a JSON value that neither expires nor has meta, perhaps with an expected revision; for an
     add; and for a patch, perhaps with an expected field.
     """
+    try:
+        return _encode_single(batch)
+    except (AttributeError, TypeError, UnicodeDecodeError):
+        # It was made by hand. The long way finds the error in it.
+        return None
+
+
+def _encode_single(batch: Batch) -> Item | None:
     guards = batch.guards
     if batch.request_id is not None or len(batch.writes) != 1 or len(guards) > 1:
         return None
