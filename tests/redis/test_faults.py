@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,17 +53,25 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_changes_nothi
         assert await seen(late, result) == expected
 
 
-async def test_a_superseded_group_is_refused_whole(proxy: Proxy) -> None:
+SINGLE_WRITES: dict[str, Callable[[limpet.Store, str, int], Awaitable[Any]]] = {
+    "put": lambda store, key, number: store.put(key, number),
+    "add": lambda store, key, number: store.batch().add(key, number).commit(),
+    "set": lambda store, key, number: store.record(key).set(n=number),
+}
+
+
+@pytest.mark.parametrize("write", SINGLE_WRITES.values(), ids=SINGLE_WRITES)
+async def test_a_superseded_group_is_refused_whole(proxy: Proxy, write: Any) -> None:
     """All its members were retried, each by itself."""
     async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
         await store.put("first", 0)
         proxy.fault("keep")
 
-        entries = await asyncio.gather(*(store.put(f"key/{number}", number) for number in range(20)))
+        await asyncio.gather(*(write(store, f"key/{number}", number) for number in range(20)))
         reply = await asyncio.to_thread(proxy.deliver)
 
         assert b"superseded" in reply
-        assert [entry.version for entry in entries] == [1] * 20
+        assert [entry.version async for entry in store.scan("key/")] == [1] * 20
         assert (await store.status()).revision == 21
 
 
@@ -85,12 +93,13 @@ async def test_a_lost_reply_is_looked_for_from_before_other_groups_came_back(pro
         assert len([event async for event in store.history("count")]) == 1
 
 
-async def test_a_lone_put_whose_caller_is_cancelled_is_finished_and_its_line_goes_on() -> None:
+@pytest.mark.parametrize("write", SINGLE_WRITES.values(), ids=SINGLE_WRITES)
+async def test_a_lone_write_whose_caller_is_cancelled_is_finished_and_its_line_goes_on(write: Any) -> None:
     """It went out from its caller's own task. Its answer must not be taken for that of the next."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        await store.put("key", "first")
+        await write(store, "key", 100)
         for turns in range(8):
-            caller = asyncio.create_task(store.put("key", turns))
+            caller = asyncio.create_task(write(store, "key", turns))
             for _ in range(turns):
                 await asyncio.sleep(0)
             caller.cancel()
@@ -105,18 +114,21 @@ async def test_a_lone_put_whose_caller_is_cancelled_is_finished_and_its_line_goe
     assert connections <= 2
 
 
-async def test_a_lone_put_that_has_begun_is_finished_by_a_close() -> None:
+@pytest.mark.parametrize("write", SINGLE_WRITES.values(), ids=SINGLE_WRITES)
+async def test_a_lone_write_that_has_begun_is_finished_by_a_close(write: Any) -> None:
     url, namespace = server(), unique()
     store = await limpet.open(url, namespace=namespace, sweep=False)
-    await store.put("key", 1)
-    caller = asyncio.create_task(store.put("key", 2))
+    await write(store, "key", 1)
+    caller = asyncio.create_task(write(store, "key", 2))
     await asyncio.sleep(0)
 
     await store.close()
 
-    assert (await caller).version == 2
+    await caller
     async with limpet.open(url, namespace=namespace, sweep=False) as again:
-        assert await again.get("key") == 2
+        entry = await again.entry("key")
+        assert entry is not None
+        assert (entry.version, entry.revision) == (2, 2)
 
 
 async def test_ambiguous_is_raised_when_the_server_stays_away(proxy: Proxy) -> None:

@@ -18,7 +18,7 @@ import limpet
 from limpet.conformance.oddities import calls, format_argument
 from limpet.conformance.support import session_of
 from limpet.errors import LimpetError
-from limpet.model import Add, Batch, Commit, Guard, HeldBy, Put, Touch
+from limpet.model import Add, Batch, Commit, FieldEquals, Guard, HeldBy, Patch, Put, Touch
 
 PATIENCE_S: Final = 120.0
 
@@ -194,6 +194,10 @@ ODD_BATCHES: Final[dict[str, Batch]] = {
     "a time to live beyond 64 bits": Batch((), (Put("odd", b"1", 2**70),)),
     "meta that is a number": Batch((), (Put("odd", b"1", None, 5),)),  # type: ignore[arg-type]
     "a write that is a dict": Batch((), ({"key": "odd"},)),  # type: ignore[arg-type]
+    "a guard that is a dict": Batch(({"key": "odd"},), (Put("odd", b"1"),)),  # type: ignore[arg-type]
+    "a step that is a str": Batch((), (Add("odd", "x"),)),  # type: ignore[arg-type]
+    "a patch of a number": Batch((), (Patch("odd", {"a": 5}),)),  # type: ignore[dict-item]
+    "an expected field that is a number": Batch((Guard("odd", FieldEquals("a", 5)),), (Patch("odd", {}),)),  # type: ignore[arg-type]
     "a key that is no text": Batch((), (Put("\ud800", b"1"),)),
     "a family that there is not": Batch((), (Touch("odd", 1000, "odd"),)),  # type: ignore[arg-type]
     "a request id that is a number": Batch((), (Put("odd", b"1"),), 5, b"", 1000),  # type: ignore[arg-type]

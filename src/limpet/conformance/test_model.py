@@ -170,6 +170,13 @@ writes = st.one_of(
     st.builds(Delete, keys, st.booleans()),
     st.builds(Expire, keys, st.sampled_from([0, 0, 1])),
 )
+# What programs write most, and what an engine may have a short way for.
+single_writes = st.one_of(
+    st.builds(Put, keys, small.map(codec.encode)),
+    st.builds(Add, keys, st.sampled_from([1, -3])),
+    st.builds(Patch, keys, fields.map(lambda given: {name: codec.encode_field(item) for name, item in given.items()})),
+    writes,
+)
 batches = st.lists(writes, min_size=1, max_size=4, unique_by=lambda write: write.key)
 aims = st.tuples(
     keys,
@@ -252,6 +259,16 @@ class Beside(RuleBasedStateMachine):
     def write(self, write: Write) -> None:
         """A single write."""
         self._commit(self._batch((), (self._write(write),), None))
+
+    @rule(
+        write=single_writes,
+        kind=st.sampled_from([None, None, "presence", "revision", "revision", "equals", "member", "member"]),
+        hit=st.sampled_from([True, True, False]),
+    )
+    def write_unnamed(self, write: Write, kind: str | None, hit: bool) -> None:
+        """A single write that the engine names, perhaps under a guard on its key."""
+        guards = () if kind is None else (self._guard(write.key, kind, hit),)
+        self._commit(Batch(guards, (self._write(write),), value_bytes_max=VALUE_BYTES_MAX))
 
     @rule(
         name=st.sampled_from(LOCKS),
@@ -456,7 +473,7 @@ class Beside(RuleBasedStateMachine):
                 # A log need not repeat the value that a touch did not write, so the reply may lack it.
                 _same(_without_touched(batch, answer), _without_touched(batch, earlier))
                 return
-        self.last, self.last_ms = (batch, since), now_ms
+        self.last, self.last_ms = None if batch.request_id is None else (batch, since), now_ms
         if batch.receipt_ms is not None and batch.request_id in model.answers:
             digest, first, until_ms = model.answers[batch.request_id]
             if now_ms < until_ms:
@@ -481,6 +498,18 @@ class Beside(RuleBasedStateMachine):
     def _learn(self, batch: Batch, outcome: Plan, answer: Commit) -> None:
         """Take the revisions from the engine's log, compare with the plan, and apply it to the model."""
         fresh = self._changes(self.model.revision, None, 500)
+        if batch.request_id is None:
+            causes = {change.cause for change in fresh} - {None}
+            assert len(causes) <= 1
+            for cause in causes:
+                # A caller that got no reply retries under this name. Where the engine works inline, it always gets one.
+                if not self.engine.traits.inline:
+                    self.last = msgspec.structs.replace(batch, request_id=cause), self.model.revision
+                changes = tuple(
+                    change if change.op == "expire" else msgspec.structs.replace(change, cause=cause)
+                    for change in outcome.changes
+                )
+                outcome = msgspec.structs.replace(outcome, changes=changes)
         address_of = {change.revision: (change.family, change.key) for change in outcome.changes}
         if self.engine.traits.log == "every":
             assert len(fresh) == len(outcome.changes)

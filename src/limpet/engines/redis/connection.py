@@ -21,7 +21,9 @@ from redis.asyncio import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-__all__ = ["REPLY_S", "Connection", "connect", "create_pool", "read_info", "read_setting"]
+from limpet.model import Durability
+
+__all__ = ["REPLY_S", "Connection", "connect", "create_pool", "read_durability", "read_info"]
 
 CONNECT_S: Final = 10.0
 REPLY_S: Final = 60.0
@@ -157,10 +159,25 @@ async def read_info(connection: Connection, section: str, name: str) -> str:
     return ""
 
 
-async def read_setting(connection: Connection, name: str, default: str) -> str:
+async def _read_setting(connection: Connection, name: str, default: str) -> str:
     """A setting of the server, or the default for a user that may not read settings."""
     try:
         found = await connection.request("CONFIG", "GET", name)
     except exceptions.ResponseError:
         return default
     return found[1].decode() if found else default
+
+
+async def read_durability(connection: Connection, replicas: int) -> Durability:
+    """What an acknowledged write survives, by the settings of the server."""
+    if await read_info(connection, "persistence", "aof_enabled") != "1":
+        return "none"
+    # A user without CONFIG GET gets the default of Redis.
+    sync = await _read_setting(connection, "appendfsync", "everysec")
+    if sync == "everysec":
+        # While a sync runs in the background, Redis replies before it has written its file, for up to two seconds.
+        # With "no" it writes the file before it replies, and only never syncs.
+        return "seconds"
+    if sync != "always" or await _read_setting(connection, "no-appendfsync-on-rewrite", "no") == "yes":
+        return "process"
+    return "quorum" if replicas else "disk"

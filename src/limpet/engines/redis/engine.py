@@ -1,9 +1,10 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
 One script on the server decides a group of batches as `limpet.transition.plan` would, so a group is one
-round trip and no reader sees it half applied. The conformance suite holds it to `plan`. The script never
-decodes a value: a guard on a member of a JSON object is checked here, and the batch is sent again with a
-guard on the revision of the entry that was checked.
+round trip and no reader sees it half applied. The conformance suite holds it to `plan`. Single writes have
+a short way through the script, which leaves everything unusual to the long way. The script never decodes a
+value: a guard on a member of a JSON object is checked here, and the batch is sent again with a guard on the
+revision of the entry that was checked.
 
 The log is a stream whose ids are revisions. Entries expire by our own rule and the server's time: a key
 that Redis expires by itself would leave no change in the log.
@@ -29,11 +30,18 @@ import msgspec
 from redis import exceptions
 
 from limpet.clock import Clock
-from limpet.commit.group import is_fault_of_one
+from limpet.commit.group import commit_error, is_fault_of_one
 from limpet.commit.receipts import superseded_error
 from limpet.engine import Engine
-from limpet.engines.redis.connection import REPLY_S, Connection, connect, create_pool, read_info, read_setting
-from limpet.engines.redis.errors import is_connection_lost, translate_error, translate_message
+from limpet.engines.redis.connection import (
+    REPLY_S,
+    Connection,
+    connect,
+    create_pool,
+    read_durability,
+    read_info,
+)
+from limpet.engines.redis.errors import foreign_key_error, is_connection_lost, translate_error, translate_message
 from limpet.engines.redis.replies import (
     check_member,
     decode_change,
@@ -43,17 +51,16 @@ from limpet.engines.redis.replies import (
     decode_entry_or_error,
     decode_fingerprint,
     decode_found,
-    decode_put_commits,
     decode_receipt,
+    decode_written,
     needs_script,
 )
-from limpet.engines.redis.requests import encode_batches, encode_field, encode_puts, find_plain_put, load_script
+from limpet.engines.redis.requests import Item, encode_batches, encode_field, encode_item, encode_items, load_script
 from limpet.engines.server_engine import CommitResult, ReadResult, ServerEngine, Ticket
 from limpet.errors import (
     Compacted,
     InvalidNamespace,
     InvalidValue,
-    TypeMismatch,
     Unavailable,
 )
 from limpet.index import CANDIDATES_MAX, IndexProbe
@@ -61,13 +68,11 @@ from limpet.keys import Span, check_namespace
 from limpet.model import (
     Batch,
     Commit,
-    Durability,
     Entry,
     Expire,
     Family,
     Filter,
     LogPage,
-    Put,
     Refusal,
     ScanPage,
     Status,
@@ -80,6 +85,7 @@ from limpet.urls import Address
 
 LISTEN_MS: Final = 5_000
 PAGE_BYTES_MAX: Final = 4_000_000
+UNUSUAL_GROUPS: Final = 100
 
 _STORE_KEY: Final = "limpet:store"
 
@@ -161,8 +167,11 @@ class RedisEngine(ServerEngine):
         self._replication_ids: dict[Connection, str] = {}
         self._store_id, self._epoch = "", 1
         self.in_cluster = False
-        # Namespaces in which a lone put is under way, or whose last commits came several at a time.
+        # Namespaces in which a lone write is under way, or whose last commits came several at a time.
         self._busy: set[str] = set()
+        # Namespaces in which the short way has left everything, and how many groups go the long way before it is tried
+        # again.
+        self._unusual: dict[str, int] = {}
         # Namespaces whose last read met an entry that a plain command cannot read.
         self._needs_script: set[str] = set()
         super().__init__(self._connect_to_server, display_name)
@@ -359,18 +368,18 @@ class RedisEngine(ServerEngine):
     def commit(self, namespace: str, batch: Batch) -> Coroutine[Any, Any, Commit | Refusal]:
         """See `Engine.commit`."""
         is_lone = namespace not in self._busy and namespace not in self._commits and not self._replicas
-        put = find_plain_put(batch) if is_lone else None
-        return super().commit(namespace, batch) if put is None else self._put_alone(namespace, batch, put)
+        item = encode_item(batch) if is_lone and namespace not in self._unusual else None
+        return super().commit(namespace, batch) if item is None else self._write_alone(namespace, batch, item)
 
-    async def _put_alone(self, namespace: str, batch: Batch, put: Put) -> Commit | Refusal:
-        """Send a lone put from its caller's own task: a worker task would take two turns of the loop more.
+    async def _write_alone(self, namespace: str, batch: Batch, item: Item) -> Commit | Refusal:
+        """Send a lone write from its caller's own task: a worker task would take two turns of the loop more.
 
         Like other commits, it is finished even if its caller is cancelled or the engine is closed meanwhile.
         """
         self._check_open()
         # Encode first, which may fail: after that there is a request to finish.
-        body = encode_puts([put])
-        command, loop = self._script_command(namespace, "put"), asyncio.get_running_loop()
+        body = encode_items([item])
+        command, loop = self._script_command(namespace, "write"), asyncio.get_running_loop()
         replied, finished = loop.create_future(), loop.create_future()
         name, since = new_request_id(), self._latest.get(namespace, 0)
 
@@ -396,39 +405,87 @@ class RedisEngine(ServerEngine):
         reply = await replied
         if isinstance(reply, Exception) and self._is_connection_lost(reply):
             raise self._ambiguous(f"{name}.1", since, reply)
-        if isinstance(reply, Exception) or reply[0] not in (b"put", b"ok"):
+        if isinstance(reply, Exception) or reply[0] == b"counter_lost":
             # Nothing was applied. The ordinary way handles whatever was in the way.
             return await super().commit(namespace, batch)
-        (outcome,) = await self._decode_put_reply(namespace, [put], [batch], reply)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+        if reply[0] == b"superseded":
+            raise superseded_error()
+        (commit,) = self._decode_written(namespace, [batch], reply)
+        if commit is not None:
+            return commit
+        # A batch with an id of its own goes the long way.
+        return await super().commit(namespace, msgspec.structs.replace(batch, request_id=new_request_id()))
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
         # Commits that came several at a time will do so again: let the next ones gather.
         (self._busy.add if len(group) > 1 else self._busy.discard)(namespace)
         batches = [ticket.batch for ticket in group]
-        puts = [put for batch in batches if (put := find_plain_put(batch)) is not None]
-        if len(puts) == len(batches):
-            return await self._put_all(namespace, puts, batches, since)
-        results: list[CommitResult | None] = [None] * len(group)
-        pending = list(range(len(group)))
+        long_groups = self._unusual.pop(namespace, 0)
+        if long_groups > 1:
+            self._unusual[namespace] = long_groups - 1
+        items = [item for batch in batches if not long_groups and (item := encode_item(batch)) is not None]
+        if len(items) == len(batches):
+            return await self._write_items(namespace, items, batches, since)
+        return await self._commit_long(namespace, batches, since)
+
+    async def _write_items(
+        self, namespace: str, items: list[Item], batches: list[Batch], since: int
+    ) -> Sequence[CommitResult]:
+        """Commit batches the short way, and those that it leaves the long way."""
+        name, body = new_request_id(), encode_items(items)
+        try:
+            reply = await self._decide(namespace, "write", name, body)
+        except _Superseded:
+            return [superseded_error() for _ in batches]
+        except _ReplyLost as error:
+            return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
+        try:
+            results: list[CommitResult | None] = [*self._decode_written(namespace, batches, reply)]
+        except Exception as error:
+            # It was applied. A reply that cannot be decoded counts as a lost one.
+            return [self._ambiguous(f"{name}.{number}", since, error) for number in range(1, len(items) + 1)]
+        left = [number for number, result in enumerate(results) if result is None]
+        if left:
+            try:
+                found = await self._commit_long(namespace, [batches[number] for number in left], since)
+            except Exception as error:
+                if len(left) == len(batches):
+                    raise
+                # The others are applied and keep their results.
+                found = [commit_error(batches[number], error) for number in left]
+            for number, result in zip(left, found, strict=True):
+                results[number] = result
+        return [result for result in results if result is not None]
+
+    def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> list[Commit | None]:
+        """The commits of batches that went the short way; None for each that was left."""
+        if reply[0] == b"left":
+            self._unusual[namespace] = UNUSUAL_GROUPS
+            return [None] * len(batches)
+        commits = decode_written(batches, *reply[1:])
+        self._record_revision(namespace, max((one.revision for one in commits if one is not None), default=0))
+        return commits
+
+    async def _commit_long(self, namespace: str, batches: list[Batch], since: int) -> Sequence[CommitResult]:
+        """Commit batches of any kind."""
+        results: list[CommitResult | None] = [None] * len(batches)
+        sent, pending = [*batches], list(range(len(batches)))
         while pending:
             found: Sequence[CommitResult | Batch]
             try:
-                found = await self._commit_batches(namespace, [batches[number] for number in pending], since)
+                found = await self._commit_batches(namespace, [sent[number] for number in pending], since)
             except Exception as error:
-                if len(pending) == len(group) and is_fault_of_one(error):
+                if len(pending) == len(batches) and is_fault_of_one(error):
                     raise
                 # The batches of an earlier round are applied and keep their results.
                 found = [error] * len(pending)
             again = []
             for number, result in zip(pending, found, strict=True):
                 if isinstance(result, Batch):
-                    batches[number] = result
-                elif isinstance(result, Refusal) and result.guard not in (None, *group[number].batch.guards):
+                    sent[number] = result
+                elif isinstance(result, Refusal) and result.guard not in (None, *batches[number].guards):
                     # The entry changed after its member was checked: check again.
-                    batches[number] = group[number].batch
+                    sent[number] = batches[number]
                 else:
                     results[number] = result
                     continue
@@ -437,38 +494,13 @@ class RedisEngine(ServerEngine):
             pending = again
         return [result for result in results if result is not None]
 
-    async def _put_all(
-        self, namespace: str, puts: list[Put], batches: list[Batch], since: int
-    ) -> Sequence[CommitResult]:
-        """Put plain values, the short way where the server can."""
-        name = new_request_id()
-        try:
-            reply = await self._decide(namespace, "put", name, encode_puts(puts))
-        except _ReplyLost as error:
-            return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(puts) + 1)]
-        try:
-            return await self._decode_put_reply(namespace, puts, batches, reply)
-        except Exception as error:
-            # It was applied. A reply that cannot be decoded counts as a lost one.
-            return [self._ambiguous(f"{name}.{number}", since, error) for number in range(1, len(puts) + 1)]
-
-    async def _decode_put_reply(
-        self, namespace: str, puts: list[Put], batches: list[Batch], reply: Any
-    ) -> Sequence[CommitResult]:
-        if reply[0] == b"put":
-            commits = decode_put_commits(puts, *reply[1:])
-            self._record_revision(namespace, commits[-1].revision)
-            return commits
-        results = await self._decode_results(namespace, batches, reply)
-        return [result for result in results if not isinstance(result, Batch)]
-
     async def _commit_batches(self, namespace: str, batches: list[Batch], since: int) -> list[CommitResult | Batch]:
         """Let the server decide batches. A batch that it cannot decide is returned, to be sent again."""
         name = new_request_id()
         causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
-        body, raw = encode_batches(batches, causes, name)
+        body = encode_batches(batches, causes, name)
         try:
-            reply = await self._decide(namespace, "commit", name, body, *raw)
+            reply = await self._decide(namespace, "commit", name, body)
         except _Superseded:
             if len(batches) == 1:
                 return [superseded_error()]
@@ -490,7 +522,7 @@ class RedisEngine(ServerEngine):
                     replication_id = self._replication_ids[connection]
                     sent = True
                     reply = await self._call(connection, namespace, verb, replication_id, seen, *parameters)
-                    if reply[0] in (b"ok", b"put") and self._replicas:
+                    if reply[0] in (b"ok", b"written") and self._replicas:
                         await self._await_replicas(connection)
             except Exception as error:
                 if reply is not None or (sent and self._is_connection_lost(error)):
@@ -537,13 +569,7 @@ class RedisEngine(ServerEngine):
             case b"failed":
                 return translate_message(self._display_name, found[1].decode())
             case b"foreign":
-                redis_key, kind, key = (word.decode() for word in found[1:])
-                return TypeMismatch(
-                    key,
-                    expected="that key to be free: move it away, or use another namespace; taking over such data is "
-                    "not supported yet",
-                    found=f"a Redis key that Limpet did not write ({kind} {redis_key!r})",
-                )
+                return foreign_key_error(*(word.decode() for word in found[1:]))
             case b"needs_value":
                 return check_member(batch, found[1] - 1, found[2], at_ms)
             case _:
@@ -581,11 +607,7 @@ class RedisEngine(ServerEngine):
                     raise Unavailable(f"{self._display_name} is a replica, which takes no writes")
                 policy = await read_info(connection, "memory", "maxmemory_policy")
                 limit = await read_info(connection, "memory", "maxmemory")
-                appends = await read_info(connection, "persistence", "aof_enabled") == "1"
-                # A user without CONFIG GET gets the default of Redis.
-                sync = await read_setting(connection, "appendfsync", "everysec") if appends else "no"
-                if sync == "always" and await read_setting(connection, "no-appendfsync-on-rewrite", "no") == "yes":
-                    sync = "no"
+                durability = await read_durability(connection, self._replicas)
         except Exception as error:
             raise self._translate(error) from error
         if policy.startswith("allkeys") and limit != "0" and not allows_eviction:
@@ -593,7 +615,7 @@ class RedisEngine(ServerEngine):
                 f"{self._display_name} forgets keys when its memory is full (maxmemory-policy {policy}): "
                 "set noeviction, or give ?eviction=allow"
             )
-        self.traits = msgspec.structs.replace(self.traits, durability=_durability(appends, sync, self._replicas))
+        self.traits = msgspec.structs.replace(self.traits, durability=durability)
 
     async def load_store_id(self) -> tuple[str, int]:
         """The id of the store and its epoch. Of several engines that find no id, one sets it."""
@@ -675,15 +697,3 @@ class _ReplyLost(Exception):
 
 class _Superseded(Exception):
     """A batch of a group arrived after its own retry; nothing of the group was applied."""
-
-
-def _durability(appends: bool, sync: str, replicas: int) -> Durability:
-    if not appends:
-        return "none"
-    if sync == "everysec":
-        # While a sync runs in the background, Redis replies before it has written its file, for up to two seconds.
-        # With "no" it writes the file before it replies, and only never syncs.
-        return "seconds"
-    if sync != "always":
-        return "process"
-    return "quorum" if replicas else "disk"

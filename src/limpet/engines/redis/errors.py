@@ -7,9 +7,9 @@ from typing import Final
 
 from redis import exceptions
 
-from limpet.errors import Corrupt, LimpetError, PermissionDenied, Unavailable
+from limpet.errors import Corrupt, LimpetError, PermissionDenied, TypeMismatch, Unavailable
 
-__all__ = ["is_connection_lost", "translate_error", "translate_message"]
+__all__ = ["foreign_key_error", "is_connection_lost", "translate_error", "translate_message"]
 
 
 def is_connection_lost(error: BaseException) -> bool:
@@ -62,3 +62,13 @@ def translate_message(name: str, message: str) -> LimpetError:
 def _without_arguments(message: str) -> str:
     """An error message without the arguments of a command that the server does not know: they may be values."""
     return message.partition(", with args")[0]
+
+
+def foreign_key_error(redis_key: str, redis_type: str, key: str) -> TypeMismatch:
+    """Make the error of a first write to a key whose Redis key another program has written."""
+    return TypeMismatch(
+        key,
+        expected="that key to be free: move it away, or use another namespace; taking over such data is not supported "
+        "yet",
+        found=f"a Redis key that Limpet did not write ({redis_type} {redis_key!r})",
+    )

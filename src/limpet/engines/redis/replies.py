@@ -16,6 +16,7 @@ from limpet.codec import Stored
 from limpet.errors import Corrupt
 from limpet.model import (
     BEGINNING,
+    Add,
     Batch,
     Change,
     Commit,
@@ -38,8 +39,8 @@ __all__ = [
     "decode_entry_or_error",
     "decode_fingerprint",
     "decode_found",
-    "decode_put_commits",
     "decode_receipt",
+    "decode_written",
     "needs_script",
 ]
 
@@ -160,13 +161,23 @@ def decode_commit(
     return Commit(revision, tuple(entries), tuple(ended), at_ms, replayed)
 
 
-def decode_put_commits(puts: list[Put], at_ms: int, revision: int, packed: bytes) -> list[Commit]:
-    """The commits of plain puts that were applied one after the other."""
-    numbers = _unpack_numbers(packed)
-    commits = []
-    for put, version, created, created_ms in zip(puts, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+def decode_written(
+    batches: list[Batch], at_ms: int, revision: int, packed: bytes, texts: list[bytes]
+) -> list[Commit | None]:
+    """The commits of items that were applied one after the other; None for each that was left."""
+    commits: list[Commit | None] = []
+    numbers, entries = _unpack_numbers(packed), iter(texts)
+    for batch, version, created, created_ms in zip(batches, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+        if not version:
+            commits.append(None)
+            continue
         revision += 1
-        entry = Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, None)
+        write = batch.writes[0]
+        if type(write) is Put:
+            entry = Entry(write.key, write.stored, version, revision, created, created_ms, at_ms, None, None)
+        else:
+            with_value = type(write) is Add or not batch.is_brief
+            entry = decode_entry(write.key, next(entries), with_value=with_value)
         commits.append(Commit(revision, (entry,), (None,), at_ms))
     return commits
 

@@ -1,4 +1,4 @@
-"""What the Redis engine sends to its script: batches and puts, encoded as msgpack, and the script itself.
+"""What the Redis engine sends to its script: batches and items, encoded as msgpack, and the script itself.
 
 The script never decodes a value, so values travel as they are. Its decoder is `limpet.engines.redis.replies`.
 """
@@ -10,17 +10,19 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from limpet import codec
 from limpet.codec import Stored
 from limpet.model import (
+    ABSENT,
     KEEP,
     PRESENT,
     Add,
     Batch,
+    Condition,
     Delete,
     Equals,
     Expire,
@@ -36,10 +38,17 @@ from limpet.model import (
 )
 from limpet.request_ids import request_group
 
-__all__ = ["TEST_CLOCK_KEY", "encode_batches", "encode_field", "encode_puts", "find_plain_put", "load_script"]
+__all__ = ["TEST_CLOCK_KEY", "Item", "encode_batches", "encode_field", "encode_item", "encode_items", "load_script"]
 
 TEST_CLOCK_KEY: Final = "limpet:test-clock"
 """The key that holds the time in milliseconds, for a store that was opened with ``?clock=test``."""
+
+Item = tuple[str, Any, Any]
+"""What the short way of the script takes: a key, the value or the change of it, and what is expected of the key."""
+
+# Numbers up to these are exact in Lua, and their sums too.
+_STEP_LIMIT: Final = 10**15
+_FIELDS_MAX: Final = 100
 
 _KEEP_MS: Final = -1
 _NEVER_MS: Final = -2
@@ -60,33 +69,18 @@ def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
     return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
 
 
-def encode_batches(batches: list[Batch], causes: list[str], group: str) -> tuple[bytes, list[bytes]]:
-    """Batches as the script takes them, and beside them the bytes that are not text."""
-    raw: list[bytes] = []
-    return _pack([_encode_batch(batch, cause, group, raw) for batch, cause in zip(batches, causes, strict=True)]), raw
+def encode_batches(batches: list[Batch], causes: list[str], group: str) -> bytes:
+    """Batches as the script takes them."""
+    return _pack([_encode_batch(batch, cause, group) for batch, cause in zip(batches, causes, strict=True)])
 
 
-def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> list[Any]:
-    """One batch. Nothing in it is None, which would be a hole in a Lua table.
-
-    The script's msgpack decoder knows text only. Bytes that are not UTF-8 are added to ``raw``, and their number there
-    (from 1) takes their place.
-    """
-
-    def encode_bytes(item: bytes) -> str | int:
-        try:
-            return item.decode()
-        except UnicodeDecodeError:
-            raw.append(item)
-            return len(raw)
-
-    def encode_fields(fields: Mapping[str, bytes]) -> list[str | int]:
-        return [item for name, field in fields.items() for item in (name, encode_bytes(encode_field(field)))]
+def _encode_batch(batch: Batch, cause: str, group: str) -> list[Any]:
+    """One batch. Nothing in it is None, which would be a hole in a Lua table."""
 
     def encode_value(stored: Stored) -> tuple[str, Any]:
         if not isinstance(stored, bytes):
-            return "r", encode_fields(stored)
-        return ("b", encode_bytes(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
+            return "r", _encode_fields(stored)
+        return ("b", _encode_text(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
 
     def encode_guard(guard: Guard) -> list[Any]:
         names = [guard.family, guard.key]
@@ -100,7 +94,7 @@ def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> lis
             case Equals(stored):
                 return [*names, "equals", *encode_value(stored)]
             case FieldEquals(name, expected):
-                field = encode_bytes(encode_field(expected)) if isinstance(expected, bytes) else False
+                field = _encode_text(encode_field(expected)) if isinstance(expected, bytes) else False
                 return [*names, "field", field, name]
             case condition:
                 return [*names, "present" if condition is PRESENT else "absent", "", ""]
@@ -116,7 +110,7 @@ def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> lis
             case Patch():
                 how = [list(write.unset), write.if_exists, batch.value_bytes_max]
                 times = [_encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
-                return ["patch", *names, encode_fields(write.fields), *how, *times]
+                return ["patch", *names, _encode_fields(write.fields), *how, *times]
             case Touch():
                 return ["touch", *names, _encode_ttl(write.ttl_ms)]
             case Delete():
@@ -131,19 +125,75 @@ def _encode_batch(batch: Batch, cause: str, group: str, raw: list[bytes]) -> lis
     return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes, batch.is_brief]
 
 
-def find_plain_put(batch: Batch) -> Put | None:
-    """The only write of a batch, if the script has a short way for it: a put of a JSON value and nothing else."""
-    if batch.guards or batch.request_id is not None or len(batch.writes) != 1:
+def encode_item(batch: Batch) -> Item | None:
+    """A batch of a single write as an item; None if the script has no short way for it.
+
+    It has one for a put of a JSON value that neither expires nor has meta, perhaps with an expected revision; for an
+    add; and for a patch, perhaps with an expected field.
+    """
+    try:
+        return _encode_single(batch)
+    except (AttributeError, TypeError, UnicodeDecodeError):
+        # It was made by hand. The long way finds the error in it.
         return None
-    put = batch.writes[0]
-    if type(put) is not Put or put.ttl_ms is not None or put.meta_json is not None or put.family != "data":
-        return None
-    return put if isinstance(put.stored, bytes) and put.stored[:1] != b"\0" else None
 
 
-def encode_puts(puts: list[Put]) -> bytes:
-    """Plain puts as the script takes them."""
-    return _pack([[put.key for put in puts], [put.stored.decode() for put in puts]])  # type: ignore[union-attr]
+def _encode_single(batch: Batch) -> Item | None:
+    guards = batch.guards
+    if batch.request_id is not None or len(batch.writes) != 1 or len(guards) > 1:
+        return None
+    write = batch.writes[0]
+    if write.family != "data" or (guards and (guards[0].key != write.key or guards[0].family != "data")):
+        return None
+    condition = guards[0].condition if guards else None
+    if type(write) is Put:
+        expected, stored = _encode_revision(condition), write.stored
+        is_usual = write.ttl_ms is None and write.meta_json is None and expected is not None
+        is_json = isinstance(stored, bytes) and stored[:1] != b"\0"
+        return (write.key, stored.decode(), expected) if is_usual and is_json else None  # type: ignore[union-attr]
+    if type(write) is Add:
+        is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and condition is None
+        return (write.key, write.by, False) if is_usual and abs(write.by) < _STEP_LIMIT else None
+    if type(write) is Patch:
+        is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and not write.unset
+        is_usual = is_usual and (condition is None or type(condition) is FieldEquals)
+        return _encode_patch(batch, write, condition) if is_usual and len(write.fields) <= _FIELDS_MAX else None
+    return None
+
+
+def encode_items(items: list[Item]) -> bytes:
+    """Items as the script takes them."""
+    return _pack([[item[part] for item in items] for part in range(3)])
+
+
+def _encode_revision(condition: Condition | None) -> int | Literal[False] | None:
+    """The revision that a put expects: 0 for no entry, False for any; None if it expects something else."""
+    if condition is None:
+        return False
+    if condition is ABSENT:
+        return 0
+    return condition.number if type(condition) is Revision and _exact(condition.number) > 0 else None
+
+
+def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> Item:
+    """A patch, and the name of the field that it expects with what it holds, or the name alone if it must be absent."""
+    expected: Any = False
+    if isinstance(condition, FieldEquals):
+        held = condition.stored
+        expected = [condition.name, _encode_text(encode_field(held))] if isinstance(held, bytes) else [condition.name]
+    return patch.key, [_encode_fields(patch.fields), patch.if_exists, batch.value_bytes_max, batch.is_brief], expected
+
+
+def _encode_fields(fields: Mapping[str, bytes]) -> list[str | msgspec.Raw]:
+    return [item for name, field in fields.items() for item in (name, _encode_text(encode_field(field)))]
+
+
+def _encode_text(item: bytes) -> str | msgspec.Raw:
+    """Bytes as a text of msgpack, whether they are UTF-8 or not: the script's decoder knows no other bytes."""
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        return msgspec.Raw(b"\xdb" + len(item).to_bytes(4, "big") + item)
 
 
 def encode_field(field: bytes) -> bytes:

@@ -19,8 +19,9 @@
 -- The log is a stream. The changes of one call are one item of it, whose id is the revision of the last change. It
 -- begins with the time. Then come pairs: a label and an entry for each change, where a label is
 --     op revision commit_revision family cause_bytes cause key
--- without the last space, because a cause may contain spaces. Plain puts have a shorter form: the word puts with the
--- name of their call, then a key and an entry for each. Their revisions and causes count up to those of the last.
+-- without the last space, because a cause may contain spaces. Single puts and adds have a shorter form: the word puts
+-- with the name of their call, then a key and an entry for each. Their revisions and causes count up to those of the
+-- last.
 --
 -- A server runs the whole script from its first line at each call. So the most frequent verb is served first, before
 -- the functions for the others are made.
@@ -95,67 +96,237 @@ local function prepare(packed)
     counters.at_ms = time_ms()
 end
 
--- The short way of plain puts: JSON values that never expire, without meta or guard --------------------------
---
--- They build no tables that they do not need, and are written by one command. If one of them meets an entry that
--- expires, a record, a Redis key that is not ours, or an index, nothing is written here and all go the long way.
-
-local plain_keys, plain_values
-
-local function put_plain(found, group)
-    local keys, values, latest = plain_keys, plain_values, {}
-    local first, now = counters.revision, counters.at_ms
-    local reply, entries, fresh, record_keys = {}, {}, {}, {}
-    local fresh_bytes, changed_bytes, logged_bytes = 0, 0, 0
-    for i = 1, #keys do
-        local key, value = keys[i], values[i]
-        local old, size = latest[key] or found[i + 1], #value
-        local version, created, created_ms = 1, first + i, now
-        if old then
-            local _, expires_ms, old_size, kind
-            version, _, created, created_ms, _, expires_ms, old_size, _, kind = struct.unpack(HEAD, old)
-            if expires_ms > 0 or kind == RECORD then
-                return nil
-            end
-            version, changed_bytes = version + 1, changed_bytes + size - old_size
-        else
-            fresh[#fresh + 1] = 0
-            fresh[#fresh + 1] = key
-            record_keys[#record_keys + 1] = prefix .. key
-            fresh_bytes = fresh_bytes + #key + size
-        end
-        local entry = struct.pack(HEAD, version, first + i, created, created_ms, now, 0, size, 0, JSON) .. value
-        latest[key], entries[2 * i - 1], entries[2 * i] = entry, key, entry
-        reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = version, created, created_ms
-        logged_bytes = logged_bytes + #key + size
-    end
-    if #record_keys > 0 and call('EXISTS', unpack(record_keys)) > 0 then
-        return nil
-    end
-    counters.revision = first + #keys
-    counters.keys, counters.bytes = counters.keys + #fresh / 2, counters.bytes + fresh_bytes + changed_bytes
-    counters.changes, counters.log_bytes = counters.changes + #keys, counters.log_bytes + logged_bytes
-    -- The log first: if another program has replaced its key, this fails before anything is written.
-    call('XADD', log_key, format('%d-0', counters.revision), 'at', format('%d', now), 'puts', group, unpack(entries))
-    call('HSET', data_key, '', pack_counters(), unpack(entries))
-    if #fresh > 0 then
-        call('ZADD', base .. 'data:keys', unpack(fresh))
-    end
-    return {'put', now, first, cmsgpack.pack(reply)}
+-- The size of a field, as the limits count it. A zero byte in front is ours.
+local function field_bytes(field)
+    return #field - (string.byte(field) == 0 and 1 or 0)
 end
 
-if ARGV[1] == 'put' then
-    plain_keys, plain_values = unpack(cmsgpack.unpack(ARGV[6]))
-    local found = call('HMGET', data_key, '', unpack(plain_keys))
-    local reply = prepare(found[1]) or counters.superseded + counters.indexed == 0 and put_plain(found, ARGV[5])
-    if reply then
-        return reply
+-- The fields of a record as one text: each name and each field after its length. Lua takes long to print a number, so
+-- the lengths are kept.
+local lengths = {}
+
+local function join_fields(fields)
+    local parts = {}
+    for i = 1, #fields do
+        local field = fields[i]
+        local length = lengths[#field]
+        if not length then
+            length = #field .. ':'
+            lengths[#field] = length
+        end
+        parts[2 * i - 1], parts[2 * i] = length, field
     end
+    return table.concat(parts)
+end
+
+-- The short way of single writes -----------------------------------------------------------------------------
+--
+-- An item is a batch of one write of data: a put of a JSON value (a text) that never expires, an add (a number), or a
+-- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none. A patch may expect a field:
+-- its name and what it holds, or the name alone if it must not be there.
+--
+-- Only the usual case is decided here, and in fewer steps than by the verb commit. An item that meets anything else is
+-- left and nothing is written for it: an entry that has expired, that a put would keep from expiring, or of another
+-- kind; an expectation that does not hold; a number or a record that becomes too large; a Redis key that is not ours.
+-- So are later items on its key. The caller commits what is left. In a namespace with indexes or marks of superseded
+-- requests all are left.
+
+local left = {}
+
+-- A key without an entry is left if it belongs to another program.
+local function leave_foreign(keys, found)
+    local fresh = {}
+    for i = 1, #keys do
+        if not found[i + 1] then
+            fresh[#fresh + 1] = prefix .. keys[i]
+        end
+    end
+    if #fresh > 0 and call('EXISTS', unpack(fresh)) > 0 then
+        for i = 1, #keys do
+            left[keys[i]] = not found[i + 1] and call('EXISTS', prefix .. keys[i]) > 0
+        end
+    end
+end
+
+-- The number after an add. With 15 digits at most, Lua adds exactly.
+local function add_short(old, kind, value_at, by)
+    local number = '0'
+    if old then
+        number = kind == JSON and match(old, '^%-?%d+$', value_at)
+    end
+    return number and #number <= 15 and format('%d', tonumber(number) + by)
+end
+
+-- The records that were patched in this call: names and fields in turn, and the place of each name. They are read once,
+-- and written after all items were decided.
+local records = {}
+
+local function load_record(key, old)
+    local record = records[key]
+    if not record then
+        record = old and redis.pcall('HGETALL', prefix .. key) or {}
+        record.places = {}
+        for i = 1, #record, 2 do
+            record.places[record[i]] = i
+        end
+        records[key] = record
+    end
+    -- If another program has replaced the hash, there is an error in place of the fields.
+    return not record.err and record
+end
+
+-- The size of a record after a patch, and its fields as one text.
+local function patch_short(key, old, kind, size, patch, expected)
+    local fields, must_exist, most = patch[1], patch[2], patch[3]
+    if old and kind ~= RECORD or not old and (must_exist or expected) then
+        return nil
+    end
+    local record = load_record(key, old)
+    if not record then
+        return nil
+    end
+    local places = record.places
+    if expected then
+        local at = places[expected[1]]
+        if expected[2] ~= (at and record[at + 1]) then
+            return nil
+        end
+    end
+    for i = 1, #fields, 2 do
+        local at = places[fields[i]]
+        size = size + field_bytes(fields[i + 1]) + (at and -field_bytes(record[at + 1]) or #fields[i])
+    end
+    if size > most then
+        return nil
+    end
+    for i = 1, #fields, 2 do
+        local at = places[fields[i]] or #record + 1
+        places[fields[i]], record[at], record[at + 1] = at, fields[i], fields[i + 1]
+    end
+    return size, join_fields(record)
+end
+
+-- Write the fields that patches set. The data has only the head of a record.
+local function write_fields(patched, keys, values)
+    -- If another program has replaced the key of the log, fail before anything is written.
+    call('XLEN', log_key)
+    for i = 1, #patched do
+        local fields = values[patched[i]][1]
+        if #fields > 0 then
+            call('HSET', prefix .. keys[patched[i]], unpack(fields))
+        end
+    end
+end
+
+-- Write the log: keys and entries in turn, of the items with these numbers. If there are patches among them, or items
+-- were left, each gets a label in place of its key.
+local function log_items(logged, numbers, values, group, has_labels)
+    local id, at = format('%d-0', counters.revision), format('%d', counters.at_ms)
+    if not has_labels then
+        call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
+        return
+    end
+    for i = 1, #numbers do
+        local op, revision = type(values[numbers[i]]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
+        local cause = format('%s.%d', group, numbers[i])
+        logged[2 * i - 1] = format('%s %d %d data %d ', op, revision, revision, #cause) .. cause .. logged[2 * i - 1]
+    end
+    call('XADD', log_key, id, 'at', at, unpack(logged))
+end
+
+local function write_items(keys, values, expected, found, group)
+    local first, now, latest = counters.revision, counters.at_ms, {}
+    local reply, texts, numbers, entries, logged, fresh, patched = {}, {}, {}, {}, {}, {}, {}
+    local revision, added_bytes, logged_bytes = first, 0, 0
+    leave_foreign(keys, found)
+    for i = 1, #keys do
+        local key, value, wanted = keys[i], values[i], expected[i]
+        local old = latest[key] or found[i + 1]
+        local version, old_revision, created, created_ms, expires_ms, old_size = 0, 0, revision + 1, now, 0, 0
+        local meta_bytes, kind, form, _ = 0, JSON, type(value), nil
+        if old then
+            version, old_revision, created, created_ms, _, expires_ms, old_size, meta_bytes, kind =
+                struct.unpack(HEAD, old)
+        end
+        local size, text
+        local is_usual = not left[key] and (expires_ms == 0 or expires_ms > now and form ~= 'string')
+        if is_usual and form == 'string' then
+            if kind ~= RECORD and (not wanted or wanted == old_revision) then
+                size, text, meta_bytes = #value, value, 0
+            end
+        elseif is_usual and form == 'number' then
+            text = add_short(old, kind, HEAD_BYTES + meta_bytes + 1, value)
+            size = text and #text
+        elseif is_usual then
+            size, text = patch_short(key, old, kind, old_size, value, wanted)
+        end
+        if not size then
+            left[key] = true
+            reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = 0, 0, 0
+        else
+            revision = revision + 1
+            local n, is_patch = #numbers + 1, form == 'table'
+            local head = struct.pack(HEAD, version + 1, revision, created, created_ms, now, expires_ms, size,
+                meta_bytes, is_patch and RECORD or JSON)
+            if meta_bytes > 0 then
+                head = head .. sub(old, HEAD_BYTES + 1, HEAD_BYTES + meta_bytes)
+            end
+            local entry = head .. text
+            numbers[n], logged[2 * n - 1], logged[2 * n] = i, key, entry
+            if form ~= 'string' then
+                -- The caller knows the value that it has put. The last part of a patch says whether its caller does not
+                -- need the record.
+                texts[#texts + 1] = is_patch and value[4] and head or entry
+            end
+            if is_patch then
+                patched[#patched + 1] = i
+                entry = head
+            end
+            latest[key], entries[2 * n - 1], entries[2 * n] = entry, key, entry
+            reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = version + 1, created, created_ms
+            added_bytes, logged_bytes = added_bytes + size - old_size, logged_bytes + #key + size
+            if not old then
+                fresh[#fresh + 1] = 0
+                fresh[#fresh + 1] = key
+                added_bytes = added_bytes + #key
+            end
+        end
+    end
+    if revision > first then
+        counters.revision = revision
+        counters.keys, counters.bytes = counters.keys + #fresh / 2, counters.bytes + added_bytes
+        counters.changes, counters.log_bytes = counters.changes + #numbers, counters.log_bytes + logged_bytes
+        if #patched > 0 then
+            write_fields(patched, keys, values)
+        end
+        log_items(logged, numbers, values, group, #patched > 0 or #numbers < #keys)
+        call('HSET', data_key, '', pack_counters(), unpack(entries))
+        if #fresh > 0 then
+            call('ZADD', base .. 'data:keys', unpack(fresh))
+        end
+    end
+    return {'written', now, first, cmsgpack.pack(reply), texts}
+end
+
+local superseded_key = base .. 'late'
+
+if ARGV[1] == 'write' then
+    local keys, values, expected = unpack(cmsgpack.unpack(ARGV[6]))
+    local found = call('HMGET', data_key, '', unpack(keys))
+    local lost = prepare(found[1])
+    if lost then
+        return lost
+    elseif counters.superseded > 0 and call('HGET', superseded_key, ARGV[5]) then
+        return {'superseded'}
+    elseif counters.superseded + counters.indexed > 0 then
+        return {'left'}
+    end
+    return write_items(keys, values, expected, found, ARGV[5])
 end
 
 -- Entries ----------------------------------------------------------------------------------------------------
 
-local due_key, superseded_key, gaps_key, floor_key = base .. 'due', base .. 'late', base .. 'gaps', base .. 'floor'
+local due_key, gaps_key, floor_key = base .. 'due', base .. 'gaps', base .. 'floor'
 
 local function decode(key, packed)
     local version, revision, created, created_ms, updated_ms, expires_ms, size, meta_bytes, kind =
@@ -218,15 +389,6 @@ local function record_time()
     end
 end
 
--- The fields of a record as one text: each name and each field after its length.
-local function join_fields(fields)
-    local parts = {}
-    for i = 1, #fields do
-        parts[2 * i - 1], parts[2 * i] = #fields[i] .. ':', fields[i]
-    end
-    return table.concat(parts)
-end
-
 -- Whether the caller of the current batch does not need the fields of records.
 local is_brief = false
 
@@ -244,23 +406,6 @@ local function encode_found(entry)
         return false
     end
     return is_brief and entry.kind == 'r' and encode_head(entry) or encode(entry)
-end
-
--- The size of a field, as the limits count it. A zero byte in front is ours.
-local function field_bytes(field)
-    return #field - (string.byte(field) == 0 and 1 or 0)
-end
-
--- The unpacker of a batch knows text only. Other bytes come beside the batch, and a number in it says which they are.
-local function raw_bytes(item)
-    return type(item) == 'number' and ARGV[6 + item] or item
-end
-
-local function all_raw_bytes(items)
-    for i = 1, #items do
-        items[i] = raw_bytes(items[i])
-    end
-    return items
 end
 
 -- Indexes ----------------------------------------------------------------------------------------------------
@@ -327,9 +472,8 @@ local function equals(entry, kind, value)
     if entry.kind ~= kind then
         return false
     elseif kind ~= 'r' then
-        return entry.value == raw_bytes(value)
+        return entry.value == value
     end
-    all_raw_bytes(value)
     local fields = call('HGETALL', prefix .. entry.key)
     if #fields ~= #value then
         return false
@@ -363,7 +507,7 @@ local function check_guard(test, entry, operand, name)
     elseif test == 'equals' then
         return equals(entry, operand, name)
     elseif entry.kind == 'r' then
-        return call('HGET', prefix .. entry.key, name) == raw_bytes(operand)
+        return call('HGET', prefix .. entry.key, name) == operand
     elseif entry.kind == 'j' then
         return nil
     end
@@ -416,9 +560,9 @@ function make.put(w, current, now, revision)
     local entry = new_entry(w[3], current, now, revision, w[7], w[8])
     entry.kind, entry.size = w[4], w[6]
     if entry.kind == 'r' then
-        entry.fields, entry.value = all_raw_bytes(w[5]), ''
+        entry.fields, entry.value = w[5], ''
     else
-        entry.value = raw_bytes(w[5])
+        entry.value = w[5]
     end
     return entry
 end
@@ -441,7 +585,7 @@ function make.add(w, current, now, revision)
 end
 
 function make.patch(w, current, now, revision)
-    local fields, unset, must_exist, most = all_raw_bytes(w[4]), w[5], w[6], w[7]
+    local fields, unset, must_exist, most = w[4], w[5], w[6], w[7]
     if not current then
         if must_exist then
             return refuse('missing', nil)
@@ -1116,12 +1260,4 @@ function verb.status()
     }
 end
 
-if plain_keys then
-    local batches = {}
-    for i = 1, #plain_keys do
-        local write = {'put', 'data', plain_keys[i], 'j', plain_values[i], #plain_values[i], NEVER, ''}
-        batches[i] = {'', 0, '', format('%s.%d', ARGV[5], i), -1, ARGV[5], {}, {write}, false}
-    end
-    return commit_all(batches, ARGV[5])
-end
 return verb[ARGV[1]]()

@@ -1,0 +1,448 @@
+"""The short way of single writes: it decides as the plan does, and leaves to the long way exactly what is unusual.
+
+Random groups go to the engine and, one batch after the other, to `plan`. The order is that in which they are applied:
+first those that the short way applies, then those that it leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Final
+
+import msgspec
+import pytest
+
+import limpet
+from limpet import codec
+from limpet.engines.redis import engine as redis_engine
+from limpet.engines.redis.connection import Connection
+from limpet.engines.redis.engine import UNUSUAL_GROUPS, RedisEngine
+from limpet.engines.redis.requests import TEST_CLOCK_KEY
+from limpet.engines.server_engine import Ticket
+from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch
+from limpet.keys import prefix_span
+from limpet.model import (
+    ABSENT,
+    KEEP,
+    PRESENT,
+    Add,
+    Batch,
+    Change,
+    Condition,
+    Delete,
+    Entry,
+    FieldEquals,
+    Guard,
+    Patch,
+    Put,
+    Refusal,
+    Revision,
+    Status,
+    Write,
+    live,
+)
+from limpet.request_ids import new_request_id
+from limpet.transition import plan
+from tests.engines import unique
+from tests.proxy import Fault
+from tests.redis.support import command, engine_of, proxy_of, server
+
+PROGRAMS: Final = int(os.environ.get("LIMPET_MODEL_EXAMPLES") or 100)
+GROUPS: Final = 30
+KEYS: Final = ("a", "b", "c", "d/e", "é\U0001f41a", "%_*\\")
+VALUE_BYTES_MAX: Final = 40
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[limpet.Store]:
+    """A store whose time is set by `command`. Other processes of a test run have databases of their own."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw63").removeprefix("gw")
+    url = f"{os.environ['LIMPET_TEST_REDIS'].rpartition('/')[0]}/{worker}?clock=test"
+    async with limpet.open(url, namespace=unique(), sweep=False) as opened:
+        yield opened
+        await command(opened, "DEL", TEST_CLOCK_KEY)
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+async def test_groups_of_single_writes_are_decided_as_the_plan_does(store: limpet.Store, seed: int) -> None:
+    """Over keys that are fresh, live, expired, with meta, records or another program's, and sometimes with an index."""
+    program = Program(store, random.Random(seed))
+
+    for _ in range(GROUPS):
+        await program.step()
+
+    assert program.short_writes > 0
+
+
+class Program:
+    """A program of random groups, and the state that `plan` makes of them."""
+
+    def __init__(self, store: limpet.Store, dice: random.Random) -> None:
+        self.store = store
+        self.engine: RedisEngine = engine_of(store)
+        self.namespace = store.name
+        self.dice = dice
+        self.now_ms = 1_000_000
+        self.map: dict[str, Entry] = {}
+        self.log: list[Change] = []
+        self.foreign: set[str] = set()
+        self.has_index = False
+        self.short_writes = 0
+
+    # What happens ---------------------------------------------------------------
+
+    async def step(self) -> None:
+        """Something unusual perhaps, and then a group."""
+        self.now_ms += self.dice.choice([0, 0, 1, 5, 40])
+        await command(self.store, "SET", TEST_CLOCK_KEY, self.now_ms)
+        await self._disturb()
+        size = self.dice.choice([1, 1, 1, 2, 4, 8])
+        batches = [self._make_batch() for _ in range(size)]
+        await self._commit(batches)
+        await self._compare_state()
+
+    async def _disturb(self) -> None:
+        key, roll = self.dice.choice(KEYS), self.dice.random()
+        if roll < 0.1 and key not in self.map:
+            await command(self.store, "SET", f"{{{self.namespace}}}:{key}", "another program's")
+            self.foreign.add(key)
+        elif roll < 0.2 and self.foreign:
+            key = self.foreign.pop()
+            await command(self.store, "DEL", f"{{{self.namespace}}}:{key}")
+        elif roll < 0.25 and not self.has_index:
+            await self.engine.index(self.namespace, "n")
+            self.has_index = True
+        elif roll < 0.4 and self.has_index:
+            await self.engine.unindex(self.namespace, "n")
+            self.has_index = False
+            self.engine._unusual.clear()
+
+    def _make_batch(self) -> Batch:
+        dice, key = self.dice, self.dice.choice(KEYS)
+        found = live(self.map.get(key), self.now_ms)
+        revision = Revision(found.revision if found is not None else 1)
+        write: Write
+        conditions: list[Condition] = []
+        match dice.randrange(12):
+            case 0 | 1:
+                write = Put(key, codec.encode(dice.choice([0, -1, 10**14, {"n": 1}, "é", b"raw", limpet.Fields(n=1)])))
+            case 2 | 3:
+                write = Put(key, codec.encode(dice.choice([1, {"n": 2}])))
+                narrow: Condition = dice.choice([revision, revision, Revision(revision.number + 1), ABSENT, PRESENT])
+                conditions = [ABSENT if found is None and dice.random() < 0.8 else narrow]
+            case 4 | 5:
+                write = Add(key, dice.choice([1, -7, 10**14, 10**15, codec.INT_MAX]))
+            case 6 | 7:
+                write = Patch(key, self._make_fields(), if_exists=dice.random() < 0.2)
+            case 8 | 9:
+                held = None if found is None or found.stored is None else codec.member(found.stored, "n")
+                conditions = [FieldEquals("n", ABSENT if held is None else held)]
+                if dice.random() < 0.3:
+                    conditions = [FieldEquals("n", dice.choice([ABSENT, b"77", b"\0\xff"]))]
+                unset = ("s",) if dice.random() < 0.1 else ()
+                fields = {name: field for name, field in self._make_fields().items() if name not in unset}
+                write = Patch(key, fields, unset, if_exists=dice.random() < 0.8)
+            case 10:
+                value = dice.choice([5, {"n": 1}, limpet.Fields(n=1, s=b"\xff")])
+                ttl_ms, meta_json = dice.choice([None, 3, 30, 1000]), dice.choice([None, b'{"by":1}'])
+                write = Put(key, codec.encode(value), ttl_ms, meta_json)
+            case _:
+                write = Delete(key) if dice.random() < 0.5 else Put(key, b"2", ttl_ms=KEEP, meta_json=KEEP)
+        guards = tuple(Guard(key, condition) for condition in conditions)
+        return Batch(guards, (write,), value_bytes_max=VALUE_BYTES_MAX, is_brief=dice.random() < 0.5)
+
+    def _make_fields(self) -> dict[str, bytes]:
+        values = [1, 2.5, None, "", "x" * 30, b"", b"\0", b"x\xff", {"$": 1}]
+        names = self.dice.sample(["n", "s", "é '\""], self.dice.randrange(3))
+        return {name: codec.encode_field(self.dice.choice(values)) for name in names}
+
+    # What is expected -----------------------------------------------------------
+
+    async def _commit(self, batches: list[Batch]) -> None:
+        is_lone = len(batches) == 1 and self.dice.random() < 0.5
+        is_short = all(_is_item(batch) for batch in batches) and self.namespace not in self.engine._unusual
+        with Spy(self.engine) as spy:
+            if is_lone:
+                self.engine._busy.discard(self.namespace)
+                results: Sequence[Any] = await asyncio.gather(
+                    self.engine.commit(self.namespace, batches[0]), return_exceptions=True
+                )
+            else:
+                loop = asyncio.get_running_loop()
+                group = [Ticket(batch, loop.create_future()) for batch in batches]
+                results = await self.engine._commit_group(self.namespace, group, self.revision)
+
+        left = self._expect_short(batches, results, spy.names[0]) if is_short else list(range(len(batches)))
+        sent = [msgspec.structs.replace(batch, request_id=None) for batch in spy.sent]
+        assert sent == [batches[number] for number in left]
+        assert sorted(spy.decided) == list(range(len(left)))
+        for number, cause in spy.decided.items():
+            self._expect(batches[left[number]], results[left[number]], cause)
+
+    def _expect_short(self, batches: list[Batch], results: Sequence[Any], name: str) -> list[int]:
+        """Check what the short way has applied. Returns the numbers of those that it must have left."""
+        left: list[int] = []
+        left_keys: set[str] = set()
+        for number, batch in enumerate(batches):
+            key = batch.writes[0].key
+            if key in left_keys or not self._is_usual(batch):
+                left_keys.add(key)
+                left.append(number)
+            else:
+                self.short_writes += 1
+                self._expect(batch, results[number], f"{name}.{number + 1}")
+        return left
+
+    def _is_usual(self, batch: Batch) -> bool:
+        """Whether the short way must decide a batch."""
+        (write,), stored = batch.writes, self.map.get(batch.writes[0].key)
+        if self.has_index or (stored is None and write.key in self.foreign):
+            return False
+        if stored is not None:
+            if live(stored, self.now_ms) is None:
+                return False
+            if isinstance(write, Put) and (stored.expires_ms is not None or stored.kind == "record"):
+                return False
+            if isinstance(write, Add) and isinstance(stored.stored, bytes) and len(stored.stored) > 15:
+                return False
+        return not isinstance(plan(batch, self._find, now_ms=self.now_ms, revision=0), Refusal)
+
+    def _expect(self, batch: Batch, result: Any, cause: str) -> None:
+        """Apply a batch to the state, and compare its result. The cause is the name under which it would be retried."""
+        (write,), key = batch.writes, batch.writes[0].key
+        outcome = plan(batch, self._find, now_ms=self.now_ms, revision=self.revision, cause=cause)
+        if isinstance(outcome, Refusal):
+            found = outcome.found
+            if batch.is_brief and found is not None and found.kind == "record":
+                outcome = msgspec.structs.replace(outcome, found=found.without_value())
+            assert result == outcome
+            return
+        stored, after = self.map.get(key), outcome.commit.entries[0]
+        is_ours = stored is not None and (stored.kind == "record" or after is None or after.kind != "record")
+        if key in self.foreign and after is not None and not is_ours:
+            assert isinstance(result, TypeMismatch)
+            return
+        expected = outcome.commit
+        if batch.is_brief and isinstance(write, Patch) and after is not None:
+            expected = msgspec.structs.replace(expected, entries=(after.without_value(),))
+        assert result == expected
+        for change in outcome.changes:
+            self.log.append(change)
+            self.map.pop(key, None)
+            if change.after is not None:
+                self.map[key] = change.after
+
+    @property
+    def revision(self) -> int:
+        return self.log[-1].revision if self.log else 0
+
+    def _find(self, family: str, key: str) -> Entry | None:
+        return self.map.get(key)
+
+    async def _compare_state(self) -> None:
+        """Compare the entries, the keys in order, what is due, the log and the counters."""
+        engine, name = self.engine, self.namespace
+        shown = {key: entry for key, entry in sorted(self.map.items()) if live(entry, self.now_ms) is not None}
+        assert await engine.read(name, KEYS) == [shown.get(key) for key in KEYS]
+        assert (await engine.scan(name, prefix_span(""))).entries == list(shown.values())
+        assert {item.key for item in await engine.due(name)} == self.map.keys() - shown.keys()
+        assert (await engine.changes(name, 0, limit=10_000)).changes == self.log
+        status = await engine.status(name)
+        logged = [change.entry.weight_bytes if change.after else len(change.key.encode()) for change in self.log]
+        assert _counts(status) == (
+            self.revision,
+            len(self.map),
+            sum(entry.weight_bytes for entry in self.map.values()),
+            len(self.log),
+            sum(logged),
+        )
+
+
+def _counts(status: Status) -> tuple[int, ...]:
+    return status.revision, status.keys, status.size_bytes, status.log_changes, status.log_bytes
+
+
+def _is_item(batch: Batch) -> bool:
+    """Whether a batch is one for the short way, written once more in other words."""
+    condition = batch.guards[0].condition if batch.guards else None
+    match batch.writes[0]:
+        case Put(stored=bytes(stored), ttl_ms=None, meta_json=None):
+            return stored[0] != 0 and condition is not PRESENT
+        case Add(by=by):
+            return abs(by) < 10**15
+        case Patch(unset=unset):
+            return unset == ()
+        case _:
+            return False
+
+
+class Spy:
+    """Sees the names of requests, which batches are sent the long way, and in which order they are decided there."""
+
+    def __init__(self, engine: RedisEngine) -> None:
+        self._engine = engine
+        self._commit_batches = engine._commit_batches
+        self._numbers: dict[int, int] = {}
+        self.names: list[str] = []
+        self.sent: list[Batch] = []
+        self.decided: dict[int, str] = {}
+
+    def __enter__(self) -> Spy:
+        self._engine._commit_batches = self._see  # type: ignore[method-assign]
+        redis_engine.new_request_id = self._name  # type: ignore[attr-defined]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._engine._commit_batches
+        redis_engine.new_request_id = new_request_id  # type: ignore[attr-defined]
+
+    def _name(self) -> str:
+        self.names.append(new_request_id())
+        return self.names[-1]
+
+    async def _see(self, namespace: str, batches: list[Batch], since: int) -> Any:
+        if not self.sent:
+            self.sent = [*batches]
+            self._numbers = {id(batch): number for number, batch in enumerate(batches)}
+        results = await self._commit_batches(namespace, batches, since)
+        for place, (batch, result) in enumerate(zip(batches, results, strict=True), 1):
+            number = self._numbers[id(batch)]
+            if isinstance(result, Batch):
+                # It is sent again, with a guard on the revision of the entry whose member was checked.
+                self._numbers[id(result)] = number
+            elif not isinstance(result, Refusal) or result.guard in (None, *self.sent[number].guards):
+                self.decided[number] = batch.request_id or f"{self.names[-1]}.{place}"
+        return results
+
+
+# What else must hold ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The verbs of the script that connections of this process send."""
+    sent: list[str] = []
+    send = Connection.send
+
+    def see(connection: Connection, words: tuple[Any, ...], on_reply: Any) -> None:
+        if words[0] == "EVALSHA":
+            sent.append(words[4])
+        send(connection, words, on_reply)
+
+    monkeypatch.setattr(Connection, "send", see)
+    return sent
+
+
+async def test_a_usual_write_is_one_request_and_an_unusual_one_is_two(store: limpet.Store, requests: list[str]) -> None:
+    entry = await store.put("key", 1)
+    await store.create("fresh", 1)
+    await store.put("key", 2, expect=entry)
+    await store.add("count", 1)
+    record = store.record("job")
+    await record.set(state="open", raw=b"\xff")
+    assert await record.swap("state", "open", "done")
+    assert await record.swap("raw", b"\xff", b"\xfe")
+    assert await record.swap("other", ABSENT, 1)
+    assert requests == ["write"] * 8
+
+    requests.clear()
+    with pytest.raises(Conflict):
+        await store.put("key", 3, expect=entry)
+    assert not await record.swap("state", "open", "done")
+    assert requests == ["write", "commit"] * 2
+
+
+async def test_where_all_is_left_the_next_groups_go_the_long_way_at_once(
+    store: limpet.Store, requests: list[str]
+) -> None:
+    """An index concerns every write. It would be two requests for each, for as long as there is an index."""
+    await store.index("n")
+    requests.clear()
+
+    for number in range(UNUSUAL_GROUPS):
+        await store.put("key", number)
+    assert requests == ["write", *["commit"] * UNUSUAL_GROUPS]
+
+    await store.unindex("n")
+    requests.clear()
+    await store.put("key", "last")
+    assert requests == ["write"]
+
+
+async def test_time_does_not_go_back(store: limpet.Store) -> None:
+    await command(store, "SET", TEST_CLOCK_KEY, 2_000_000)
+    await store.put("key", 1)
+    await store.record("job").set(n=1)
+    await command(store, "SET", TEST_CLOCK_KEY, 1_000_000)
+
+    await store.put("key", 2)
+    await store.add("count", 1)
+    await store.record("job").set(n=2)
+
+    assert {change.at_ms for change in (await engine_of(store).changes(store.name, 0)).changes} == {2_000_000}
+    assert {entry.updated_ms async for entry in store.scan()} == {2_000_000}
+
+
+async def test_if_the_log_is_replaced_nothing_is_written(store: limpet.Store) -> None:
+    await store.put("key", 1)
+    await store.record("job").set(n=b"1")
+    await command(store, "SET", f"limpet:{{{store.name}}}:log", "another program's")
+
+    for write in (store.put("key", 2), store.add("count"), store.record("job").set(n=b"2")):
+        with pytest.raises(Corrupt):
+            await write
+
+    assert (await store.get("key"), await store.get("count")) == (1, None)
+    assert await command(store, "HGETALL", f"{{{store.name}}}:job") == [b"n", b"1"]
+    assert (await store.status()).revision == 2
+
+
+async def test_a_lost_reply_is_found_under_the_name_of_each_write() -> None:
+    """One of the group was left, and has no change. The numbers of the others stay what they were."""
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+            await store.put("a", 1)
+            await store.record("job").set(state="open")
+            drafts = [
+                store.batch().put("a", 2),
+                store.batch().create("a", 3),
+                store.batch().add("count", 4),
+                store.batch().swap("job", "state", "open", "done"),
+            ]
+            loop = asyncio.get_running_loop()
+            group = [Ticket(draft._make_batch(), loop.create_future()) for draft in drafts]
+            proxy.fault("lose")
+
+            results = await engine_of(store)._commit_group(store.name, group, 2)
+
+            outcomes = []
+            for result in results:
+                assert isinstance(result, Ambiguous)
+                assert result.request_id is not None
+                outcome = await store.outcome(result.request_id)
+                outcomes.append(outcome and [(entry.key, entry.revision) for entry in outcome.entries if entry])
+            assert outcomes == [[("a", 3)], None, [("count", 4)], [("job", 5)]]
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+async def test_a_group_whose_line_breaks_is_done_once(fault: Fault) -> None:
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+            await store.record("job").set(state="open")
+            proxy.fault(fault)
+
+            results: list[Any] = await asyncio.gather(
+                *(store.add("count") for _ in range(5)),
+                *(store.record("job").swap("state", "open", number) for number in range(5)),
+                *(store.create("fresh", number) for number in range(5)),
+                return_exceptions=True,
+            )
+
+            assert proxy.is_done
+            assert sorted(results[:5]) == [1, 2, 3, 4, 5]
+            assert sorted(results[5:10]) == [False] * 4 + [True]
+            assert sorted(type(result).__name__ for result in results[10:]) == ["Conflict"] * 4 + ["Entry"]
+            assert (await store.status()).revision == 8
