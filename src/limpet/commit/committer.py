@@ -105,12 +105,13 @@ class ReplyLost(Exception):
 class Storage(Protocol):
     """What the committer needs of an engine."""
 
-    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale]:
+    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale | LimpetError]:
         """Apply each unit whose entries are all as expected, and return when that was.
 
         ``name`` is the name of the request: if a superseded mark has it, nothing is applied. The revisions of a unit
-        follow its moment's without a gap. A unit without changes is only compared. An error that is raised means that
-        nothing was applied; `ReplyLost` means that this is unknown.
+        follow its moment's without a gap. A unit without changes is only compared. An error in place of a unit means
+        that this one was not applied. An error that is raised means that nothing was applied; `ReplyLost` means that
+        this is unknown.
         """
         ...
 
@@ -119,7 +120,7 @@ class Storage(Protocol):
         ...
 
 
-Apply = Callable[[str, Sequence[Unit]], Awaitable[Sequence[Moment | Stale]]]
+Apply = Callable[[str, Sequence[Unit]], Awaitable[Sequence[Moment | Stale | LimpetError]]]
 """Applies units to a namespace, under a name: `Storage.apply` of one namespace."""
 
 Hold = Callable[[str], AbstractAsyncContextManager[Apply]]
@@ -147,10 +148,13 @@ class Committer:
         return found
 
     def learn(self, namespace: str, batch: Batch, commit: Commit) -> None:
-        """Remember the entries that a batch of puts has left, which was committed in another way."""
+        """Remember the entries that a batch has left which was committed in another way."""
         known = self.known(namespace)
         for write, entry in zip(batch.writes, commit.entries, strict=True):
-            known.set((write.family, write.key), Head() if entry is None else Head(entry, entry.weight_bytes))
+            if entry is None or entry.stored is None:
+                known.drop((write.family, write.key))
+            else:
+                known.set((write.family, write.key), Head(entry, entry.weight_bytes))
 
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
@@ -186,7 +190,7 @@ class Committer:
                 break
             results |= {one.position: _dropped() for one in stale if not is_wanted(one.position)}
             pending = [one for one in stale if one.position not in results]
-            if pending and len(pending) == len(batches):
+            if any(one.has_lost for one in pending):
                 # Another process was faster. About one round trip, so that no process is always the slower one.
                 await asyncio.sleep(jitter_s(time.monotonic() - started_at))
         return [results[position] for position in range(len(batches))]
@@ -223,10 +227,19 @@ class Committer:
         for one, reply in zip(planned, replies, strict=True):
             if isinstance(reply, Stale):
                 known.correct(reply)
-                known.note_contended(one.unit, reply)
+                has_lost = known.note_contended(one.unit, reply)
                 for member in one.members:
-                    member.found = reply.found
+                    member.found, member.has_lost = reply.found, has_lost
                 stale += one.members
+                continue
+            if isinstance(reply, LimpetError):
+                if len(one.members) > 1:
+                    # One of them is the reason: the next attempt sends each by itself.
+                    for member in one.members:
+                        member.is_alone = True
+                    stale += one.members
+                else:
+                    results[one.members[0].position] = reply
                 continue
             known.advance(one.unit, reply)
             for member, outcome in zip(one.members, one.outcomes, strict=True):
@@ -286,6 +299,10 @@ class KnownEntries:
             del heads[next(iter(heads))]
         heads[entry_id] = head
 
+    def drop(self, entry_id: EntryId) -> None:
+        """Forget an entry."""
+        self._heads.pop(entry_id, None)
+
     def correct(self, stale: Stale) -> None:
         """Learn what is there instead of what was expected."""
         self._see_time(stale.now_ms)
@@ -300,13 +317,17 @@ class KnownEntries:
             head = _ABSENT if after is None else Head(moment.resolve(after), weight_bytes)
             self.set((change.family, change.entry.key), head)
 
-    def note_contended(self, unit: Unit, stale: Stale) -> None:
-        """Note the entries that have changed under a unit. One that was only not known yet is not among them."""
-        until = time.monotonic() + CONTENDED_S
+    def note_contended(self, unit: Unit, stale: Stale) -> bool:
+        """Note the entries that have changed under a unit, and whether there are any.
+
+        One that was only not known yet is not among them.
+        """
+        until, has_changed = time.monotonic() + CONTENDED_S, False
         for entry_id, expected in unit.expected.items():
             found = stale.found.get(entry_id, _ABSENT).entry
             if expected.revision >= 0 and (found is None or found.revision != expected.revision):
-                self._contended[entry_id] = until
+                self._contended[entry_id], has_changed = until, True
+        return has_changed
 
     def is_contended(self, members: Iterable[_Member]) -> bool:
         """Whether one of the batches names a contended entry."""
@@ -330,6 +351,8 @@ class _Member:
         logged: What a retry has found of itself in the log.
         found: What the last attempt has found.
         needs_value: Entries whose value is needed, beside those that the batch itself names.
+        has_lost: Whether another process was faster at the last attempt.
+        is_alone: Whether it must not be in a unit with others, one of which cannot be applied.
     """
 
     def __init__(self, position: int, batch: Batch, cause: str) -> None:
@@ -339,6 +362,8 @@ class _Member:
         self.logged: list[Change] = []
         self.found: dict[EntryId, Head] = {}
         self.needs_value: Iterable[EntryId] = ()
+        self.has_lost = False
+        self.is_alone = False
 
 
 class _PlannedUnit:
@@ -408,8 +433,8 @@ def _find_needed_values(member: _Member) -> Iterable[EntryId]:
 
 def _split(members: list[_Member]) -> list[list[_Member]]:
     """Split batches into units: those that name an entry which one of them writes depend on each other."""
-    if len(members) == 1:
-        return [members]
+    if len(members) == 1 or any(member.is_alone for member in members):
+        return [[member] for member in members]
     unit_of: dict[int, list[_Member]] = {id(member): [member] for member in members}
     named: dict[EntryId, list[_Member]] = {}
     written: set[EntryId] = set()

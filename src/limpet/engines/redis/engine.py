@@ -30,8 +30,11 @@ import msgspec
 from redis import exceptions
 
 from limpet.clock import Clock
-from limpet.commit.group import commit_error, is_fault_of_one
+from limpet.commit.committer import Committer, ReplyLost, Stale, Unit
+from limpet.commit.group import commit_error
+from limpet.commit.log import check_after
 from limpet.commit.receipts import superseded_error
+from limpet.commit.relative import Moment, resolve_receipt
 from limpet.engine import Engine
 from limpet.engines.redis.connection import (
     REPLY_S,
@@ -43,30 +46,29 @@ from limpet.engines.redis.connection import (
 )
 from limpet.engines.redis.errors import foreign_key_error, is_connection_lost, translate_error, translate_message
 from limpet.engines.redis.replies import (
-    check_member,
     decode_change,
     decode_changes,
-    decode_commit,
     decode_entry,
     decode_entry_or_error,
     decode_fingerprint,
-    decode_found,
-    decode_receipt,
     decode_written,
     needs_script,
 )
-from limpet.engines.redis.requests import Item, encode_batches, encode_field, encode_item, encode_items, load_script
+from limpet.engines.redis.requests import Item, encode_field, encode_item, encode_items, load_script
+from limpet.engines.redis.units import decode_reply, encode_units
 from limpet.engines.server_engine import CommitResult, ReadResult, ServerEngine, Ticket
 from limpet.errors import (
     Compacted,
     InvalidNamespace,
     InvalidValue,
+    LimpetError,
     Unavailable,
 )
 from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span, check_namespace
 from limpet.model import (
     Batch,
+    Change,
     Commit,
     Entry,
     Expire,
@@ -80,7 +82,6 @@ from limpet.model import (
     Window,
 )
 from limpet.request_ids import new_request_id
-from limpet.transition import recall
 from limpet.urls import Address
 
 LISTEN_MS: Final = 5_000
@@ -174,6 +175,9 @@ class RedisEngine(ServerEngine):
         self._unusual: dict[str, int] = {}
         # Namespaces whose last read met an entry that a plain command cannot read.
         self._needs_script: set[str] = set()
+        self._committer = Committer(self, display_name)
+        # One plan at a time for a namespace: of two on the same entry, the second would be stale.
+        self._planning: dict[str, asyncio.Lock] = {}
         super().__init__(self._connect_to_server, display_name)
 
     # The eight primitives, but for those that are shared ------------------------
@@ -252,7 +256,10 @@ class RedisEngine(ServerEngine):
         """Read any entries: also those that expire, by the server's time, and records with their fields."""
         texts = await self._run(namespace, "read", family, *keys)
         if family == "receipt":
-            return [None if kept is None else decode_receipt(key, kept) for key, kept in zip(keys, texts, strict=True)]
+            return [
+                None if text is None else resolve_receipt(decode_entry(key, text))
+                for key, text in zip(keys, texts, strict=True)
+            ]
         entries = [
             None if text is None else decode_entry_or_error(key, text) for key, text in zip(keys, texts, strict=True)
         ]
@@ -265,10 +272,7 @@ class RedisEngine(ServerEngine):
         while True:
             reply = await self._run(namespace, "changes", after, limit, PAGE_BYTES_MAX)
             revision, floor, survived, more, items, logged = reply
-            if after < floor:
-                raise Compacted(f"revision {after} was trimmed, the log starts after {floor}", oldest=floor)
-            if after > revision:
-                raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+            check_after(after, floor=floor, revision=revision)
             if survived is not None:
                 raise Compacted(f"the server lost all changes after revision {int(survived)}, and {after} with them")
             before = before or decode_fingerprint(logged)
@@ -437,7 +441,7 @@ class RedisEngine(ServerEngine):
             reply = await self._decide(namespace, "write", name, body)
         except _Superseded:
             return [superseded_error() for _ in batches]
-        except _ReplyLost as error:
+        except ReplyLost as error:
             return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
         try:
             results: list[CommitResult | None] = [*self._decode_written(namespace, batches, reply)]
@@ -463,54 +467,45 @@ class RedisEngine(ServerEngine):
             self._unusual[namespace] = UNUSUAL_GROUPS
             return [None] * len(batches)
         commits = decode_written(batches, *reply[1:])
+        for batch, commit in zip(batches, commits, strict=True):
+            if commit is not None:
+                self._committer.learn(namespace, batch, commit)
         self._record_revision(namespace, max((one.revision for one in commits if one is not None), default=0))
         return commits
 
-    async def _commit_long(self, namespace: str, batches: list[Batch], since: int) -> Sequence[CommitResult]:
-        """Commit batches of any kind."""
-        results: list[CommitResult | None] = [None] * len(batches)
-        sent, pending = [*batches], list(range(len(batches)))
-        while pending:
-            found: Sequence[CommitResult | Batch]
-            try:
-                found = await self._commit_batches(namespace, [sent[number] for number in pending], since)
-            except Exception as error:
-                if len(pending) == len(batches) and is_fault_of_one(error):
-                    raise
-                # The batches of an earlier round are applied and keep their results.
-                found = [error] * len(pending)
-            again = []
-            for number, result in zip(pending, found, strict=True):
-                if isinstance(result, Batch):
-                    sent[number] = result
-                elif isinstance(result, Refusal) and result.guard not in (None, *batches[number].guards):
-                    # The entry changed after its member was checked: check again.
-                    sent[number] = batches[number]
-                else:
-                    results[number] = result
-                    continue
-                again.append(number)
-            # Only a batch with a guard on a member comes here again, because others changed its key meanwhile.
-            pending = again
-        return [result for result in results if result is not None]
+    async def _commit_long(self, namespace: str, group: Sequence[Batch], since: int) -> Sequence[CommitResult]:
+        """Plan batches of any kind here, and let the server compare and write."""
+        async with self._planning.setdefault(namespace, asyncio.Lock()):
+            results = await self._committer.commit(namespace, group, since)
+        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
+        return results
 
-    async def _commit_batches(self, namespace: str, batches: list[Batch], since: int) -> list[CommitResult | Batch]:
-        """Let the server decide batches. A batch that it cannot decide is returned, to be sent again."""
-        name = new_request_id()
-        causes = [batch.request_id or f"{name}.{number}" for number, batch in enumerate(batches, 1)]
-        body = encode_batches(batches, causes, name)
+    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale | LimpetError]:
+        """See `Storage.apply`."""
+        body = encode_units(units)
         try:
-            reply = await self._decide(namespace, "commit", name, body)
+            _, now_ms, replies = await self._decide(namespace, "apply", name, body)
         except _Superseded:
-            if len(batches) == 1:
-                return [superseded_error()]
-            return [one for batch in batches for one in await self._commit_batches(namespace, [batch], since)]
-        except _ReplyLost as error:
-            return [self._ambiguous(cause, since, error.__cause__) for cause in causes]
+            return [superseded_error() for _ in units]
         try:
-            return await self._decode_results(namespace, batches, reply)
+            return [self._decode_reply(*one, now_ms) for one in zip(units, replies, strict=True)]
         except Exception as error:
-            return [self._ambiguous(cause, since, error) for cause in causes]
+            # It was applied. A reply that cannot be decoded counts as a lost one.
+            raise ReplyLost from error
+
+    def _decode_reply(self, unit: Unit, reply: list[Any], now_ms: int) -> Moment | Stale | LimpetError:
+        match reply[0]:
+            case b"failed":
+                return translate_message(self._display_name, reply[1].decode())
+            case b"foreign":
+                return foreign_key_error(*(word.decode() for word in reply[1:]))
+            case _:
+                return decode_reply(unit, reply, now_ms)
+
+    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
+        """See `Storage.find_changes`."""
+        found = await self._run(namespace, "find", after, request_id)
+        return [decode_change(label, text, int(at_ms)) for label, text, at_ms in found]
 
     async def _decide(self, namespace: str, verb: str, *parameters: Any) -> Any:
         """Send a group to the script, and return its reply."""
@@ -526,57 +521,15 @@ class RedisEngine(ServerEngine):
                         await self._await_replicas(connection)
             except Exception as error:
                 if reply is not None or (sent and self._is_connection_lost(error)):
-                    raise _ReplyLost from error
+                    raise ReplyLost from error
                 raise self._translate(error) from error
             if reply[0] == b"superseded":
                 raise _Superseded
             if reply[0] != b"counter_lost":
                 return reply
+            # What this process knows may be of writes that the server has lost.
+            self._committer.forget(namespace)
             seen = await self._reseed_counter(namespace, seen)
-
-    async def _decode_results(self, namespace: str, batches: list[Batch], reply: Any) -> list[CommitResult | Batch]:
-        _, at_ms, found = reply
-        results = [
-            await self._decode_result(namespace, batch, one, at_ms) for batch, one in zip(batches, found, strict=True)
-        ]
-        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
-        return results
-
-    async def _decode_result(self, namespace: str, batch: Batch, found: list[Any], at_ms: int) -> CommitResult | Batch:
-        """The result of one batch, or the batch as it is to be sent again."""
-        match found[0]:
-            case b"done":
-                return decode_commit(batch, found[1], [write.key for write in batch.writes], found[2:], at_ms)
-            case b"receipt":
-                digest, kept_ms, revision, _, *kept = found[1:]
-                if digest.decode() != batch.digest.hex():
-                    return Refusal("stale_request", batch.request_id or "", None, at_ms)
-                keys = [key.decode() for key in kept[::2]]
-                return decode_commit(batch, int(revision), keys, kept[1::2], int(kept_ms), replayed=True)
-            case b"logged":
-                changes = [decode_change(label, text, int(at)) for label, text, at in found[1:]]
-                current: dict[tuple[Family, str], Entry | None] = {}
-                for family in {write.family for write in batch.writes}:
-                    keys = [write.key for write in batch.writes if write.family == family]
-                    entries = await self.read(namespace, keys, family=family)
-                    current |= {(family, key): entry for key, entry in zip(keys, entries, strict=True)}
-                commit = recall(batch, changes, lambda family, key: current.get((family, key)))
-                assert commit is not None
-                return commit
-            case b"guard":
-                guard = batch.guards[found[1] - 1]
-                return Refusal("guard", guard.key, decode_found(batch, guard.key, found[2]), at_ms, guard=guard)
-            case b"failed":
-                return translate_message(self._display_name, found[1].decode())
-            case b"foreign":
-                return foreign_key_error(*(word.decode() for word in found[1:]))
-            case b"needs_value":
-                return check_member(batch, found[1] - 1, found[2], at_ms)
-            case _:
-                _, reason, text, needs, size_bytes, number = found
-                key = batch.writes[number - 1].key
-                entry = decode_found(batch, key, text)
-                return Refusal(reason.decode(), key, entry, at_ms, needs=needs.decode(), size_bytes=size_bytes)
 
     async def _reseed_counter(self, namespace: str, seen: int) -> int:
         """Raise the revision counter of another server, or of one that lost writes, beyond all revisions seen of it."""
@@ -689,10 +642,6 @@ class RedisEngine(ServerEngine):
 
     def _translate_driver_error(self, error: Exception) -> Exception:
         return translate_error(self._display_name, error)
-
-
-class _ReplyLost(Exception):
-    """The connection broke while a group was under way: it may have been applied."""
 
 
 class _Superseded(Exception):

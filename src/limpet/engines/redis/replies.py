@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import msgspec
 
-from limpet import codec
 from limpet.codec import Stored
 from limpet.errors import Corrupt
 from limpet.model import (
@@ -21,25 +20,17 @@ from limpet.model import (
     Change,
     Commit,
     Entry,
-    FieldEquals,
-    Guard,
     Put,
-    Refusal,
-    Revision,
     fingerprint,
 )
-from limpet.transition import encode_receipt
 
 __all__ = [
-    "check_member",
     "decode_change",
     "decode_changes",
-    "decode_commit",
     "decode_entry",
     "decode_entry_or_error",
     "decode_fingerprint",
-    "decode_found",
-    "decode_receipt",
+    "decode_size",
     "decode_written",
     "needs_script",
 ]
@@ -59,6 +50,12 @@ def decode_entry(key: str, text: bytes, *, with_value: bool = True) -> Entry:
     meta = text[_HEAD_BYTES:value_at] if meta_bytes else None
     stored = _decode_value(kind, text[value_at:]) if with_value else None
     return Entry(key, stored, version, revision, created, created_ms, updated_ms, expires_ms or None, meta)
+
+
+def decode_size(text: bytes) -> int:
+    """The size of the value of an entry, which may be missing in the text."""
+    size_bytes: int = _unpack_head(text)[6]
+    return size_bytes
 
 
 def decode_entry_or_error(key: str, found: bytes | list[bytes]) -> Entry | Exception:
@@ -98,12 +95,6 @@ def needs_script(entry: Entry) -> bool:
     return entry.expires_ms is not None or not isinstance(entry.stored, bytes)
 
 
-def decode_found(batch: Batch, key: str, text: bytes | None) -> Entry | None:
-    """The entry that a refusal carries. For a brief batch, a record comes without its fields."""
-    entry = None if text is None else decode_entry(key, text)
-    return entry.without_value() if entry is not None and batch.is_brief and entry.kind == "record" else entry
-
-
 # Changes ------------------------------------------------------------------------
 
 
@@ -141,26 +132,6 @@ def decode_fingerprint(logged: list[bytes] | None) -> str:
 # Commits ------------------------------------------------------------------------
 
 
-def decode_commit(
-    batch: Batch, revision: int, keys: list[str], results: list[bytes], at_ms: int, *, replayed: bool = False
-) -> Commit:
-    """The commit of a batch: for each write, the entry after it or the one that it ended."""
-    entries: list[Entry | None] = []
-    ended: list[Entry | None] = []
-    for write, key, text in zip(batch.writes, keys, results, strict=True):
-        after = before = None
-        if text[:1] == b"=":
-            assert isinstance(write, Put)
-            after = msgspec.structs.replace(decode_entry(key, text[1:], with_value=False), stored=write.stored)
-        elif text[:1] in (b"+", b"^"):
-            after = decode_entry(key, text[1:], with_value=text[:1] == b"+")
-        elif text:
-            before = decode_entry(key, text[1:], with_value=text[:1] == b"~")
-        entries.append(after)
-        ended.append(before)
-    return Commit(revision, tuple(entries), tuple(ended), at_ms, replayed)
-
-
 def decode_written(
     batches: list[Batch], at_ms: int, revision: int, packed: bytes, texts: list[bytes]
 ) -> list[Commit | None]:
@@ -180,33 +151,3 @@ def decode_written(
             entry = decode_entry(write.key, next(entries), with_value=with_value)
         commits.append(Commit(revision, (entry,), (None,), at_ms))
     return commits
-
-
-def decode_receipt(key: str, kept: list[bytes]) -> Entry:
-    """A receipt in the form in which other engines keep it."""
-    digest, at_ms, revision, until_ms, *rest = kept
-    entries: list[Entry | None] = []
-    ended: list[Entry | None] = []
-    for name, text in zip(rest[::2], rest[1::2], strict=True):
-        whole = decode_entry(name.decode(), text[1:], with_value=text[:1] in (b"+", b"~")) if text else None
-        entries.append(whole if text[:1] in (b"=", b"+") else None)
-        ended.append(whole if text[:1] in (b"-", b"~") else None)
-    commit = Commit(int(revision), tuple(entries), tuple(ended), int(at_ms))
-    return encode_receipt(key, bytes.fromhex(digest.decode()), commit, int(until_ms) - int(at_ms))
-
-
-def check_member(batch: Batch, number: int, text: bytes, at_ms: int) -> Batch | Refusal:
-    """Check a guard on a member of a JSON object, which the script does not decode.
-
-    If it holds, the batch is returned with a guard on the revision of the entry that was checked, to be sent again.
-    """
-    guard = batch.guards[number]
-    entry = decode_entry(guard.key, text)
-    assert isinstance(guard.condition, FieldEquals)
-    assert entry.stored is not None
-    found, expected = codec.member(entry.stored, guard.condition.name), guard.condition.stored
-    if found != (expected if isinstance(expected, bytes) else None):
-        return Refusal("guard", guard.key, entry, at_ms, guard=guard)
-    guards = [*batch.guards]
-    guards[number] = Guard(guard.key, Revision(entry.revision), guard.family)
-    return msgspec.structs.replace(batch, guards=tuple(guards))

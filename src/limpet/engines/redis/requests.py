@@ -14,31 +14,28 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from limpet import codec
-from limpet.codec import Stored
 from limpet.model import (
     ABSENT,
     KEEP,
-    PRESENT,
     Add,
     Batch,
     Condition,
-    Delete,
-    Equals,
-    Expire,
     FieldEquals,
-    Guard,
-    HeldBy,
     Patch,
     Put,
     Revision,
-    Touch,
-    Version,
-    Write,
 )
-from limpet.request_ids import request_group
 
-__all__ = ["TEST_CLOCK_KEY", "Item", "encode_batches", "encode_field", "encode_item", "encode_items", "load_script"]
+__all__ = [
+    "TEST_CLOCK_KEY",
+    "Item",
+    "encode_field",
+    "encode_fields",
+    "encode_item",
+    "encode_items",
+    "encode_text",
+    "load_script",
+]
 
 TEST_CLOCK_KEY: Final = "limpet:test-clock"
 """The key that holds the time in milliseconds, for a store that was opened with ``?clock=test``."""
@@ -67,62 +64,6 @@ def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
     if not test_clock:
         text = _TEST_CLOCK_BLOCK.sub(b"", text)
     return text, hashlib.sha1(text, usedforsecurity=False).hexdigest()
-
-
-def encode_batches(batches: list[Batch], causes: list[str], group: str) -> bytes:
-    """Batches as the script takes them."""
-    return _pack([_encode_batch(batch, cause, group) for batch, cause in zip(batches, causes, strict=True)])
-
-
-def _encode_batch(batch: Batch, cause: str, group: str) -> list[Any]:
-    """One batch. Nothing in it is None, which would be a hole in a Lua table."""
-
-    def encode_value(stored: Stored) -> tuple[str, Any]:
-        if not isinstance(stored, bytes):
-            return "r", _encode_fields(stored)
-        return ("b", _encode_text(stored[1:])) if stored[:1] == b"\0" else ("j", stored.decode())
-
-    def encode_guard(guard: Guard) -> list[Any]:
-        names = [guard.family, guard.key]
-        match guard.condition:
-            case Version(number):
-                return [*names, "version", _exact(number), ""]
-            case Revision(number):
-                return [*names, "revision", _exact(number), ""]
-            case HeldBy(token):
-                return [*names, "held", _exact(token), ""]
-            case Equals(stored):
-                return [*names, "equals", *encode_value(stored)]
-            case FieldEquals(name, expected):
-                field = _encode_text(encode_field(expected)) if isinstance(expected, bytes) else False
-                return [*names, "field", field, name]
-            case condition:
-                return [*names, "present" if condition is PRESENT else "absent", "", ""]
-
-    def encode_write(write: Write) -> list[Any]:
-        names = [write.family, write.key]
-        match write:
-            case Put():
-                size_bytes, expiry = codec.size_bytes(write.stored), _encode_ttl(write.ttl_ms)
-                return ["put", *names, *encode_value(write.stored), size_bytes, expiry, _encode_meta(write.meta_json)]
-            case Add():
-                return ["add", *names, str(write.by), _encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
-            case Patch():
-                how = [list(write.unset), write.if_exists, batch.value_bytes_max]
-                times = [_encode_ttl(write.ttl_ms), _encode_meta(write.meta_json)]
-                return ["patch", *names, _encode_fields(write.fields), *how, *times]
-            case Touch():
-                return ["touch", *names, _encode_ttl(write.ttl_ms)]
-            case Delete():
-                return ["delete", *names, write.take]
-            case Expire():
-                return ["expire", *names, write.revision]
-
-    since = -1 if batch.retry_since is None else batch.retry_since
-    name = request_group(batch.request_id) if since >= 0 and batch.request_id else group
-    guards, writes = [encode_guard(guard) for guard in batch.guards], [encode_write(write) for write in batch.writes]
-    digest = batch.digest.hex()
-    return [digest, batch.receipt_ms or 0, batch.request_id or "", cause, since, name, guards, writes, batch.is_brief]
 
 
 def encode_item(batch: Batch) -> Item | None:
@@ -180,15 +121,16 @@ def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> It
     expected: Any = False
     if isinstance(condition, FieldEquals):
         held = condition.stored
-        expected = [condition.name, _encode_text(encode_field(held))] if isinstance(held, bytes) else [condition.name]
-    return patch.key, [_encode_fields(patch.fields), patch.if_exists, batch.value_bytes_max, batch.is_brief], expected
+        expected = [condition.name, encode_text(encode_field(held))] if isinstance(held, bytes) else [condition.name]
+    return patch.key, [encode_fields(patch.fields), patch.if_exists, batch.value_bytes_max, batch.is_brief], expected
 
 
-def _encode_fields(fields: Mapping[str, bytes]) -> list[str | msgspec.Raw]:
-    return [item for name, field in fields.items() for item in (name, _encode_text(encode_field(field)))]
+def encode_fields(fields: Mapping[str, bytes]) -> list[str | msgspec.Raw]:
+    """The fields of a record: names and fields in turn."""
+    return [item for name, field in fields.items() for item in (name, encode_text(encode_field(field)))]
 
 
-def _encode_text(item: bytes) -> str | msgspec.Raw:
+def encode_text(item: bytes) -> str | msgspec.Raw:
     """Bytes as a text of msgpack, whether they are UTF-8 or not: the script's decoder knows no other bytes."""
     try:
         return item.decode()
@@ -210,13 +152,3 @@ def encode_field(field: bytes) -> bytes:
 def _exact(number: int) -> int:
     """The number, or one that no entry has where a Lua number could not hold it exactly."""
     return number if 0 <= number < 2**53 else _NO_SUCH_NUMBER
-
-
-def _encode_ttl(ttl_ms: Any) -> int:
-    encoded: int = _NEVER_MS if ttl_ms is None else _KEEP_MS if ttl_ms is KEEP else ttl_ms
-    return encoded
-
-
-def _encode_meta(meta_json: Any) -> str | bool:
-    encoded: str | bool = "" if meta_json is None else True if meta_json is KEEP else meta_json.decode()
-    return encoded

@@ -4,8 +4,9 @@
 -- KEYS[1] is the hash of a namespace's entries; the names of the namespace's other keys begin as it does. ARGV is the
 -- verb, the prefix of the keys that hold records, and the parameters of the verb.
 --
--- The verb commit does what limpet.transition.plan does, and a test holds it to that. The script copies the bytes of
--- values and never decodes them.
+-- The verb apply writes what a caller has planned, if what the plan has read is still the same. The verb write is a
+-- shorter way for single writes, which are decided here: it does what limpet.transition.plan does, and a test holds it
+-- to that. The script copies the bytes of values and never decodes them.
 --
 -- An entry is its head, its meta and its value. The head is version, revision, created_revision, created_ms,
 -- updated_ms and expires_ms (0 for never) as numbers of eight bytes, size as one of four, the length of the meta
@@ -29,7 +30,7 @@
 local call = redis.call
 local format, match, sub = string.format, string.match, string.sub
 local HEAD, HEAD_BYTES = '>I8I8I8I8I8I8I4I2B', 55
-local JSON, RECORD = 106, 114
+local JSON, RECORD, BYTES = 106, 114, 98
 local COUNTERS, COUNTERS_BYTES = '>I8I8I8I8I8I8I8BB', 58
 local data_key, base = KEYS[1], sub(KEYS[1], 1, -5)
 local prefix = ARGV[2]
@@ -125,7 +126,7 @@ end
 -- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none. A patch may expect a field:
 -- its name and what it holds, or the name alone if it must not be there.
 --
--- Only the usual case is decided here, and in fewer steps than by the verb commit. An item that meets anything else is
+-- Only the usual case is decided here, and in one round trip, whatever the caller knows. An item that meets anything else is
 -- left and nothing is written for it: an entry that has expired, that a put would keep from expiring, or of another
 -- kind; an expectation that does not hold; a number or a record that becomes too large; a Redis key that is not ours.
 -- So are later items on its key. The caller commits what is left. In a namespace with indexes or marks of superseded
@@ -389,23 +390,12 @@ local function record_time()
     end
 end
 
--- Whether the caller of the current batch does not need the fields of records.
-local is_brief = false
-
 -- A whole entry, as it is sent to the caller.
 local function encode(entry)
     if entry.kind == 'r' then
         return encode_head(entry) .. join_fields(entry.fields or call('HGETALL', prefix .. entry.key))
     end
     return encode_head(entry) .. entry.value
-end
-
--- The entry that a refusal carries.
-local function encode_found(entry)
-    if not entry then
-        return false
-    end
-    return is_brief and entry.kind == 'r' and encode_head(entry) or encode(entry)
 end
 
 -- Indexes ----------------------------------------------------------------------------------------------------
@@ -466,156 +456,6 @@ local function index_entry(family, entry, is_present)
     end
 end
 
--- Guards -----------------------------------------------------------------------------------------------------
-
-local function equals(entry, kind, value)
-    if entry.kind ~= kind then
-        return false
-    elseif kind ~= 'r' then
-        return entry.value == value
-    end
-    local fields = call('HGETALL', prefix .. entry.key)
-    if #fields ~= #value then
-        return false
-    end
-    local held = {}
-    for i = 1, #fields, 2 do
-        held[fields[i]] = fields[i + 1]
-    end
-    for i = 1, #value, 2 do
-        if held[value[i]] ~= value[i + 1] then
-            return false
-        end
-    end
-    return true
-end
-
--- Whether a guard holds: true, false, or nil where that needs the value of a JSON object, which the caller decodes.
-local function check_guard(test, entry, operand, name)
-    if not entry then
-        return test == 'absent'
-    elseif test == 'absent' then
-        return false
-    elseif test == 'present' then
-        return true
-    elseif test == 'revision' then
-        return entry.revision == operand
-    elseif test == 'version' then
-        return entry.version == operand
-    elseif test == 'held' then
-        return entry.created == operand
-    elseif test == 'equals' then
-        return equals(entry, operand, name)
-    elseif entry.kind == 'r' then
-        return call('HGET', prefix .. entry.key, name) == operand
-    elseif entry.kind == 'j' then
-        return nil
-    end
-    return operand == false
-end
-
--- Writes -----------------------------------------------------------------------------------------------------
-
-local KEEP, NEVER = -1, -2
-
-local function refuse(reason, entry, needs, size)
-    return nil, {'refused', reason, encode_found(entry), needs or '', size or 0}
-end
-
--- The entry after a write that makes a value. The caller sets its kind, size and value.
-local function new_entry(key, current, now, revision, ttl, meta)
-    local entry = {key = key, revision = revision, updated_ms = now}
-    if current then
-        entry.version, entry.created, entry.created_ms = current.version + 1, current.created, current.created_ms
-    else
-        entry.version, entry.created, entry.created_ms = 1, revision, now
-    end
-    if ttl == KEEP then
-        entry.expires_ms = current and current.expires_ms or 0
-    else
-        entry.expires_ms = ttl == NEVER and 0 or now + ttl
-    end
-    if meta == true then
-        entry.meta = current and current.meta or ''
-    else
-        entry.meta = meta
-    end
-    return entry
-end
-
--- Let Redis add: it adds with 64 bits, where a Lua number has 53.
-local function add_64(text, by)
-    local key = base .. 'sum'
-    call('SET', key, text)
-    local reply = redis.pcall('INCRBY', key, by)
-    local total = type(reply) == 'number' and call('GET', key)
-    call('DEL', key)
-    return total
-end
-
--- Each returns the entry after the write, or nil and a refusal. w is a write: its op, family, key and parameters.
-local make = {}
-
-function make.put(w, current, now, revision)
-    local entry = new_entry(w[3], current, now, revision, w[7], w[8])
-    entry.kind, entry.size = w[4], w[6]
-    if entry.kind == 'r' then
-        entry.fields, entry.value = w[5], ''
-    else
-        entry.value = w[5]
-    end
-    return entry
-end
-
-function make.add(w, current, now, revision)
-    local number = '0'
-    if current then
-        if current.kind ~= 'j' or not match(current.value, '^%-?%d+$') then
-            return refuse('type', current, 'an integer')
-        end
-        number = current.value
-    end
-    local total = add_64(number, w[4])
-    if not total then
-        return refuse('overflow', current)
-    end
-    local entry = new_entry(w[3], current, now, revision, w[5], w[6])
-    entry.kind, entry.value, entry.size = 'j', total, #total
-    return entry
-end
-
-function make.patch(w, current, now, revision)
-    local fields, unset, must_exist, most = w[4], w[5], w[6], w[7]
-    if not current then
-        if must_exist then
-            return refuse('missing', nil)
-        end
-    elseif current.kind ~= 'r' then
-        return refuse('type', current, 'a record')
-    end
-    local hash, size = prefix .. w[3], current and current.size or 0
-    local function forget(name)
-        local old = current and call('HGET', hash, name)
-        if old then
-            size = size - #name - field_bytes(old)
-        end
-    end
-    for i = 1, #unset do
-        forget(unset[i])
-    end
-    for i = 1, #fields, 2 do
-        forget(fields[i])
-        size = size + #fields[i] + field_bytes(fields[i + 1])
-    end
-    if size > most then
-        return refuse('size', current, '', size)
-    end
-    local entry = new_entry(w[3], current, now, revision, w[8], w[9])
-    entry.kind, entry.value, entry.size = 'r', '', size
-    entry.patch, entry.unset = fields, unset
-    return entry
-end
-
 -- Applying ---------------------------------------------------------------------------------------------------
 
 -- HSET takes its arguments from the stack, which holds some thousands.
@@ -635,9 +475,6 @@ local function remove_entry(family, entry)
     if entry.kind == 'r' then
         call('DEL', prefix .. entry.key)
     end
-    if family == 'data' then
-        counters.keys, counters.bytes = counters.keys - 1, counters.bytes - #entry.key - entry.size
-    end
 end
 
 local function write_entry(family, entry, stored)
@@ -645,15 +482,7 @@ local function write_entry(family, entry, stored)
     if stored then
         index_entry(family, stored, false)
     end
-    if entry.patch then
-        if not stored then
-            call('DEL', prefix .. key)
-        end
-        for i = 1, #entry.unset do
-            call('HDEL', prefix .. key, entry.unset[i])
-        end
-        set_fields(prefix .. key, entry.patch)
-    elseif entry.kind == 'r' and entry.fields then
+    if entry.kind == 'r' and entry.fields then
         call('DEL', prefix .. key)
         set_fields(prefix .. key, entry.fields)
     elseif stored and stored.kind == 'r' and entry.kind ~= 'r' then
@@ -668,12 +497,6 @@ local function write_entry(family, entry, stored)
     elseif stored and stored.expires_ms > 0 then
         call('ZREM', due_key, family .. ':' .. key)
     end
-    if family == 'data' then
-        if stored then
-            counters.keys, counters.bytes = counters.keys - 1, counters.bytes - #key - stored.size
-        end
-        counters.keys, counters.bytes = counters.keys + 1, counters.bytes + #key + entry.size
-    end
     index_entry(family, entry, true)
 end
 
@@ -687,13 +510,11 @@ local function write_log(now)
     end
 end
 
-local function append_change(change, last, now)
-    local cause, size = change.cause or '', #change.key + (change.size or 0)
-    local label = format('%s %d %d %s %d ', change.op, change.revision, last, change.family, #cause)
-    log_buffer[#log_buffer + 1] = label .. cause .. change.key
-    log_buffer[#log_buffer + 1] = change.entry
-    last_logged = change.revision
-    counters.changes, counters.log_bytes = counters.changes + 1, counters.log_bytes + size
+local function append_change(op, family, key, revision, last, cause, text, now)
+    local label = format('%s %d %d %s %d ', op, revision, last, family, #cause)
+    log_buffer[#log_buffer + 1] = label .. cause .. key
+    log_buffer[#log_buffer + 1] = text
+    last_logged = revision
     if #log_buffer >= 1000 then
         write_log(now)
     end
@@ -766,11 +587,181 @@ local function find_change_at(revision)
     return found
 end
 
--- Deciding ---------------------------------------------------------------------------------------------------
+-- Units ------------------------------------------------------------------------------------------------------
+--
+-- A unit is what a plan has read and what it writes: see limpet.commit.committer. It is compared with what is here,
+-- and written if all of it is the same. A revision of a plan is negative where it counts from the first that is free,
+-- and so is a time that counts from now.
 
--- The changes that the first attempt of a batch left in the log, found by their cause.
-local function find_logged(since, cause)
-    local found = {}
+-- Values up to this size are returned with what was found, others only if the plan needs them.
+local SMALL_BYTES = 2048
+
+local function resolve_revision(planned, first)
+    return planned >= 0 and planned or first - planned
+end
+
+local function resolve_time(planned, now)
+    return planned >= 0 and planned or now - planned - 1
+end
+
+-- A receipt is a key of its own. Redis may expire it by itself, because a receipt leaves no change.
+local function load_packed(family, key)
+    if family == 'receipt' then
+        return call('GET', base .. 'receipt:' .. key)
+    end
+    return call('HGET', base .. family, key)
+end
+
+-- What is under a key: false, or the entry after a sign that says whether its value follows.
+local function show(family, key, needs_value)
+    if family == 'superseded' then
+        return call('HGET', superseded_key, key)
+    end
+    local packed = load_packed(family, key)
+    if not packed then
+        return false
+    end
+    local _, _, _, _, _, _, size, meta_bytes, kind = struct.unpack(HEAD, packed)
+    if not needs_value and size > SMALL_BYTES then
+        return '-' .. sub(packed, 1, HEAD_BYTES + meta_bytes)
+    end
+    return '+' .. (kind == RECORD and packed .. join_fields(call('HGETALL', prefix .. key)) or packed)
+end
+
+local function is_as_read(family, key, revision, is_expired, now)
+    if family == 'superseded' then
+        local has_mark = counters.superseded > 0 and call('HEXISTS', superseded_key, key) == 1
+        return (has_mark and 1 or -1) == revision
+    end
+    local packed = load_packed(family, key)
+    if not packed then
+        return revision == -1
+    end
+    local _, its_revision, _, _, _, expires_ms = struct.unpack(HEAD, packed)
+    return its_revision == revision and (expires_ms > 0 and expires_ms <= now) == is_expired
+end
+
+local function find_stale(read, now)
+    local is_stale = false
+    for i = 1, #read do
+        local family, key, revision, is_expired = unpack(read[i])
+        is_stale = is_stale or not is_as_read(family, key, revision, is_expired, now)
+    end
+    if not is_stale then
+        return nil
+    end
+    local reply = {'stale'}
+    for i = 1, #read do
+        reply[i + 1] = show(read[i][1], read[i][2], read[i][5])
+    end
+    return reply
+end
+
+-- A Redis key is ours only while it has an entry of a record. A key of another program must not be lost, and a value
+-- of the same name would hide it from its owner.
+local function find_foreign(rows)
+    for i = 1, #rows do
+        local op, family, key, kind = rows[i][1], rows[i][2], rows[i][3], rows[i][14]
+        local stored = load_entry(family, key)
+        local is_record = stored and stored.kind == 'r'
+        if is_record and (op == 'patch' or op == 'touch') then
+            -- If another program has replaced the hash of a record, fail before anything is written.
+            call('HLEN', prefix .. key)
+        elseif kind and not is_record and (kind == 'r' or family == 'data' and not stored) then
+            local found = call('TYPE', prefix .. key).ok
+            if found ~= 'none' then
+                return {'foreign', prefix .. key, found, key}
+            end
+        end
+    end
+end
+
+local function apply_row(row, first, now)
+    local op, family, key, revision, last, cause = unpack(row, 1, 6)
+    local stored, text = load_entry(family, key), nil
+    revision, last = resolve_revision(revision, first), resolve_revision(last, first)
+    if op == 'put' or op == 'patch' then
+        local kind, value = row[14], row[15]
+        local entry = {
+            key = key, version = row[7], revision = revision, created = resolve_revision(row[8], first),
+            created_ms = resolve_time(row[9], now), updated_ms = resolve_time(row[10], now),
+            expires_ms = resolve_time(row[11], now), size = row[12], meta = row[13], kind = kind,
+            fields = kind == 'r' and value, value = kind == 'r' and '' or value,
+        }
+        write_entry(family, entry, stored)
+        text = encode(entry)
+    elseif op == 'touch' then
+        local after = decode(key, load_packed(family, key))
+        after.revision, after.expires_ms = revision, resolve_time(row[11], now)
+        write_entry(family, after, stored)
+        text = encode_head(after)
+    else
+        text = op == 'take' and encode(stored) or encode_head(stored)
+        remove_entry(family, stored)
+    end
+    append_change(op, family, key, revision, last, cause, text, now)
+end
+
+-- Store a receipt, or the mark of a superseded request.
+local function keep(kept, first, now)
+    local family, key, revision, expires_ms, body = unpack(kept)
+    if family == 'superseded' then
+        call('HSET', superseded_key, key, now)
+        counters.superseded = 1
+        return
+    end
+    revision, expires_ms = resolve_revision(revision, first), resolve_time(expires_ms, now)
+    local head = struct.pack(HEAD, 1, revision, revision, now, now, expires_ms, #body, 0, BYTES)
+    call('SET', base .. 'receipt:' .. key, head .. body, 'PX', expires_ms - now)
+end
+
+local function apply_unit(unit, now)
+    local read, rows, kept, added = unpack(unit)
+    local other = find_stale(read, now) or find_foreign(rows)
+    if other then
+        return other
+    end
+    local first = counters.revision
+    -- From here on nothing should fail. If it does, these revisions are not used again.
+    counters.revision = first + added[1]
+    for i = 1, #rows do
+        apply_row(rows[i], first, now)
+    end
+    for i = 1, #kept do
+        keep(kept[i], first, now)
+    end
+    counters.changes, counters.log_bytes = counters.changes + added[1], counters.log_bytes + added[4]
+    counters.keys, counters.bytes = counters.keys + added[2], counters.bytes + added[3]
+    return {'done', first}
+end
+
+-- The verbs --------------------------------------------------------------------------------------------------
+
+local verb = {}
+
+function verb.apply()
+    -- If another program has replaced the key of the log, fail before anything is written.
+    call('XLEN', log_key)
+    local lost = prepare(call('HGET', data_key, ''))
+    if lost then
+        return lost
+    elseif counters.superseded > 0 and call('HEXISTS', superseded_key, ARGV[5]) == 1 then
+        return {'superseded'}
+    end
+    local units, replies = cmsgpack.unpack(ARGV[6]), {}
+    for i = 1, #units do
+        -- An error in one unit fails only its own callers; the others go on.
+        local ok, reply = pcall(apply_unit, units[i], counters.at_ms)
+        replies[i] = ok and reply or {'failed', type(reply) == 'table' and reply.err or tostring(reply)}
+    end
+    write_log(counters.at_ms)
+    save_counters()
+    return {'ok', counters.at_ms, replies}
+end
+
+-- The changes after a revision that a request made, found by their cause: label, entry and time of each.
+function verb.find()
+    local since, cause, found = tonumber(ARGV[3]), ARGV[4], {}
     each_log_item(since, function(item, last)
         each_change(item, last, function(label, entry, _, its_cause)
             if its_cause == cause then
@@ -779,211 +770,6 @@ local function find_logged(since, cause)
         end)
     end)
     return found
-end
-
--- Plan a write: the step that applies it, and its changes. Returns nil and a refusal if it is refused.
-local function plan_write(w, now, revision, cause, changes)
-    local op, family, key = w[1], w[2], w[3]
-    local stored = load_entry(family, key)
-    local current = live(stored, now)
-    local step = {family = family, stored = stored}
-    if current and current.kind == 'r' and (op == 'patch' or op == 'touch') then
-        -- If another program has replaced the hash of a record, fail before anything is written.
-        call('HLEN', prefix .. key)
-    end
-    local function change(of, kind, text, size, who)
-        changes[#changes + 1] = {
-            op = kind, family = family, key = key, revision = of, cause = who, entry = text, size = size,
-        }
-    end
-    if make[op] then
-        if stored and not current then
-            revision = revision + 1
-            change(revision, 'expire', encode_head(stored), 0)
-            step.ended = stored
-        end
-        revision = revision + 1
-        local entry, refusal = make[op](w, current, now, revision)
-        if not entry then
-            return nil, refusal
-        end
-        -- A Redis key is ours only while it has an entry of a record. A key of another program must not be lost, and
-        -- a value of the same name would hide it from its owner.
-        if not (stored and stored.kind == 'r') and (entry.kind == 'r' or family == 'data' and not stored) then
-            local found = call('TYPE', prefix .. key).ok
-            if found ~= 'none' then
-                return nil, {'foreign', prefix .. key, found, key}
-            end
-        end
-        step.after = entry
-        change(revision, op == 'patch' and 'patch' or 'put', nil, entry.size, cause)
-        step.change = changes[#changes]
-    elseif op == 'touch' then
-        if current then
-            revision = revision + 1
-            local after = {}
-            for name, item in pairs(current) do
-                after[name] = item
-            end
-            after.revision, after.expires_ms = revision, w[4] == NEVER and 0 or now + w[4]
-            step.after = after
-            change(revision, 'touch', encode_head(after), after.size, cause)
-        end
-    elseif op == 'delete' then
-        if current then
-            revision = revision + 1
-            step.before = w[4] and encode(current) or encode_head(current)
-            step.ended, step.is_taken = current, w[4]
-            change(revision, w[4] and 'take' or 'delete', step.before, w[4] and current.size or 0, cause)
-        end
-    elseif stored and not current and stored.revision == w[4] then
-        revision = revision + 1
-        step.before, step.ended = encode_head(stored), stored
-        change(revision, 'expire', step.before, 0)
-    end
-    return step, revision
-end
-
-local function apply_step(step)
-    if step.ended then
-        remove_entry(step.family, step.ended)
-        step.stored = false
-    end
-    if step.after then
-        write_entry(step.family, step.after, step.stored)
-        step.text = encode(step.after)
-        if step.change then
-            step.change.entry = step.text
-        end
-    end
-end
-
--- The receipt of a request: its digest, its time, its revision, until when it is kept, and for each write its key and
--- its result. Redis may expire it by itself, because a receipt leaves no change.
-local function load_receipt(key, now)
-    local kept = call('LRANGE', key, 0, -1)
-    return #kept > 0 and tonumber(kept[4]) > now and kept
-end
-
-local function save_receipt(key, receipt_ms, digest, now, writes, reply)
-    call('DEL', key)
-    call('RPUSH', key, digest, now, reply[2], now + receipt_ms)
-    for i = 1, #writes do
-        call('RPUSH', key, writes[i][3], reply[i + 2])
-    end
-    call('PEXPIRE', key, receipt_ms)
-end
-
--- One batch: its digest and how long its receipt is kept, its request id, the cause of its changes, the revision after
--- which its first attempt may have been applied and the call of that attempt, its guards, its writes, and whether its
--- reply is brief.
-local function commit(batch, now)
-    local digest, receipt_ms, request, cause, since, group, guards, writes, brief = unpack(batch)
-    is_brief = brief
-    local receipt_key = base .. 'receipt:' .. request
-    if since >= 0 then
-        local found = find_logged(since, cause)
-        if #found > 0 then
-            return {'logged', unpack(found)}
-        end
-    end
-    if receipt_ms > 0 then
-        local kept = load_receipt(receipt_key, now)
-        if kept then
-            return {'receipt', unpack(kept)}
-        end
-    end
-    if since >= 0 then
-        -- The first attempt was not applied; mark it superseded so that it cannot apply later.
-        call('HSET', superseded_key, group, now)
-        counters.superseded = 1
-    end
-    for i = 1, #guards do
-        local family, key, test, operand, name = unpack(guards[i])
-        local entry = live(load_entry(family, key), now)
-        local met = check_guard(test, entry, operand, name)
-        if met == nil then
-            return {'needs_value', i, encode(entry)}
-        elseif not met then
-            return {'guard', i, encode_found(entry)}
-        end
-    end
-    local steps, changes, revision = {}, {}, counters.revision
-    for i = 1, #writes do
-        local step, after = plan_write(writes[i], now, revision, cause, changes)
-        if not step then
-            if after[1] == 'refused' then
-                after[6] = i
-            end
-            return after
-        end
-        steps[i], revision = step, after
-    end
-    -- From here on nothing should fail. If it does, these revisions are not used again.
-    counters.revision = revision
-    local reply = {'done', revision}
-    for i = 1, #steps do
-        apply_step(steps[i])
-        local step = steps[i]
-        if step.text and writes[i][1] == 'put' then
-            -- The caller knows the value that it has put.
-            reply[#reply + 1] = '=' .. encode_head(step.after)
-        elseif step.text then
-            reply[#reply + 1] = '+' .. step.text
-        else
-            reply[#reply + 1] = step.before and (step.is_taken and '~' or '-') .. step.before or ''
-        end
-    end
-    for i = 1, #changes do
-        append_change(changes[i], revision, now)
-    end
-    if receipt_ms > 0 then
-        save_receipt(receipt_key, receipt_ms, digest, now, writes, reply)
-    end
-    if brief then
-        -- Only after the receipt was saved, which is never brief.
-        for i = 1, #steps do
-            local after = steps[i].after
-            if after and after.kind == 'r' and writes[i][1] ~= 'put' then
-                reply[i + 2] = '^' .. encode_head(after)
-            end
-        end
-    end
-    return reply
-end
-
--- The verbs --------------------------------------------------------------------------------------------------
-
-local verb = {}
-
-local function commit_all(batches, group)
-    if counters.superseded > 0 then
-        local names = {group}
-        for i = 1, #batches do
-            -- A request with a receipt is found by its receipt.
-            names[i + 1] = batches[i][2] == 0 and batches[i][5] < 0 and batches[i][4] or group
-        end
-        for _, mark in ipairs(call('HMGET', superseded_key, unpack(names))) do
-            if mark then
-                return {'superseded'}
-            end
-        end
-    end
-    local replies = {}
-    for i = 1, #batches do
-        -- An error in one batch fails only its own caller; the others go on.
-        local ok, reply = pcall(commit, batches[i], counters.at_ms)
-        replies[i] = ok and reply or {'failed', type(reply) == 'table' and reply.err or tostring(reply)}
-    end
-    write_log(counters.at_ms)
-    save_counters()
-    return {'ok', counters.at_ms, replies}
-end
-
-function verb.commit()
-    -- If another program has replaced the key of the log, fail before anything is written.
-    call('XLEN', log_key)
-    return prepare(call('HGET', data_key, '')) or commit_all(cmsgpack.unpack(ARGV[6]), ARGV[5])
 end
 
 -- After a failover, or on a server that lost writes: no revision may be used twice.
@@ -1017,7 +803,9 @@ function verb.read()
     local family, reply = ARGV[3], {}
     if family == 'receipt' then
         for i = 4, #ARGV do
-            reply[i - 3] = load_receipt(base .. 'receipt:' .. ARGV[i], load_read_ms())
+            local packed = load_packed(family, ARGV[i])
+            local expires_ms = packed and select(6, struct.unpack(HEAD, packed))
+            reply[i - 3] = packed and expires_ms > load_read_ms() and packed
         end
         return reply
     end
