@@ -119,7 +119,7 @@ async def _count_on_postgres(url: str, namespace: str) -> int:
         )
     finally:
         await connection.close()
-    return sum(counts) + len(json.loads(marks or "{}"))
+    return int(sum(counts)) + len(json.loads(marks or "{}"))
 
 
 def _count_on_redis(url: str, namespace: str) -> int:

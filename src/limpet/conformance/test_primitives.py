@@ -1176,16 +1176,16 @@ async def assert_woken_soon(primitives: Primitives, write: Callable[[], Awaitabl
 
     One wait of five may take longer, because the machine may be busy.
     """
-    delays_s = []
+    late_s: list[float] = []
     for _ in range(5):
         after = (await primitives.status()).revision
         waiting = asyncio.create_task(primitives.changes(after, wait_s=10.0))
         await asyncio.sleep(0.05)
         acknowledged_s = await write()
         assert len((await asyncio.wait_for(waiting, PATIENCE_S)).changes) == 1
-        delays_s.append(time.monotonic() - acknowledged_s)
-
-    assert sorted(delays_s)[3] < WAKE_S, f"waiters were woken after {', '.join(f'{one:.2f} s' for one in delays_s)}"
+        delay_s = time.monotonic() - acknowledged_s
+        late_s += [delay_s] if delay_s > WAKE_S else []
+        assert len(late_s) < 2, f"waiters were woken after {' and '.join(f'{one:.1f} s' for one in late_s)}"
 
 
 def write_elsewhere(url: str, namespace: str) -> float:
