@@ -136,7 +136,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if reasons:
         terminalreporter.section("Limpet: not judged", yellow=True)
         for reason, times in sorted(reasons.items()):
-            terminalreporter.line(f"{reason} ({times} tests)")
+            terminalreporter.line(f"{reason} ({times} test{'s' * (times > 1)})")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
