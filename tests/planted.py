@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from limpet import hub, model, transition
-from limpet.engines import memory, wakeup
+from limpet.engines import memory
 from limpet.engines.nats import mirror
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
@@ -269,7 +269,7 @@ def superseded_marks_stay() -> None:
 
 def commits_wake_no_waiter() -> None:
     """Memory: a commit wakes no waiter, so each waits until its time is over."""
-    wakeup.Wakeup.notify = lambda self, namespace: None
+    memory.Wakeup.notify = lambda self, namespace: None
 
 
 def other_processes_are_noticed_late() -> None:
