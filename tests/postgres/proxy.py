@@ -149,6 +149,7 @@ class Proxy(_Server):
         self._rule: _Rule | None = None
         self._last: _Rule | None = None
         self._down = False
+        self.faults = 0
         self.requests: list[str] = []
 
     def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
@@ -229,6 +230,7 @@ class Proxy(_Server):
         if self._down:
             for writer in self._writers:
                 writer.transport.abort()
+        self.faults += 1
         self._last.met.set()
 
     def _rule_for(self, statement: str) -> _Rule | None:
