@@ -21,7 +21,7 @@ import pytest_asyncio
 import limpet
 from limpet.engines import key_value
 from limpet.engines.key_value import KeyValueEngine, ReplyLost
-from limpet.errors import Ambiguous, Closed, Contention, Corrupt, InvalidValue, Unavailable
+from limpet.errors import Ambiguous, Closed, Contention, Corrupt, InvalidValue, Unavailable, ValueTooLarge
 from limpet.model import PRESENT, Add, Batch, Commit, Delete, Guard, Put, Window
 from limpet.session import Session
 from tests.docs_support import ROOT
@@ -102,6 +102,7 @@ async def test_a_retry_after_a_lost_reply_is_applied_once(
 
 async def test_a_write_that_arrives_after_its_retry_does_nothing(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store was paused with the first attempt in its queue."""
+    await engine.commit(NAMESPACE, add("other"))
     write: Write = engine.compare_and_write
     late: list[Any] = []
 
@@ -216,6 +217,47 @@ async def test_a_batch_that_cannot_be_stored_fails_alone(engine: Any) -> None:
     assert await count(engine) == 2
 
 
+async def test_batches_of_many_callers_are_written_in_parts(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Write = engine.compare_and_write
+    sizes: list[int] = []
+
+    async def measured(key: bytes, found: bytes | None, writes: Mapping[bytes, bytes | None]) -> bool:
+        sizes.append(len(writes))
+        if len(sizes) == 2:
+            raise sqlite3.OperationalError("disk is full")
+        return await write(key, found, writes)
+
+    monkeypatch.setattr(engine, "rows_max", 60)
+    monkeypatch.setattr(engine, "compare_and_write", measured)
+    results = await asyncio.gather(
+        *(engine.commit(NAMESPACE, add(f"k{number}")) for number in range(50)), return_exceptions=True
+    )
+
+    assert len(sizes) == 10
+    assert max(sizes) <= 60
+    # Twelve rows are counted for each, and one write failed.
+    assert [isinstance(result, Unavailable) for result in results] == [5 <= number < 10 for number in range(50)]
+    assert (await engine.status(NAMESPACE)).keys == 45
+
+
+async def test_what_is_too_large_together_is_written_one_by_one(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write: Write = engine.compare_and_write
+
+    async def limited(key: bytes, found: bytes | None, writes: Mapping[bytes, bytes | None]) -> bool:
+        size_bytes = sum(len(value or b"") for value in writes.values())
+        if size_bytes > 1_000:
+            raise ValueTooLarge("the write", size_bytes=size_bytes, limit_bytes=1_000)
+        return await write(key, found, writes)
+
+    monkeypatch.setattr(engine, "compare_and_write", limited)
+    large = Batch((), (Put("large", b'"' + b"x" * 2_000 + b'"'),))
+    results = await asyncio.gather(
+        *(engine.commit(NAMESPACE, batch) for batch in (add("a"), large, add("b"))), return_exceptions=True
+    )
+
+    assert [type(result) for result in results] == [Commit, ValueTooLarge, Commit]
+
+
 WORKER = """
     import asyncio, json, sys
     import limpet
@@ -246,7 +288,7 @@ async def test_processes_that_are_killed_lose_nothing_and_leave_no_half(
     engine = await open_engine()
     workers = [start_worker(installed, tmp_path, number) for number in range(3)]
     try:
-        while await count(engine) < 60:
+        while min([await count(engine, f"own{number}") for number in range(3)]) < 10:
             assert all(worker.poll() is None for worker in workers)
             await asyncio.sleep(0.05)
     finally:

@@ -37,10 +37,10 @@ import msgspec
 
 from limpet.clock import Clock
 from limpet.commit.committer import ReplyLost
-from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error
+from limpet.commit.group import Counters, EntryId, GroupPlan, NotApplied, commit_error
 from limpet.commit.log import check_after
 from limpet.engines.server_engine import CommitResult, GroupingEngine, ReadResult, Ticket
-from limpet.errors import Contention, Corrupt, Unavailable
+from limpet.errors import Contention, Corrupt, Unavailable, ValueTooLarge
 from limpet.keys import PAGE_BYTES, Span
 from limpet.model import (
     BEGINNING,
@@ -78,6 +78,10 @@ _STORE: Final = _PREFIX + b"s"
 _LAST: Final = b"\xff"
 """Greater than every byte of UTF-8."""
 _UNLOGGED: Final = ("receipt", "superseded")
+_ROWS_OF_WRITE: Final = 5
+"""Its entry, its change, that of an expiry before it, the old time of expiry and the new one."""
+_ROWS_OF_BATCH: Final = 7
+"""Receipt and mark, each with its old time of expiry and its new one, and the row of the namespace."""
 
 
 class Snapshot(Protocol):
@@ -102,6 +106,9 @@ class KeyValueEngine(GroupingEngine):
     must know one error from the others: a reply that was lost.
     """
 
+    rows_max = 10_000
+    """How many rows one write has at most. Batches of several callers share it; one batch alone may have 647."""
+
     _keys_at_once = 1_000
 
     def __init__(self, display_name: str, traits: Traits, clock: Clock) -> None:
@@ -123,7 +130,7 @@ class KeyValueEngine(GroupingEngine):
 
         None stands for an absent key, and deletes one. Return once the writes are as durable as the traits say. If the
         store may or may not have written, raise `ReplyLost` from the error. Any other error means that nothing was
-        written, and never will be.
+        written, and never will be; `ValueTooLarge` that the store takes no write of this size.
         """
 
     @abstractmethod
@@ -255,7 +262,16 @@ class KeyValueEngine(GroupingEngine):
     # Committing -----------------------------------------------------------------
 
     async def _commit_group(self, namespace: str, group: list[Ticket], since: int) -> Sequence[CommitResult]:
-        batches = [ticket.batch for ticket in group]
+        results: list[CommitResult] = []
+        for part in _split(group, self.rows_max):
+            try:
+                results += await self._commit_part(namespace, [ticket.batch for ticket in part])
+            except Exception as error:
+                # Not raised: an earlier part was applied.
+                results += await self._commit_each(namespace, part, since, error)
+        return results
+
+    async def _commit_part(self, namespace: str, batches: Sequence[Batch]) -> Sequence[CommitResult]:
         # A caller that lost the reply finds its commit by the request id, so every batch has one.
         causes = [batch.request_id or new_request_id() for batch in batches]
         for _ in range(ATTEMPTS_MAX):
@@ -376,6 +392,9 @@ class KeyValueEngine(GroupingEngine):
             return await self.compare_and_write(key, found, writes)
         except ReplyLost:
             raise
+        except ValueTooLarge as error:
+            # Too large together, or one of them is: each is then written by itself.
+            raise NotApplied(error) from error
         except Exception as error:
             self._raise(error)
 
@@ -530,6 +549,20 @@ class _Loaded:
             value = self._values[entry_id]
             self._entries[entry_id] = None if value is None else _decode(value, Entry, f"the entry {key!r}")
         return self._entries[entry_id]
+
+
+def _split(group: Sequence[Ticket], rows_max: int) -> Iterable[list[Ticket]]:
+    """Split a group into parts of at most so many rows, in their order; a batch is never split."""
+    part: list[Ticket] = []
+    total = 0
+    for ticket in group:
+        rows = _ROWS_OF_BATCH + _ROWS_OF_WRITE * len(ticket.batch.writes)
+        if part and total + rows > rows_max:
+            yield part
+            part, total = [], 0
+        part.append(ticket)
+        total += rows
+    yield part
 
 
 def _name_entries(batch: Batch) -> Iterable[EntryId]:
