@@ -356,6 +356,30 @@ async def test_a_store_of_a_later_format_is_not_opened(open_engine: OpenEngine, 
         await open_engine()
 
 
+async def test_a_lost_reply_while_opening_does_no_harm(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = importlib.import_module("limpet_table").TableEngine(f"{tmp_path}/state.table", limpet.SystemClock())
+    lose_replies(engine, monkeypatch, times=1, is_applied=True)
+
+    await engine.begin()
+
+    assert (await engine.status(NAMESPACE)).revision == 0
+    await engine.close()
+
+
+async def test_a_store_that_keeps_nothing_is_not_opened(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = importlib.import_module("limpet_table").TableEngine(f"{tmp_path}/state.table", limpet.SystemClock())
+    lose_replies(engine, monkeypatch, times=100, is_applied=False)
+
+    with pytest.raises(Unavailable, match="does not keep what is written"):
+        await engine.begin()
+    with pytest.raises(Closed):
+        await engine.status(NAMESPACE)
+
+
 def stored(folder: Path) -> list[bytes]:
     with sqlite3.connect(folder / "state.table") as connection:
         return [key for (key,) in connection.execute("SELECT key FROM rows")]

@@ -60,7 +60,7 @@ from limpet.model import (
     live,
 )
 from limpet.request_ids import new_request_id, request_group
-from limpet.retry import jitter_s
+from limpet.retry import ATTEMPTS, jitter_s
 
 __all__ = ["KeyValueEngine", "ReplyLost", "Snapshot"]
 
@@ -164,16 +164,29 @@ class KeyValueEngine(GroupingEngine):
     # Opening and closing ------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Read the id of the store, or give it one. The coroutine that opens an engine awaits this."""
-        while True:
+        """Read the id of the store, or give it one. The coroutine that opens an engine awaits this.
+
+        If it fails, the engine is closed.
+        """
+        try:
+            self._store = await self._find_store()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _find_store(self) -> _Store:
+        for _ in range(ATTEMPTS):
             async with self._read() as snapshot:
                 (found,) = await snapshot.get([_STORE])
             if found is not None:
-                self._store = _decode(found, _Store, "the row of the store")
-                if self._store.format != FORMAT:
-                    raise Corrupt(f"{self._display_name} has rows of format {self._store.format}: update limpet")
-                return
-            await self._write(_STORE, None, {_STORE: _encode(_Store(uuid.uuid4().hex[:16], 1))})
+                store = _decode(found, _Store, "the row of the store")
+                if store.format != FORMAT:
+                    raise Corrupt(f"{self._display_name} has rows of format {store.format}: update limpet")
+                return store
+            # Another process may be faster, and a reply may be lost: the next read tells.
+            with contextlib.suppress(ReplyLost):
+                await self._write(_STORE, None, {_STORE: _encode(_Store(uuid.uuid4().hex[:16], 1))})
+        raise Unavailable(f"{self._display_name} does not keep what is written: check the store")
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
