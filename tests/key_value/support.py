@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,25 +13,34 @@ from tests.processes import unmeasured
 
 PAGE = SITE / "how-to" / "write-an-engine.md"
 SUITE = ROOT / "src" / "limpet" / "conformance"
-URL = "table:{tmp}/state.table"
+TABLE = "table:{tmp}/state.table"
+COPIED = "copied:{unique}"
+
+HOOKS = {TABLE: "table_hooks", COPIED: "copied"}
 
 
 def install(folder: Path) -> None:
-    """Write the engine and the hooks of the page, and what makes a distribution of them, into a folder."""
+    """Write the engine and the hooks of the page, and what makes a distribution of them, into a folder.
+
+    A second engine, whose verbs all suspend, is installed with it.
+    """
     engine, *_, hooks = [block.text for block in blocks(PAGE) if block.language == "python"]
     (folder / "limpet_table.py").write_text(engine)
     (folder / "limpet_table_hooks.py").write_text(f"import sqlite3\n\n\n{hooks}")
+    shutil.copy(Path(__file__).with_name("limpet_copied.py"), folder)
     about = folder / "limpet_table-1.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: limpet-table\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[limpet.engines]\ntable = limpet_table:open\n")
+    (about / "entry_points.txt").write_text(
+        "[limpet.engines]\ntable = limpet_table:open\ncopied = limpet_copied:open\n"
+    )
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_mode = auto\ntimeout = 120\n")
 
 
-def judge(folder: Path, *arguments: str, timeout_s: float = 600) -> str:
-    """Run the suite on the installed engine, as its author would, and return the report. Fails if the suite does."""
+def judge(folder: Path, url: str, *arguments: str, timeout_s: float = 600) -> str:
+    """Run the suite on an installed engine, as its author would, and return the report. Fails if the suite does."""
     options = ["-c", f"{folder}/pytest.ini", f"--confcutdir={SUITE}", "-p", "no:cacheprovider", "-q"]
-    plugins = ["-p", "limpet.conformance.plugin", "-p", "limpet_table_hooks", "--limpet-engine", URL]
+    plugins = ["-p", "limpet.conformance.plugin", "-p", f"limpet_{HOOKS[url]}", "--limpet-engine", url]
     path = os.pathsep.join([str(folder), str(ROOT / "src")])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *plugins, *arguments],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs_support import blocks
-from tests.key_value.support import PAGE, SUITE, install, judge
+from tests.key_value.support import COPIED, PAGE, SUITE, TABLE, install, judge
 
 LINES_MAX = 100
 CHOSEN = [
@@ -27,7 +27,16 @@ def test_the_engine_of_the_page_is_small() -> None:
 def test_the_engine_of_the_page_keeps_the_main_promises(tmp_path: Path) -> None:
     install(tmp_path)
 
-    report = judge(tmp_path, *(f"{SUITE}/{name}" for name in CHOSEN), "--limpet-face", "async")
+    report = judge(tmp_path, TABLE, *(f"{SUITE}/{name}" for name in CHOSEN), "--limpet-face", "async")
+
+    assert "not judged" not in report
+
+
+@pytest.mark.timeout(300)
+def test_a_store_whose_verbs_suspend_keeps_the_promises_about_one_moment(tmp_path: Path) -> None:
+    install(tmp_path)
+
+    report = judge(tmp_path, COPIED, f"{SUITE}/test_primitives.py", "--limpet-face", "async")
 
     assert "not judged" not in report
 
@@ -37,6 +46,6 @@ def test_the_engine_of_the_page_keeps_the_main_promises(tmp_path: Path) -> None:
 def test_the_engine_of_the_page_keeps_the_whole_contract(tmp_path: Path) -> None:
     install(tmp_path)
 
-    report = judge(tmp_path, str(SUITE), timeout_s=1700)
+    report = judge(tmp_path, TABLE, str(SUITE), timeout_s=1700)
 
     assert "not judged" not in report
