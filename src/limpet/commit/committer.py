@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
@@ -87,7 +87,7 @@ class Unit(msgspec.Struct, gc=False):
 
     expected: dict[EntryId, Expected]
     changes: list[tuple[Change, int]]
-    kept: dict[EntryId, Entry]
+    kept: Mapping[EntryId, Entry]
     counters: Counters
 
 
