@@ -131,7 +131,7 @@ class _Namespace:
             self.map[family][key] = entry
 
     def put(self, put: Put, now_ms: int) -> Commit | None:
-        """Commit a put without a guard, in fewer steps than a group takes; None if it replaces an entry that expires."""
+        """Commit a put without a guard, in fewer steps than a group; None if it replaces an entry that expires."""
         current = self.map[put.family].get(put.key)
         if current is not None and current.expires_ms is not None:
             return None
