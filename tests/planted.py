@@ -19,7 +19,7 @@ import msgspec
 
 from limpet import hub, model, transition
 from limpet.engines import memory
-from limpet.engines.nats import mirror
+from limpet.engines.nats import alarms, log
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
 from limpet.engines.redis import engine as redis
@@ -202,20 +202,27 @@ def seen_expiry_is_not_recorded() -> None:
     _edit_script((rb"if saw_expiry and \w+ then", b"if false then"))
 
 
-def touch_hides_a_value() -> None:
-    """NATS: where a touch lies on a write, the log tells the touch alone."""
-    mirror.decode_touched = lambda touch: None  # type: ignore[return-value]
+def overwritten_change_is_skipped() -> None:
+    """NATS: of two changes of a key that come one after the other, a reader of the log gets the second."""
+    append = log.Log.append
+
+    def wrong(self: log.Log, item: log.LogItem) -> None:
+        if self._items and self._items[-1].entry_id == item.entry_id:
+            self._items.pop()
+        append(self, item)
+
+    log.Log.append = wrong
 
 
 def alarm_is_kept_twice() -> None:
     """NATS: an entry that was made again at the same moment is due twice."""
 
-    def wrong(self: Any, subject: str, seq: int, headers: bytes) -> None:
+    def wrong(self: Any, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         alarm = self._stream.subjects.parse_alarm(subject)
         heapq.heappush(self._heap, alarm)
         self._numbers[alarm] = seq
 
-    mirror.Alarms.take = wrong
+    alarms.Alarms.take = wrong
 
 
 def _edited(text: str, pattern: str, replacement: str) -> str:
@@ -259,7 +266,7 @@ BUGS: dict[str, Callable[[], None]] = {
         handle_forgets_the_time,
         foreign_key_is_overwritten,
         seen_expiry_is_not_recorded,
-        touch_hides_a_value,
+        overwritten_change_is_skipped,
         alarm_is_kept_twice,
     )
 }

@@ -57,7 +57,7 @@ async def test_a_memory_without_a_name_is_private() -> None:
         await one.put("key", 1)
 
         assert await other.get("key") is None
-        assert (one.traits.engine, one.traits.durability, one.traits.log) == ("memory", "none", "every")
+        assert (one.traits.engine, one.traits.durability) == ("memory", "none")
         assert (await one.status()).store_id != (await other.status()).store_id
 
 

@@ -39,7 +39,7 @@ JUDGES = {
     "handle_forgets_the_time": ("postgresql-async", f"{SUITE}/test_time.py"),
     "foreign_key_is_overwritten": ("", "tests/redis/test_foreign.py"),
     "seen_expiry_is_not_recorded": ("redis-async", f"{SUITE}/test_time.py"),
-    "touch_hides_a_value": ("nats-async", f"{SUITE}/test_watch.py"),
+    "overwritten_change_is_skipped": ("nats-async", f"{SUITE}/test_log.py"),
     "alarm_is_kept_twice": ("nats-async", f"{SUITE}/test_primitives.py"),
 }
 

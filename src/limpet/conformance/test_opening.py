@@ -617,7 +617,6 @@ async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
     assert traits.engine
     assert traits.engine in repr(store)
     assert traits.durability in ("none", "seconds", "process", "disk", "quorum")
-    assert traits.log in ("every", "last")
     assert traits.clock in ("host", "server")
 
 
@@ -638,7 +637,7 @@ async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
 
     found = [event.value for event in await drain(store.history("k"))]
 
-    assert found == ([0, 1, 2] if store.traits.log == "every" else [2])
+    assert found == [0, 1, 2]
 
 
 # Two stores on one database ---------------------------------------------------
