@@ -187,7 +187,7 @@ class Mirror(Follower):
     async def message_of(self, item: LogItem) -> Message:
         """The whole message of a change."""
         last = self._last_message(item.entry_id)
-        if last is not None and last.seq == item.seq and (last.op == "touch" or not last.size_bytes):
+        if last is not None and last.seq == item.seq and last.op in ("touch", "expire"):
             # The log has no value of it.
             return last
         found = await self._stream.at(item.entry_id, item.seq)
