@@ -693,10 +693,22 @@ async def test_a_store_in_memory_ends_what_expired_every_second() -> None:
         assert await another.keys() == []
 
 
-@pytest.mark.parametrize("history", [0, 2, 64])
-def test_a_store_on_nats_says_why_it_keeps_one_change_of_a_key(history: int) -> None:
-    with pytest.raises(InvalidValue, match=f"not {history}: a store keeps one message for each key"):
+@pytest.mark.parametrize("history", [0, 65, -1, True, "5"])
+def test_a_store_on_nats_refuses_a_history_that_it_does_not_keep(history: Any) -> None:
+    with pytest.raises(InvalidValue, match=f"history must be 1 to 64 on NATS, not {history!r}"):
         NATSStore(object(), history=history)
+
+
+async def test_a_store_on_nats_keeps_the_history_that_it_was_opened_with() -> None:
+    async with client() as connection, NATSStore(connection, bucket=unique("agents"), history=64) as store:
+        for number in range(64):
+            await store.put("config.a", b"%d" % number)
+
+        found = [event.value async for event in store.store.history("config.a")]
+
+        bucket = await connection.jetstream().key_value(store.store.name)
+        theirs = [entry.value for entry in await bucket.history("config.a")]
+    assert found == theirs == [b"%d" % number for number in range(64)]
 
 
 async def test_a_store_on_nats_is_a_bucket_where_the_connection_leads() -> None:

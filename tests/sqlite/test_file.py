@@ -316,7 +316,7 @@ def test_the_mode_of_a_file_that_was_there_is_left_alone(path: Path, url: str) -
     ],
 )
 async def test_durability_is_as_the_url_asks(url: str, option: str, level: int, durability: str) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     engine = await open_sqlite(url + option, limpet.SystemClock())
     assert engine._writer.connection is not None
 

@@ -611,7 +611,7 @@ async def test_nothing_of_a_store_shows_the_password(open_at: OpenStore) -> None
 
 
 async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     traits = store.traits
 
     assert traits.engine
@@ -621,23 +621,13 @@ async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
 
 
 async def test_traits_cannot_be_changed(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     loose: Any = store.traits
 
     with pytest.raises(AttributeError):
         loose.durability = "quorum"
 
     assert store.traits == loose
-
-
-async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
-    for number in range(3):
-        await store.put("k", number)
-
-    found = [event.value for event in await drain(store.history("k"))]
-
-    assert found == [0, 1, 2]
 
 
 # Two stores on one database ---------------------------------------------------

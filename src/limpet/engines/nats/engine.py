@@ -321,7 +321,7 @@ class NatsEngine:
             items.append(item)
             size_bytes += item.weight_bytes
         before = await mirror.before(after)
-        messages = await asyncio.gather(*map(mirror.message_of, items))
+        messages = await mirror.messages_of(items)
         if items:
             mirror.remember_print(items[-1], messages[-1])
         changes = [message.change(item.entry_id[0]) for item, message in zip(items, messages, strict=True)]

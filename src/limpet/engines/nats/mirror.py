@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Any, Final
@@ -29,6 +29,7 @@ __all__ = ["Mirror"]
 END_MS: Final = 600_000
 RECEIPTS_MIN: Final = 1000
 PRINTS_MAX: Final = 64
+DROPPED_MAX: Final = 64
 # The server is busy with the purge of a key for up to half a millisecond.
 PURGES_PER_S: Final = 100
 PURGES_MAX: Final = 500
@@ -184,31 +185,42 @@ class Mirror(Follower):
         lost = [seq - 1 for (_, seq), is_whole in zip(doubts.values(), whole, strict=True) if not is_whole]
         self.log.lost = max([self.log.lost, *lost])
 
-    async def message_of(self, item: LogItem) -> Message:
-        """The whole message of a change."""
+    async def messages_of(self, items: Sequence[LogItem]) -> list[Message]:
+        """The whole messages of changes."""
+        found = await asyncio.gather(*map(self._message_of, items))
+        messages = [message for message in found if message is not None]
+        if len(messages) < len(items):
+            lost = max(item.seq for item, message in zip(items, found, strict=True) if message is None)
+            self.log.lost = max(self.log.lost, lost)
+            raise Compacted(
+                f"the change at revision {lost} was dropped before it was read, the log starts after it",
+                oldest=self.log.oldest,
+            )
+        return messages
+
+    async def _message_of(self, item: LogItem) -> Message | None:
         last = self._last_message(item.entry_id)
         if last is not None and last.seq == item.seq and last.op in ("touch", "expire"):
             # The log has no value of it.
             return last
-        found = await self._stream.at(item.entry_id, item.seq)
-        if found is None:
-            self.log.lost = max(self.log.lost, item.seq)
-            raise Compacted(
-                f"the change at revision {item.seq} was dropped before it was read, the log starts after it",
-                oldest=self.log.oldest,
-            )
-        return found
+        return await self._stream.at(item.entry_id, item.seq)
 
     async def before(self, revision: int) -> str:
         """The fingerprint of the change at a revision, or of the last one before it that is still in the log."""
-        item = self.log.last_until(revision)
-        if item is None:
-            return self.log.floor_print
-        if (known := self._prints.get(item.seq)) is not None:
-            return known
-        last = self._last_message(item.entry_id)
-        is_last = last is not None and last.seq == item.seq
-        return self.remember_print(item, last if last is not None and is_last else await self.message_of(item))
+        for _ in range(DROPPED_MAX):
+            item = self.log.last_until(revision)
+            if item is None:
+                break
+            if (known := self._prints.get(item.seq)) is not None:
+                return known
+            message = self._last_message(item.entry_id)
+            if message is None or message.seq != item.seq:
+                message = await self._message_of(item)
+            if message is not None:
+                return self.remember_print(item, message)
+            # It was dropped, as one was that the server had no room for. The log goes on after it.
+            revision = item.seq - 1
+        return self.log.floor_print
 
     def remember_print(self, item: LogItem, message: Message) -> str:
         """The fingerprint of a change, which the next page of a reader needs again."""
