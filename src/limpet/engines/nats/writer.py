@@ -90,7 +90,7 @@ class Writer:
                 self._release_turn(entry_id)
         taken: list[EntryId] = []
         try:
-            for entry_id in sorted((write.family, write.key) for write in batch.writes):
+            for entry_id in sorted({(write.family, write.key) for write in batch.writes}):
                 await self._take_turn(entry_id)
                 taken.append(entry_id)
             if not _only_expires(batch):
