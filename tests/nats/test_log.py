@@ -41,6 +41,20 @@ async def history(store: limpet.Store, key: str) -> list[Any]:
     return [event.value for event in [event async for event in store.history(key)]]
 
 
+async def stop_delivery(store: limpet.Store) -> asyncio.Event:
+    """Stop the delivery of messages to a store, as if its process stood still, until the event is set."""
+    mirror = engine_of(store)._namespaces[store.name].mirror
+    mirror.stop()
+    connect, go_on = mirror._connect, asyncio.Event()
+
+    async def connect_later() -> Any:
+        await go_on.wait()
+        return await connect()
+
+    mirror._connect = connect_later
+    return go_on
+
+
 # What was dropped is noticed -----------------------------------------------------
 
 
@@ -89,19 +103,10 @@ async def test_a_running_watch_notices_what_was_dropped_before_it_was_read() -> 
             await store.put("hot", 0)
             await next_event(watch)
             await keep_per_key(store, 5)
-            # Delivery stops, and goes on when the watcher reads the log again.
-            engine_of(store)._namespaces[store.name].mirror.stop()
-            connection = engine_of(store).connection
-            wait = asyncio.Event()
-
-            async def connect_later() -> Any:
-                await wait.wait()
-                return await connection()
-
-            engine_of(store)._namespaces[store.name].mirror._connect = connect_later
+            go_on = await stop_delivery(store)
             for number in range(1, 20):
                 await other.put("hot", number)
-            wait.set()
+            go_on.set()
 
             with pytest.raises(Compacted):
                 await next_event(watch)
@@ -182,6 +187,36 @@ async def test_a_purge_by_another_program_is_noticed() -> None:
         async with limpet.open(server(), namespace=store.name, sweep=False) as other:
             with pytest.raises(Compacted):
                 await next_event(other.watch(after=start.revision))
+
+
+@pytest.mark.parametrize("count", [3, 20])
+async def test_a_running_watch_compares_what_another_program_wrote(count: int) -> None:
+    """Numbers are missing in between, so the reader looks whether the messages of the key are all there."""
+    async with (
+        limpet.open(server(), namespace=unique(), sweep=False) as store,
+        limpet.open(server(), namespace=store.name, sweep=False) as other,
+        client() as program,
+    ):
+        await store.put("ours", 1)
+        await keep_per_key(store, 5)
+        bucket = await program.jetstream().key_value(f"limpet-{store.name}")
+        async with store.watch() as watch:
+            await bucket.put("theirs", b"first")
+            assert (await next_event(watch)).value == b"first"
+            go_on = await stop_delivery(store)
+            await other.put("short", 1, ttl=60)
+            alarms = stream_of(other).subjects.alarms
+            await stream_of(other).purge(alarms, 1_000_000)
+            for number in range(count):
+                await bucket.put("theirs", b"%d" % number)
+            go_on.set()
+
+            if count < 5:
+                events = [await next_event(watch) for _ in range(1 + count)]
+                assert [event.value for event in events] == [1, b"0", b"1", b"2"]
+            else:
+                with pytest.raises(Compacted):
+                    await next_event(watch)
 
 
 # What the stream keeps -------------------------------------------------------------
@@ -287,6 +322,52 @@ async def test_what_another_process_left_is_purged() -> None:
 
         assert await subjects_of(other) == {"old": 1, "busy": 1, "end": 2, "floor": 1}
         assert [await other.get(key) for key in ("old", "busy", "end")] == [19, 19, 2]
+
+
+async def test_one_of_several_processes_purges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that raised the floor last. When another does, that one also purges what the first has left."""
+    async with (
+        limpet.open(server(), namespace=unique(), sweep=False) as store,
+        limpet.open(server(), namespace=store.name, sweep=False) as other,
+    ):
+        await other.status()
+        for number in range(20):
+            await store.put("key", number)
+        purged: list[limpet.Store] = []
+        with monkeypatch.context() as patch:
+            for one in (store, other):
+
+                async def purge(subject: str, seq: int, one: limpet.Store = one) -> None:
+                    purged.append(one)
+
+                patch.setattr(stream_of(one), "purge", purge)
+            assert await engine_of(store).trim(store.name, ALL_BUT_THREE) == 17
+            assert await engine_of(other).trim(store.name, ALL_BUT_THREE) == 0
+        assert purged == [store]
+        assert (await subjects_of(store))["key"] == 20
+
+        await other.put("key", 20)
+        assert await engine_of(other).trim(store.name, ALL_BUT_THREE) == 1
+        assert (await subjects_of(store))["key"] == 3
+
+
+async def test_a_stream_that_was_made_again_is_not_purged_by_old_numbers() -> None:
+    """Its numbers begin anew, so what was below the floor of the old stream may be above that of the new one."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store, client() as program:
+        for number in range(20):
+            await store.put("key", number)
+        await engine_of(store).trim(store.name, ALL_BUT_THREE)
+        for number in range(5):
+            await store.put("key", number)
+        await program.jetstream().delete_key_value(f"limpet-{store.name}")
+        async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+            for number in range(3):
+                await other.put("key", number)
+
+            for _ in range(2):
+                await engine_of(store).trim(store.name, Window())
+
+            assert await history(other, "key") == [0, 1, 2]
 
 
 async def test_a_key_that_ended_stays_ended_when_its_messages_are_purged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,8 +31,12 @@ RECEIPTS_MIN: Final = 1000
 PRINTS_MAX: Final = 64
 DROPPED_MAX: Final = 64
 # The server is busy with the purge of a key for up to half a millisecond.
-PURGES_PER_S: Final = 100
-PURGES_MAX: Final = 500
+PURGES_PER_S: Final = 200
+PURGES_MAX: Final = 2000
+# So many are under way at a time, so that other requests need not wait for all of them.
+PURGES_AT_ONCE: Final = 20
+# So often the trimming process looks for what an earlier one has left.
+COUNT_S: Final = 1800.0
 
 
 class Mirror(Follower):
@@ -62,8 +66,12 @@ class Mirror(Follower):
         self._skipped = 0
         # Messages of other programs, before which changes may have been dropped, and since when.
         self._doubts: dict[EntryId, tuple[int, int]] = {}
-        # Of each key, the bytes of messages below the floor that nothing needs any more; None until they were counted.
-        self._garbage: dict[EntryId, int] | None = None
+        # Whether this process was the last to raise the floor: it purges what is below, so that not all do.
+        self._is_trimmer = False
+        self._own_floor = 0
+        # Of each key, the bytes of messages below the floor that nothing needs any more.
+        self._garbage: dict[EntryId, int] = {}
+        self._counted_at: float | None = None
         self._prints: dict[int, str] = {}
 
     async def on_first_start(self) -> None:
@@ -79,7 +87,9 @@ class Mirror(Follower):
         if entry_id is None:
             if subject == self._stream.subjects.floor:
                 floor_print = _header(headers, b"Limpet-Floor").decode()
-                self._raise_floor(int(floor_print.partition("-")[0]), floor_print)
+                floor = int(floor_print.partition("-")[0])
+                self._is_trimmer = floor == self._own_floor or (self._is_trimmer and floor <= self.log.floor)
+                self._raise_floor(floor, floor_print)
                 self._notify()
             return
         message = _parse_header(entry_id[1], seq, headers)
@@ -257,9 +267,15 @@ class Mirror(Follower):
         dropped, _, floor = window.excess(oldest, count=len(log), size_bytes=log.size_bytes, now_ms=now_ms)
         if dropped:
             floor_print = await self.before(floor)
+            if not floor_print.startswith(f"{floor}-"):
+                # The change itself was dropped, so no position can be compared with it.
+                floor_print = f"{floor}-0-{'0' * 12}"
+            # Before it is sent: the message may be delivered here before its acknowledgement comes.
+            self._own_floor = floor
             if not await self._stream.raise_floor(floor, floor_print):
-                dropped = 0
-            elif log is self.log and floor > log.floor:
+                self._own_floor = dropped = 0
+            elif log is self.log:
+                self._is_trimmer = True
                 self._raise_floor(floor, floor_print)
         await self.purge()
         return dropped
@@ -271,20 +287,18 @@ class Mirror(Follower):
                 self._add_garbage(item.entry_id, item.weight_bytes)
 
     def _add_garbage(self, entry_id: EntryId, weight_bytes: int) -> None:
-        if self._garbage is not None:
+        if self._is_trimmer:
             self._garbage[entry_id] = self._garbage.get(entry_id, 0) + weight_bytes
 
     async def purge(self) -> None:
         """Drop messages below the floor that nothing needs: of a few keys a second, the largest of the oldest."""
-        if not self.log.floor:
-            return
-        if self._garbage is None:
+        if self._is_trimmer and (self._counted_at is None or time.monotonic() - self._counted_at > COUNT_S):
             await self._count_garbage()
         await self.purge_more()
 
     async def purge_more(self) -> None:
-        """Go on with a purge, if one was begun here."""
-        if self._garbage is None:
+        """Go on with a purge, if this process has begun one."""
+        if not self._is_trimmer or not self._stream.exists or self._store_id != self._stream.store_id:
             return
         now = time.monotonic()
         self._purges = min(PURGES_MAX, self._purges + (now - self._purged_at) * PURGES_PER_S)
@@ -298,16 +312,22 @@ class Mirror(Follower):
         garbage = self._garbage
         room = int(self._purges)
         chosen = dict(ends[:room])
-        oldest = islice(garbage, 4 * PURGES_MAX)
+        oldest = islice(garbage, 2 * PURGES_MAX)
         for entry_id in nlargest(room - len(chosen), oldest, key=garbage.__getitem__):
             last = self._last_message(entry_id)
             # All up to the floor, but the last message stays if it is there.
             chosen.setdefault(entry_id, self.log.floor if last is None else min(last.seq - 1, self.log.floor))
         self._purges -= len(chosen)
+        purged = {entry_id: garbage.pop(entry_id) for entry_id in chosen if entry_id in garbage}
         subjects = self._stream.subjects
-        await asyncio.gather(*(self._stream.purge(subjects.of(entry_id), seq) for entry_id, seq in chosen.items()))
+        wanted = iter(chosen.items())
+        try:
+            while group := list(islice(wanted, PURGES_AT_ONCE)):
+                await asyncio.gather(*(self._stream.purge(subjects.of(entry_id), seq) for entry_id, seq in group))
+        except BaseException:
+            garbage |= purged
+            raise
         for entry_id, seq in chosen.items():
-            garbage.pop(entry_id, None)
             end = self._ends.get(entry_id)
             if end is not None and end.seq <= seq:
                 del self._ends[entry_id]
@@ -318,7 +338,7 @@ class Mirror(Follower):
         kept: dict[EntryId, int] = {}
         for item in log.after(log.floor):
             kept[item.entry_id] = kept.get(item.entry_id, 0) + 1
-        self._garbage = {}
+        self._counted_at = time.monotonic()
         for subject, count in (await self._stream.count_messages()).items():
             entry_id = self._stream.subjects.entry_id(subject)
             last = None if entry_id is None else self._last_message(entry_id)

@@ -198,7 +198,7 @@ class NamespaceStream:
             # It was created when the log kept the last change of each key.
             await self.api(f"STREAM.UPDATE.{self.name}", config | {"max_msgs_per_subject": KEPT_PER_KEY})
         self.direct = bool(config.get("allow_direct"))
-        self.store_id = hashlib.sha256(f"{self.name} {info['created']}".encode()).hexdigest()[:16]
+        self.store_id = self._make_id(info)
         await self._latest()
         self.exists = True
 
@@ -206,7 +206,13 @@ class NamespaceStream:
         """Read the stream's configuration and state. The server's time is taken from the reply."""
         info = await self.api(f"STREAM.INFO.{self.name}")
         self._clock = (_parse_ms(info["ts"]), time.monotonic())
+        if self.exists and self.store_id != self._make_id(info):
+            # Another stream has its name now: the next call begins anew.
+            self.reset()
         return info
+
+    def _make_id(self, info: dict[str, Any]) -> str:
+        return hashlib.sha256(f"{self.name} {info['created']}".encode()).hexdigest()[:16]
 
     def reset(self) -> None:
         """Forget what is cached: the connection broke, and the stream may be another one now."""
