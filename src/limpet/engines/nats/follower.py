@@ -35,9 +35,6 @@ class Follower:
         position: The number of the last message that was delivered.
     """
 
-    # Which messages come first, where nothing is known yet: all, or the last of each subject.
-    begins_with = "all"
-
     def __init__(self, stream: NamespaceStream, connect: Callable[[], Any], subject: str = ">") -> None:
         self._stream = stream
         self._connect = connect
@@ -63,6 +60,10 @@ class Follower:
     def take(self, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         """Add a message, which the server stored at this time."""
         raise NotImplementedError
+
+    async def choose_first(self) -> str:
+        """Which messages come first, when nothing is known yet: all, or the last of each subject."""
+        return "all"
 
     async def on_first_start(self) -> None:
         """Called when delivery has begun for the first time since all was forgotten."""
@@ -136,6 +137,8 @@ class Follower:
                 # A load that is interrupted is resumed too, or it might never end.
                 self._caught_up_at = asyncio.get_running_loop().time()
             self._last_connection = connection
+            is_first = not self.position
+            policy = await self.choose_first() if is_first else "by_start_sequence"
             delivered, self._number = connection.subscribe(self._on_message)
             self._connection, self._name, self._delivered = connection, os.urandom(8).hex(), 0
             config: dict[str, object] = {
@@ -148,12 +151,11 @@ class Follower:
                 "inactive_threshold": 30_000_000_000,
                 "mem_storage": True,
                 "num_replicas": 1,
-                "deliver_policy": self.begins_with,
+                "deliver_policy": policy,
                 "filter_subject": self._subject,
             }
-            is_first = not self.position
             if not is_first:
-                config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self.position + 1}
+                config["opt_start_seq"] = self.position + 1
             name = self._stream.name
             request = {"stream_name": name, "config": config, "action": "create"}
             try:

@@ -3,7 +3,7 @@
 NATS finds the last message of a subject, but does not list subjects in order. So a process that scans, watches or
 counts follows the stream: the last message of each subject is delivered once, without its body, and then each new one.
 A read is as new as the stream was when the read began, because it first waits for all messages that were stored by
-then. A process that reads the log gets the headers of its earlier messages too, once.
+then. To a process that reads the log, the messages before the last ones are delivered too.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ COUNT_S: Final = 1800.0
 class Mirror(Follower):
     """All entries of a namespace, without their values, and its log."""
 
-    begins_with = "last_per_subject"
-
     def __init__(self, stream: NamespaceStream, connect: Callable[[], Any], notify: Callable[[], None]) -> None:
         super().__init__(stream, connect)
         self._notify = notify
         self._loading_log = asyncio.Lock()
+        self._wants_log = False
         self._purged_at = time.monotonic()
         self._purges = float(PURGES_MAX)
         self.clear()
@@ -74,10 +73,16 @@ class Mirror(Follower):
         self._counted_at: float | None = None
         self._prints: dict[int, str] = {}
 
+    async def choose_first(self) -> str:
+        """A process that only scans needs the last message of each key."""
+        self.log.start = await self._stream.floor() if self._wants_log else None
+        return "all" if self._wants_log else "last_per_subject"
+
     async def on_first_start(self) -> None:
-        """The log begins here: of what was stored before, only the last message of each key comes."""
-        last = int((await self._stream.info())["state"]["last_seq"])
-        self.log.start = max(last, self.position)
+        """Unless all messages come, the log begins here."""
+        if self.log.start is None:
+            last = int((await self._stream.info())["state"]["last_seq"])
+            self.log.start = max(last, self.position)
 
     def take(self, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         """Add a message."""
@@ -152,6 +157,7 @@ class Mirror(Follower):
 
     async def load_log(self) -> Log:
         """The log, with all that it has after its floor."""
+        self._wants_log = True
         await self.catch_up()
         async with self._loading_log:
             while self.log.start is None or self.log.start > self.log.floor:
