@@ -55,10 +55,17 @@ async def stop_delivery(store: limpet.Store) -> asyncio.Event:
     return go_on
 
 
+async def prepare(reader: limpet.Store, has_scanned: bool) -> None:
+    """A process that has scanned knows the last message of each key, and reads the earlier ones when it needs them."""
+    if has_scanned:
+        await reader.keys()
+
+
 # What was dropped is noticed -----------------------------------------------------
 
 
-async def test_a_reader_that_resumes_notices_what_the_server_dropped() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_a_reader_that_resumes_notices_what_the_server_dropped(has_scanned: bool) -> None:
     """One key has changed more often than the server keeps messages of a key."""
     name = unique()
     async with limpet.open(server(), namespace=name, sweep=False) as store:
@@ -69,6 +76,7 @@ async def test_a_reader_that_resumes_notices_what_the_server_dropped() -> None:
 
         async with limpet.open(server(), namespace=name, sweep=False) as other:
             for reader in (store, other):
+                await prepare(reader, has_scanned)
                 for revision in (start.revision, entries[0].revision, entries[18].revision):
                     with pytest.raises(Compacted) as found:
                         await next_event(reader.watch(after=revision))
@@ -78,7 +86,8 @@ async def test_a_reader_that_resumes_notices_what_the_server_dropped() -> None:
                 assert [event.value for event in events] == [*range(20, 30), 1]
 
 
-async def test_a_page_that_ends_between_two_messages_hides_no_gap() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_a_page_that_ends_between_two_messages_hides_no_gap(has_scanned: bool) -> None:
     """The first page has none of the key, of which a message was dropped that would have been on it."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         start = await store.put("start", 1)
@@ -89,6 +98,7 @@ async def test_a_page_that_ends_between_two_messages_hides_no_gap() -> None:
         for number in range(5):
             await store.put("hot", number)
 
+        await prepare(store, has_scanned)
         with pytest.raises(Compacted):
             await engine_of(store).changes(store.name, start.revision, limit=3)
 
@@ -133,7 +143,8 @@ async def test_a_value_that_was_dropped_after_its_header_came_is_noticed() -> No
 # Other programs --------------------------------------------------------------------
 
 
-async def test_what_another_program_writes_is_a_change_like_any_other() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_what_another_program_writes_is_a_change_like_any_other(has_scanned: bool) -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store, client() as program:
         start = await store.put("ours", 1)
         bucket = await program.jetstream().key_value(f"limpet-{store.name}")
@@ -149,12 +160,14 @@ async def test_what_another_program_writes_is_a_change_like_any_other() -> None:
         values = [b"0", b"1", b"2", b"3", b"4", None, b"again", b"guarded", 2]
         assert [event.value for event in events] == values
         async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+            await prepare(other, has_scanned)
             async with other.watch(after=start.revision) as resumed:
                 assert [(await next_event(resumed)).value for _ in range(9)] == values
             assert await history(other, "theirs") == values[:-1]
 
 
-async def test_a_key_of_another_program_that_changed_too_often_is_noticed() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_a_key_of_another_program_that_changed_too_often_is_noticed(has_scanned: bool) -> None:
     """Its messages name none before them. The server keeps as many as it may, so some may be gone."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store, client() as program:
         start = await store.put("ours", 1)
@@ -164,11 +177,13 @@ async def test_a_key_of_another_program_that_changed_too_often_is_noticed() -> N
             await bucket.put("theirs", b"%d" % number)
         await store.put("ours", 2)
 
+        await prepare(store, has_scanned)
         with pytest.raises(Compacted):
             await next_event(store.watch(after=start.revision))
 
 
-async def test_a_purge_by_another_program_is_noticed() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_a_purge_by_another_program_is_noticed(has_scanned: bool) -> None:
     """It erases the earlier messages of its key. A reader that has seen them goes on; one that has not gets to know."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store, client() as program:
         start = await store.put("ours", 1)
@@ -185,6 +200,7 @@ async def test_a_purge_by_another_program_is_noticed() -> None:
             ]
 
         async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+            await prepare(other, has_scanned)
             with pytest.raises(Compacted):
                 await next_event(other.watch(after=start.revision))
 
@@ -388,7 +404,8 @@ async def test_a_key_that_ended_stays_ended_when_its_messages_are_purged(monkeyp
         assert (event.value, event.entry and event.entry.version) == (3, 1)
 
 
-async def test_totals_are_the_same_in_a_process_that_followed_and_in_a_new_one() -> None:
+@pytest.mark.parametrize("has_scanned", [False, True])
+async def test_totals_are_the_same_in_a_process_that_followed_and_in_a_new_one(has_scanned: bool) -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         for number in range(30):
             await store.put(f"key/{number % 7}", "x" * number, ttl=60)
@@ -398,6 +415,7 @@ async def test_totals_are_the_same_in_a_process_that_followed_and_in_a_new_one()
         await engine_of(store).trim(store.name, Window(changes=40, age_ms_min=0))
         followed = await store.status()
         async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+            await prepare(other, has_scanned)
             fresh = await other.status()
 
     assert followed.log_changes == 40
