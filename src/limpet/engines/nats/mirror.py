@@ -251,7 +251,7 @@ class Mirror(Follower):
             store_id=self._stream.store_id,
             epoch=1,
             revision=max(self.revision, self.log.floor),
-            floor=self.log.floor,
+            floor=self.log.oldest,
             keys=len(self.heads["data"]),
             size_bytes=self.size_bytes,
             log_changes=len(self.log),
