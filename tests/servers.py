@@ -142,9 +142,11 @@ class ServerProcess(ABC):
             time.sleep(0.02)
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process."""
+        """Send a signal to its process. One that stops it returns when all of its threads stand still."""
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
 
     def stop(self, how: str = "fast") -> None:
         """Stop: ``fast`` as an operator does, ``immediate`` as in a crash."""
