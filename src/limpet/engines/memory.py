@@ -167,7 +167,7 @@ class MemoryEngine:
     """A handle on one memory."""
 
     def __init__(self, memory: _Memory) -> None:
-        self.traits = Traits(engine="memory", durability="none", log="every", clock="host", inline=True)
+        self.traits = Traits(engine="memory", durability="none", clock="host", inline=True)
         self._memory = memory
         self._budget = Budget()
         self._closed = False
