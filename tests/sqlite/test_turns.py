@@ -131,25 +131,28 @@ def test_two_stores_of_one_process_have_one_place(url: str, store: limpet.sync.S
         place_of(second).give_back()
 
 
-def test_two_stores_of_one_process_take_turns(url: str) -> None:
-    """SQLite lets them write one at a time as well, and gives them no order either."""
-    total, values = 600, {0: list[int](), 1: list[int]()}
-    with limpet.sync.open(url, sweep=False) as first, limpet.sync.open(url, sweep=False) as second:
-        begin = threading.Barrier(2)
+@pytest.mark.parametrize("stores", [1, 2])
+def test_threads_of_one_process_take_turns(url: str, stores: int) -> None:
+    """SQLite lets two stores of a process write one at a time as well, and gives them no order either."""
+    total, threads = 600, 4
+    values: list[list[int]] = [[] for _ in range(threads)]
+    begin = threading.Barrier(threads)
 
-        def add(index: int, store: limpet.sync.Store) -> None:
-            begin.wait(PATIENCE_S)
-            while (value := store.add("hits")) <= total:
-                values[index].append(value)
+    def add(index: int, store: limpet.sync.Store) -> None:
+        begin.wait(PATIENCE_S)
+        while (value := store.add("hits")) <= total:
+            values[index].append(value)
 
-        threads = [threading.Thread(target=add, args=each) for each in enumerate((first, second))]
-        for thread in threads:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(limpet.sync.open(url, sweep=False)) for _ in range(stores)]
+        running = [threading.Thread(target=add, args=(index, opened[index % stores])) for index in range(threads)]
+        for thread in running:
             thread.start()
-        for thread in threads:
+        for thread in running:
             thread.join(PATIENCE_S)
 
-    assert sorted([*values[0], *values[1]]) == [*range(1, total + 1)]
-    assert min(map(len, values.values())) >= total / 10
+    assert sorted(value for each in values for value in each) == [*range(1, total + 1)]
+    assert min(map(len, values)) >= total / threads / 5, [len(each) for each in values]
 
 
 # Processes that are stopped or killed -----------------------------------------------
