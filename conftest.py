@@ -229,6 +229,22 @@ def pytest_limpet_turn(url: str, now_ms: int | None) -> bool | None:
     return True
 
 
+@pytest.hookimpl
+def pytest_limpet_line(url: str) -> Any:
+    """Put a proxy in front of one of our servers, which loses replies."""
+    from tests.lines import is_ours, line_of
+
+    return line_of(url) if is_ours(url) else None
+
+
+@pytest.hookimpl
+def pytest_limpet_stored(url: str, namespace: str) -> int | None:
+    """Count what one of our engines stores."""
+    from tests.lines import count_stored, is_ours
+
+    return count_stored(url, namespace) if is_ours(url) or url.startswith(("memory:", "sqlite:")) else None
+
+
 class _Clockmaker:
     """Sets the clocks of schemas, on a loop and a connection of its own."""
 

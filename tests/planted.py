@@ -18,16 +18,18 @@ from typing import Any
 import msgspec
 
 from limpet import hub, model, transition
+from limpet.commit import group as commit_group
 from limpet.commit.group import GroupPlan
 from limpet.engines import memory
 from limpet.engines.nats import mirror
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
 from limpet.engines.redis import engine as redis
-from limpet.engines.sqlite import cache
+from limpet.engines.sqlite import cache, group
 from limpet.engines.sqlite import engine as sqlite
 from limpet.engines.sqlite.group import GroupWriter
-from limpet.model import Batch, Commit, Entry, Expire, HeldBy, LogPage, Refusal
+from limpet.errors import Ambiguous, Unavailable
+from limpet.model import Batch, Change, Commit, Entry, Expire, HeldBy, LogPage, Refusal, Window
 
 # Any name below may move with the code it breaks.
 # mypy: disable-error-code="method-assign, attr-defined, assignment"
@@ -129,20 +131,19 @@ def lock_without_fence_check() -> None:
 
 def receipt_in_a_second_step() -> None:
     """The write first, its receipt with the next commit that happens to come."""
-    right, late = memory._Namespace.keep_receipt, dict[int, Entry]()
+    right, late = memory._Namespace.apply, dict[int, dict[Any, Entry]]()
 
-    def wrong(self: Any, receipt: Entry) -> None:
-        owed = late.pop(id(self), None)
-        if owed is not None:
-            right(self, owed)
-        late[id(self)] = receipt
+    def wrong(self: Any, group: GroupPlan) -> None:
+        owed, late[id(self)] = late.get(id(self), {}), dict(group.kept)
+        group.kept = owed
+        right(self, group)
 
-    memory._Namespace.keep_receipt = wrong
+    memory._Namespace.apply = wrong
 
 
 def late_request_is_done() -> None:
     """A request is done that comes after its own retry."""
-    memory._Namespace.check_superseded = lambda self, batch, now_ms: None
+    commit_group.may_be_superseded = lambda batch: False
 
 
 # Two for each engine, after faults that engines have had -------------------------------------------------------------
@@ -183,8 +184,15 @@ def expired_entry_comes_back() -> None:
 
 
 def superseded_request_is_done() -> None:
-    """PostgreSQL: a first attempt that comes after its retry is applied."""
-    setattr(sql, "FIND_SUPERSEDED", _edited(sql.FIND_SUPERSEDED, r"n\.superseded \? name", "false"))  # noqa: B010
+    """PostgreSQL: a retry leaves no mark, so that a first attempt that comes after it is applied."""
+    right = postgres.encode_units
+
+    def wrong(units: Sequence[Any]) -> list[list[Any]]:
+        for unit in units:
+            unit.kept = {entry_id: entry for entry_id, entry in unit.kept.items() if entry_id[0] != "superseded"}
+        return right(units)
+
+    postgres.encode_units = wrong
 
 
 def handle_forgets_the_time() -> None:
@@ -228,10 +236,123 @@ def alarm_is_kept_twice() -> None:
     mirror.Alarms.take = wrong
 
 
-def _edited(text: str, pattern: str, replacement: str) -> str:
-    found, times = re.subn(pattern, replacement, text)
-    assert times == 1, f"{pattern} is found {times} times: the bug has lost its target"
-    return found
+# Two for each of: lost replies, long gaps before a retry, trimming, wake-ups, and the follower of a hub --------------
+
+
+def lost_reply_is_unavailable() -> None:
+    """Redis: a commit whose reply was lost is reported as not applied."""
+    _hide_ambiguity(redis.RedisEngine)
+
+
+def retry_is_sent_as_new() -> None:
+    """PostgreSQL: a retry is not recognised as one."""
+    right = postgres.PostgresEngine.commit
+
+    async def wrong(self: Any, namespace: str, batch: Batch) -> Commit | Refusal:
+        return await right(self, namespace, msgspec.structs.replace(batch, request_id=None, retry_since=None))
+
+    postgres.PostgresEngine.commit = wrong
+
+
+def recall_reads_the_first_changes() -> None:
+    """Memory: a retry looks for its first attempt in the next 20 changes alone."""
+
+    def wrong(self: Any, after: int, request_id: str) -> list[Change]:
+        following = [change for change in self.log if change.revision > after]
+        return [change for change in following[:20] if change.cause == request_id]
+
+    memory._Namespace.find_changes = wrong
+
+
+def recall_reads_the_latest_changes() -> None:
+    """SQLite: a retry looks for its first attempt in the latest 1,000 changes alone."""
+    latest = "revision > (SELECT max(revision) - 1000 FROM limpet_changes)"
+    group.CHANGES_OF_REQUEST = f"{group.CHANGES_OF_REQUEST} AND {latest}"
+
+
+def trimmed_changes_are_hidden() -> None:
+    """SQLite: trimming moves the floor and deletes nothing."""
+    sqlite.DROP_CHANGES = f"{sqlite.DROP_CHANGES} AND false"
+
+
+def superseded_marks_stay() -> None:
+    """Memory: the marks of superseded requests are never forgotten."""
+    right = memory.MemoryEngine.trim
+
+    async def wrong(self: Any, namespace: str, window: Window) -> int:
+        kept = dict(self._state(namespace).map["superseded"])
+        dropped = await right(self, namespace, window)
+        self._state(namespace).map["superseded"] = kept
+        return dropped
+
+    memory.MemoryEngine.trim = wrong
+
+
+def commits_wake_no_waiter() -> None:
+    """Memory: a commit wakes no waiter, so each waits until its time is over."""
+    memory.Wakeup.notify = lambda self, namespace: None
+
+
+def other_processes_are_noticed_late() -> None:
+    """SQLite: a waiter looks for commits of other processes every three seconds."""
+    setattr(sqlite, "POLL_S", 3.0)  # noqa: B010
+
+
+def follower_outlives_its_watches() -> None:
+    """A hub goes on reading the log after its last watch has ended."""
+    right = hub.Hub.leave
+
+    def wrong(self: Any) -> None:
+        follower, self._follower = self._follower, None
+        right(self)
+        self._follower = follower
+
+    hub.Hub.leave = wrong
+
+
+def replaced_follower_goes_on() -> None:
+    """A hub's follower that missed its cancellation goes on beside the one that replaced it."""
+    right = hub.Hub._follow
+
+    async def wrong(self: Any) -> None:
+        await right(self)
+        while self._follower is not None:
+            page = await self.engine.changes(self.namespace, self._head, wait_s=hub.WAIT_S)
+            self._tail.extend(page.changes)
+            self._head = max(self._head, page.next_after)
+            self.notify()
+
+    hub.Hub._follow = wrong
+
+
+# Two that were found by reading ------------------------------------------------------------------------------------
+
+
+def foreign_hash_is_patched() -> None:
+    """Redis: a record is patched without a look at its hash, which another program may have replaced."""
+    _edit_script((rb"call\('HLEN', prefix \.\. key\)", b""))
+
+
+def expiry_by_the_bare_clock() -> None:
+    """PostgreSQL: a scan takes the clock of the server, also where the namespace has recorded a later time."""
+    for name in ("SCAN", "SCAN_KEYS"):
+        text = getattr(sql, name)
+        bare = text.replace(sql._TIME, "{schema}.limpet_now_ms()")
+        assert bare != text, "the bug has lost its target"
+        setattr(sql, name, bare)
+
+
+def _hide_ambiguity(engine: Any) -> None:
+    right = engine.commit
+
+    async def wrong(self: Any, namespace: str, batch: Batch) -> Commit | Refusal:
+        try:
+            outcome: Commit | Refusal = await right(self, namespace, batch)
+        except Ambiguous as error:
+            raise Unavailable(str(error)) from error
+        return outcome
+
+    engine.commit = wrong
 
 
 def _edit_script(*edits: tuple[bytes, bytes]) -> None:
@@ -273,6 +394,18 @@ BUGS: dict[str, Callable[[], None]] = {
         patches_are_counted_wrong,
         touch_hides_a_value,
         alarm_is_kept_twice,
+        lost_reply_is_unavailable,
+        retry_is_sent_as_new,
+        recall_reads_the_first_changes,
+        recall_reads_the_latest_changes,
+        trimmed_changes_are_hidden,
+        superseded_marks_stay,
+        commits_wake_no_waiter,
+        other_processes_are_noticed_late,
+        follower_outlives_its_watches,
+        replaced_follower_goes_on,
+        foreign_hash_is_patched,
+        expiry_by_the_bare_clock,
     )
 }
 

@@ -34,6 +34,7 @@ class Proxy:
         self._kept: list[bytes] = []
         self._connections: set[asyncio.Task[None]] = set()
         self.is_done = False
+        self.faults = 0
         self.url = ""
 
     def __enter__(self) -> Self:
@@ -97,6 +98,7 @@ class Proxy:
                     far_writer.write(request)
                     await far_reader.read(2**16)
                     await asyncio.sleep(self._after_s)
+                self.faults += 1
                 return
         finally:
             self._connections.discard(task)

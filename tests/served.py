@@ -1,9 +1,10 @@
 """A Limpet server for tests: ``python -m tests.served PORT FOLDER``.
 
 The first step of a path names a store, which is made at the first request for it, with its own clock, which
-``POST /name/turn`` sets. Everything else under it is served by `limpet.server.engine_routes`, with every right for
-every caller. A store whose name begins with ``file`` is a file in the folder, and survives a restart. Others are in
-memory: a file does not accept a clock that goes back, as it does from one test to the next.
+``POST /name/turn`` sets. ``GET /name/stored/namespace`` counts what a namespace holds. Everything else under it is
+served by `limpet.server.engine_routes`, with every right for every caller. A store whose name begins with ``file`` is a
+file in the folder, and survives a restart. Others are in memory: a file does not accept a clock that goes back, as it
+does from one test to the next.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
 from limpet.clock import SystemClock
+from limpet.engine import Engine
 from limpet.engines.memory import MemoryEngine
 from limpet.keys import Span
 from limpet.model import Window
@@ -31,6 +33,7 @@ from limpet.opening import open_session
 from limpet.server.dispatch import Dispatcher
 from limpet.server.engine_routes import routes
 from limpet.server.operations import Right
+from tests.lines import count_items
 
 
 class SettableClock(SystemClock):
@@ -63,6 +66,7 @@ class Stores:
         self._folder = folder
         self._making = asyncio.Lock()
         self._apps: dict[str, tuple[SettableClock, Starlette]] = {}
+        self._engines: dict[str, Engine] = {}
         self._ending = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -75,6 +79,11 @@ class Stores:
         if scope["path"] == f"/{name}/turn":
             clock.set_ms = json.loads(await Request(scope, receive).body())
             await PlainTextResponse("turned")(scope, receive, send)
+            return
+        if scope["path"].startswith(f"/{name}/stored/"):
+            held: Any = self._engines[name]
+            count = count_items(held._memory.namespaces[scope["path"].rpartition("/")[2]])
+            await PlainTextResponse(str(count))(scope, receive, send)
             return
         # Tests of the primitives write locks in forms that no lock has, as an admin with a reason may.
         headers = [*scope["headers"], (b"limpet-reason", b"tests of the primitives")]
@@ -92,11 +101,13 @@ class Stores:
                 # No sweeper runs here: the tests decide when to sweep.
                 window = Window(age_ms_min=0)
                 session = await open_session(url, clock=clock, max_value_bytes=10_000_000, window=window)
-                if isinstance(session.engine, MemoryEngine):
+                engine = session.engine
+                if isinstance(engine, MemoryEngine):
                     # For its clients, whose processes it outlives.
-                    session.engine.traits = msgspec.structs.replace(session.engine.traits, durability="process")
+                    engine.traits = msgspec.structs.replace(engine.traits, durability="process")
                 given = routes(session, callers=Root(), dispatcher=Dispatcher(session, "http"), ending=self._ending)
                 self._apps[name] = clock, Starlette(routes=given)
+                self._engines[name] = engine
             return self._apps[name]
 
 

@@ -17,6 +17,11 @@ from tests.planted import BUGS
 
 ROOT = Path(__file__).parent.parent
 SUITE = "src/limpet/conformance"
+FAULTS = f"{SUITE}/test_faults.py"
+PRIMITIVES = f"{SUITE}/test_primitives.py"
+MANY_CHANGES = f"{FAULTS}::test_a_retry_finds_its_first_attempt_among_many_changes"
+TRIMMED = f"{PRIMITIVES}::test_what_trimming_drops_is_deleted"
+WOKEN = f"{PRIMITIVES}::test_a_wait_ends_soon_when_another"
 FIRST_ATTEMPT = f"{SUITE}/test_primitives.py::test_a_first_attempt_that_comes_after_its_retry_does_nothing"
 
 # Where the bug lives, and the tests that must catch it.
@@ -43,6 +48,18 @@ JUDGES = {
     "patches_are_counted_wrong": ("", "tests/redis/test_short.py"),
     "touch_hides_a_value": ("nats-async", f"{SUITE}/test_watch.py"),
     "alarm_is_kept_twice": ("nats-async", f"{SUITE}/test_primitives.py"),
+    "lost_reply_is_unavailable": ("redis-async", FAULTS),
+    "retry_is_sent_as_new": ("postgresql-async", f"{FAULTS}::test_each_write_is_applied_once_while_connections_break"),
+    "recall_reads_the_first_changes": ("memory-async", MANY_CHANGES),
+    "recall_reads_the_latest_changes": ("sqlite-async", MANY_CHANGES),
+    "trimmed_changes_are_hidden": ("sqlite-async", TRIMMED),
+    "superseded_marks_stay": ("memory-async", TRIMMED),
+    "commits_wake_no_waiter": ("memory-async", f"{WOKEN}_handle_writes"),
+    "other_processes_are_noticed_late": ("sqlite-async", f"{WOKEN}_process_writes"),
+    "follower_outlives_its_watches": ("memory-async", f"{SUITE}/test_watch.py"),
+    "replaced_follower_goes_on": ("memory-async", f"{SUITE}/test_watch.py"),
+    "foreign_hash_is_patched": ("", "tests/redis/test_foreign.py"),
+    "expiry_by_the_bare_clock": ("postgresql-async", f"{SUITE}/test_time.py"),
 }
 
 

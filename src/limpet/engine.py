@@ -82,6 +82,8 @@ class Engine(Protocol):
         - Revisions may skip numbers; do not count on consecutive ones.
         - A refusal carries the entry found, so the caller need not read again.
         - A request that was applied before returns its first result and changes nothing.
+        - A retry finds its first result also behind thousands of other changes.
+        - A commit whose reply was lost raises Ambiguous; where Unavailable is raised, nothing was applied.
         - A superseded request, which arrives after its own retry was answered, does nothing.
         - A commit writes several families together; the same key in two of them is two entries.
         - Batches that are committed together each have their own outcome: one that fails does not fail another.
@@ -101,6 +103,8 @@ class Engine(Protocol):
         - When a revision is readable, every smaller one is readable or will never exist.
         - A revision that was trimmed, or that lies in the future, is refused as compacted.
         - A wait ends early when a change arrives, from this process or another.
+        - A wait ends within a second of the commit that ends it, from this process or another.
+        - A wait that is cancelled ends at once, and as cancelled.
         - A page of the log names the change that it follows: the one at the given revision, or the last one before it.
         """
         ...
@@ -120,6 +124,8 @@ class Engine(Protocol):
         Behaviour:
         - The oldest changes go first, and changes younger than the minimum stay.
         - Trimming moves the floor, so that a watcher behind it gets Compacted.
+        - After trimming, the counters of the log are those of the changes that are left.
+        - What trimming drops is deleted, and so are expired receipts and expired marks of superseded requests.
         """
         ...
 

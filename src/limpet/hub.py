@@ -121,14 +121,15 @@ class Hub:
     async def close(self) -> None:
         """Wake all watchers and let them end."""
         self._finish(Closed())
-        if self._follower is not None:
-            self._follower.cancel()
-            await asyncio.gather(self._follower, return_exceptions=True)
-            self._follower = None
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.cancel()
+            await asyncio.gather(follower, return_exceptions=True)
 
     async def _follow(self) -> None:
         outage = Outage(log, f"reading the log of namespace {self.namespace}")
-        while True:
+        # An engine may miss the cancellation, so that a follower that was replaced checks for itself.
+        while self._follower is asyncio.current_task():
             try:
                 # After a failure, do not wait for a change, so that a success shows at once that the log works again.
                 wait_s = WAIT_S if self.failing_since is None else 0.0

@@ -60,6 +60,41 @@ async def test_a_batch_with_that_record_leaves_no_trace(store: limpet.Store) -> 
     await assert_whole(store)
 
 
+WRITES: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
+    "set": lambda store: store.record("job").set(y=2),
+    "swap": lambda store: store.record("job").swap("x", 1, 2),
+    "touch": lambda store: store.touch("job", 60),
+    "persist": lambda store: store.persist("job"),
+    "batch with a set": lambda store: store.batch().put("sound", 2).set("job", {"y": 2}).commit(),
+    "batch with a touch": lambda store: store.batch().put("sound", 2).touch("job", 60).put("fresh", 1).commit(),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+async def test_a_write_of_that_record_fails_before_anything_is_written(store: limpet.Store, write: str) -> None:
+    """The server does not take back what a script has written before an error."""
+    before = await everything(store)
+
+    with pytest.raises(Corrupt):
+        await WRITES[write](store)
+
+    assert await everything(store) == before
+    await assert_whole(store)
+
+
+async def everything(store: limpet.Store) -> dict[bytes, Any]:
+    """All that the server holds of a namespace, without its counters, which have the time."""
+    found = {}
+    for key in sorted(await command(store, "KEYS", f"*{{{store.name}}}*")):
+        if key.endswith(b":data"):
+            fields = await command(store, "HGETALL", key)
+            pairs = dict(zip(fields[::2], fields[1::2], strict=True))
+            found[key] = {name: text for name, text in pairs.items() if name}
+        else:
+            found[key] = await command(store, "DUMP", key)
+    return found
+
+
 async def test_only_the_read_of_that_record_fails(store: limpet.Store) -> None:
     assert await settle(store.get("sound"), store.get("job"), store.get("missing")) == ["int", "Corrupt", "NoneType"]
 

@@ -18,9 +18,10 @@ import pytest
 import limpet
 from limpet import codec
 from limpet.engines.redis import engine as redis_engine
+from limpet.engines.redis import requests as redis_requests
 from limpet.engines.redis.connection import Connection
 from limpet.engines.redis.engine import UNUSUAL_GROUPS, RedisEngine
-from limpet.engines.redis.requests import TEST_CLOCK_KEY
+from limpet.engines.redis.requests import ITEMS_MIN, TEST_CLOCK_KEY
 from limpet.engines.server_engine import Ticket
 from limpet.errors import Ambiguous, Conflict, Corrupt, TypeMismatch
 from limpet.keys import prefix_span
@@ -31,6 +32,7 @@ from limpet.model import (
     Add,
     Batch,
     Change,
+    Commit,
     Condition,
     Delete,
     Entry,
@@ -67,8 +69,12 @@ async def store() -> AsyncIterator[limpet.Store]:
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-async def test_groups_of_single_writes_are_decided_as_the_plan_does(store: limpet.Store, seed: int) -> None:
+async def test_groups_of_single_writes_are_decided_as_the_plan_does(
+    store: limpet.Store, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over keys that are fresh, live, expired, with meta, records or another program's, and sometimes with an index."""
+    # Every second program sends what has a short way in a request of its own, however little it is.
+    monkeypatch.setattr(redis_requests, "ITEMS_MIN", 1 if seed % 2 else redis_requests.ITEMS_MIN)
     program = Program(store, random.Random(seed))
 
     for _ in range(GROUPS):
@@ -163,7 +169,7 @@ class Program:
 
     async def _commit(self, batches: list[Batch]) -> None:
         is_lone = len(batches) == 1 and self.dice.random() < 0.5
-        is_short = all(_is_item(batch) for batch in batches) and self.namespace not in self.engine._unusual
+        short = [] if self.namespace in self.engine._unusual else self._find_short(batches)
         with Spy(self.engine) as spy:
             if is_lone:
                 self.engine._busy.discard(self.namespace)
@@ -175,26 +181,35 @@ class Program:
                 group = [Ticket(batch, loop.create_future()) for batch in batches]
                 results = await self.engine._commit_group(self.namespace, group, self.revision)
 
-        left = self._expect_short(batches, results, spy.names[0]) if is_short else list(range(len(batches)))
+        left = sorted({*range(len(batches))} - {*self._expect_short(batches, results, short, spy.names)})
         sent = [msgspec.structs.replace(batch, request_id=None) for batch in spy.sent]
         assert sent == [batches[number] for number in left]
         assert sorted(spy.decided) == list(range(len(left)))
         for number, cause in spy.decided.items():
             self._expect(batches[left[number]], results[left[number]], cause)
 
-    def _expect_short(self, batches: list[Batch], results: Sequence[Any], name: str) -> list[int]:
-        """Check what the short way has applied. Returns the numbers of those that it must have left."""
-        left: list[int] = []
+    def _find_short(self, batches: list[Batch]) -> list[int]:
+        """The numbers of the batches that must go the short way."""
+        others = {batch.writes[0].key for batch in batches if not _is_item(batch)}
+        short = [number for number, batch in enumerate(batches) if batch.writes[0].key not in others]
+        return short if not others or len(short) >= max(redis_requests.ITEMS_MIN, len(batches) / 2) else []
+
+    def _expect_short(
+        self, batches: list[Batch], results: Sequence[Any], short: list[int], names: list[str]
+    ) -> list[int]:
+        """Check the short way. Returns the numbers of the batches that it must have applied, and not left."""
+        applied: list[int] = []
         left_keys: set[str] = set()
-        for number, batch in enumerate(batches):
+        for place, number in enumerate(short, 1):
+            batch = batches[number]
             key = batch.writes[0].key
             if key in left_keys or not self._is_usual(batch):
                 left_keys.add(key)
-                left.append(number)
             else:
-                self.short_writes += 1
-                self._expect(batch, results[number], f"{name}.{number + 1}")
-        return left
+                applied.append(number)
+                self._expect(batch, results[number], f"{names[0]}.{place}")
+        self.short_writes += len(applied)
+        return applied
 
     def _is_usual(self, batch: Batch) -> bool:
         """Whether the short way must decide a batch."""
@@ -370,6 +385,40 @@ async def test_where_all_is_left_the_next_groups_go_the_long_way_at_once(
     requests.clear()
     await store.put("key", "last")
     assert requests == ["write"]
+
+
+async def test_most_of_a_group_goes_the_short_way_and_the_rest_the_long_way(
+    store: limpet.Store, requests: list[str]
+) -> None:
+    """Writes of one key keep their order, so that those beside a delete go the long way with it."""
+    engine, loop = engine_of(store), asyncio.get_running_loop()
+    puts = [store.batch().put(f"key/{number}", number) for number in range(ITEMS_MIN)]
+    others = [store.batch().put("a", 1), store.batch().delete("a"), store.batch().add("a", 2)]
+    group = [Ticket(draft._make_batch(), loop.create_future()) for draft in (*others[:1], *puts, *others[1:])]
+
+    results = await engine._commit_group(store.name, group, 0)
+
+    assert requests == ["write", "commit"]
+    assert [result.revision for result in results if isinstance(result, Commit)] == [17, *range(1, 17), 18, 19]
+    assert await store.get("a") == 2
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+async def test_a_mixed_group_whose_line_breaks_is_done_once(fault: Fault) -> None:
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False) as store:
+            await store.put("first", 0)
+            proxy.fault(fault)
+
+            await asyncio.gather(
+                *(store.add("count") for _ in range(2 * ITEMS_MIN)),
+                *(store.add(f"for a while/{number % 3}", ttl=60) for number in range(6)),
+            )
+
+            assert proxy.is_done
+            assert await store.get("count") == 2 * ITEMS_MIN
+            assert [entry.value async for entry in store.scan("for a while/")] == [2, 2, 2]
+            assert (await store.status()).revision == 1 + 2 * ITEMS_MIN + 6
 
 
 async def test_time_does_not_go_back(store: limpet.Store) -> None:

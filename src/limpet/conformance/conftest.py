@@ -21,7 +21,8 @@ import pytest_asyncio
 
 import limpet
 import limpet.sync
-from limpet.conformance.support import Blocking, in_thread, stands_still
+from limpet.conformance.plugin import NOT_JUDGED, Line
+from limpet.conformance.support import Blocking, InnerLine, in_thread, stands_still
 from limpet.engine import Engine
 from limpet.opening import open_engine
 from limpet.session import Session
@@ -106,6 +107,44 @@ async def _opening(
             return store
 
         yield open_on_right_clock
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def line(url: str, request: pytest.FixtureRequest) -> AsyncIterator[Line]:
+    """A way to the engine on which connections can be cut. Where there is no connection, replies are lost anyway."""
+    given = request.config.hook.pytest_limpet_line(url=url)
+    if given is None:
+        pytest.skip(
+            f"{NOT_JUDGED}whether each write on {url.partition(':')[0]} is applied once when connections break; "
+            "give the suite a way to cut them, by the hook pytest_limpet_line"
+        )
+    if given is False:
+        yield InnerLine(url)
+        return
+    opened: Line = await in_thread(given.__enter__)
+    try:
+        yield opened
+    finally:
+        await in_thread(lambda: given.__exit__(None, None, None))
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def open_through(
+    line: Line, face: str, namespace: str, clock: limpet.ManualClock, turn: Turn
+) -> AsyncIterator[OpenStore]:
+    """A function that opens stores by the way that can be cut.
+
+    Their time passes by itself, because a store waits a moment before it retries.
+    """
+    async with _opening(line.url, face, namespace, clock, turn) as open_one:
+
+        async def open_on_line(**options: Any) -> Any:
+            store = await open_one(clock=limpet.SystemClock(), sweep=False, **options)
+            if isinstance(line, InnerLine):
+                line.attach(store)
+            return store
+
+        yield open_on_line
 
 
 class _ClockOfTest:

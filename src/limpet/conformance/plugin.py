@@ -10,7 +10,8 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import pytest
 
@@ -18,6 +19,8 @@ ENGINES = ("memory:{unique}?skip_revisions=yes", "sqlite:///{tmp}/state.db")
 FACES = ("async", "sync")
 TARGET = "limpet_target"
 """The parameter of a test that holds the engine and the interface it runs on."""
+NOT_JUDGED: Final = "not judged: "
+"""How the reason of a skipped test begins that needs a hook which the author of the engine has not given."""
 
 
 class SuiteTest(NamedTuple):
@@ -46,6 +49,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+class Line(Protocol):
+    """A way to the server of an engine, such as a proxy, on which the suite cuts connections.
+
+    Attributes:
+        url: The URL of the engine by this way.
+        cuts: How many connections were cut so far.
+    """
+
+    url: str
+
+    @property
+    def cuts(self) -> int:
+        """How many connections were cut so far."""
+        ...
+
+    def cut(self) -> None:
+        """Have the server apply the next commit, then close its connection without passing the reply on.
+
+        Returns at once; the commit may come later.
+        """
+        ...
+
+
 class Hooks:
     """What the author of an engine can set."""
 
@@ -54,6 +80,22 @@ class Hooks:
         """Set the clock of the server behind a URL, where the clock is the server's; None lets it run again.
 
         Return True when the clock was set. Otherwise the suite lets time pass by waiting, which takes longer.
+        """
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_limpet_line(self, url: str) -> AbstractContextManager[Line] | Literal[False] | None:
+        """Open a way to the server behind a URL on which connections can be cut after a commit was applied.
+
+        Return False for an engine without a connection, whose replies cannot be lost. With None, the suite cannot
+        judge whether each write is applied once when connections break, and its report says so.
+        """
+
+    @pytest.hookspec(firstresult=True)
+    def pytest_limpet_stored(self, url: str, namespace: str) -> int | None:
+        """Count everything that is stored for a namespace: rows, messages or items, visible to readers or not.
+
+        What the server deletes by itself when its time is over need not be counted. With None, the suite cannot judge
+        whether trimming deletes anything, and its report says so.
         """
 
     @pytest.hookspec(firstresult=True)
@@ -76,6 +118,25 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: takes long or needs many processes; the ordinary run leaves it out",
     ):
         config.addinivalue_line("markers", marker)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_limpet_line(url: str) -> Literal[False] | None:
+    """The engines of this package that work inside the process have no connection."""
+    return False if url.startswith(("memory:", "sqlite:")) else None
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the promises that were not judged, so that a run without failures is not taken for more than it is."""
+    reasons = Counter(
+        reason.partition(NOT_JUDGED)[2]
+        for report in terminalreporter.stats.get("skipped", ())
+        if isinstance(report.longrepr, tuple) and NOT_JUDGED in (reason := str(report.longrepr[2]))
+    )
+    if reasons:
+        terminalreporter.section("Limpet: not judged", yellow=True)
+        for reason, times in sorted(reasons.items()):
+            terminalreporter.line(f"{reason} ({times} test{'s' * (times > 1)})")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

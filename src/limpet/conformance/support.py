@@ -232,6 +232,29 @@ class Failing:
         return outcome
 
 
+class InnerLine:
+    """Loses replies between an engine and its store, for engines that have no connection which could be cut."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._failing: list[Failing] = []
+        self._requested = 0
+
+    def attach(self, store: Any) -> None:
+        """Put this line under a store."""
+        self._failing.append(fail(store))
+
+    @property
+    def cuts(self) -> int:
+        """See `Line.cuts`."""
+        return self._requested - sum(failing.after for failing in self._failing)
+
+    def cut(self) -> None:
+        """See `Line.cut`."""
+        self._requested += 1
+        self._failing[0].after += 1
+
+
 class Raising:
     """An engine in front of another, whose commits raise an unforeseen error."""
 

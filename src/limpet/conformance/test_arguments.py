@@ -198,6 +198,9 @@ ODD_BATCHES: Final[dict[str, Batch]] = {
     "a step that is a str": Batch((), (Add("odd", "x"),)),  # type: ignore[arg-type]
     "a patch of a number": Batch((), (Patch("odd", {"a": 5}),)),  # type: ignore[dict-item]
     "an expected field that is a number": Batch((Guard("odd", FieldEquals("a", 5)),), (Patch("odd", {}),)),  # type: ignore[arg-type]
+    "a step that is not whole": Batch((), (Add("odd", 1.5),)),  # type: ignore[arg-type]
+    "a name that is a number": Batch((), (Patch("odd", {5: b"1"}),)),  # type: ignore[dict-item]
+    "a key that is a number": Batch((), (Put(5, b"1"),)),  # type: ignore[arg-type]
     "a key that is no text": Batch((), (Put("\ud800", b"1"),)),
     "a family that there is not": Batch((), (Touch("odd", 1000, "odd"),)),  # type: ignore[arg-type]
     "a request id that is a number": Batch((), (Put("odd", b"1"),), 5, b"", 1000),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -1340,6 +1340,53 @@ async def test_what_has_expired_stays_so_for_every_store(
         assert await each.locks() == []
         assert (await each.status()).now_ms >= latest.updated_at.timestamp() * 1000
     assert await other.sweep() == 3
+
+
+FIRST_LOOKS: dict[str, Callable[[limpet.Store], Awaitable[Any]]] = {
+    "get": lambda store: store.get("expired"),
+    "field": lambda store: store.record("record").get("a"),
+    "keys": all_keys,
+    "scan": lambda store: values_of(store.scan("e")),
+    "filtered scan": lambda store: values_of(store.scan(where=limpet.field("a") == 1)),
+    "locks": lambda store: store.locks(),
+    "guard": lambda store: refused(store.put("expired", 1, expect=limpet.PRESENT)),
+    "sweep": lambda store: store.sweep(),
+}
+FOUND = {"keys": ["latest"], "scan": [], "filtered scan": [], "locks": [], "guard": True, "sweep": 3}
+
+
+async def test_the_first_look_of_a_store_uses_the_recorded_time(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse, set_back: SetBack
+) -> None:
+    """Reads and guards use one time: the engine's clock, or the latest recorded in the namespace if that is later.
+
+    A store that was opened after the clock was set back has seen no later time itself.
+    """
+    await store.put("expired", 1, ttl=1)
+    await store.record("record").put({"a": 1}, ttl=1)
+    await store.lock("lock", ttl=1).acquire()
+    await elapse(2)
+    await store.put("latest", 1)
+    await set_back(60)
+
+    for name, look in FIRST_LOOKS.items():
+        fresh = await open_store(sweep=False)
+
+        assert await look(fresh) == FOUND.get(name), name
+
+        await fresh.close()
+
+
+async def values_of(entries: AsyncIterator[limpet.Entry]) -> list[Any]:
+    return [entry.value async for entry in entries]
+
+
+async def refused(write: Awaitable[Any]) -> bool:
+    try:
+        await write
+    except Conflict:
+        return True
+    return False
 
 
 async def test_guards_agree_with_reads_after_the_clock_was_set_back(

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -18,14 +19,17 @@ import pytest_asyncio
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
 from limpet.conformance.support import (
+    QUIET_S,
     assert_delivered,
     assert_quiet,
     expected_log,
     next_event,
     next_events,
+    session_of,
     stands_still,
 )
-from limpet.errors import Compacted, InvalidKey, LimpetError
+from limpet.errors import Compacted, InvalidKey, LimpetError, Unavailable
+from limpet.model import LogPage
 
 # Less than the hub's polling interval: the contract promises a wake-up, and polling must not hide a missing one.
 SOON_S = 28.0
@@ -1459,6 +1463,125 @@ async def test_closing_a_watch_ends_who_waits_in_it(store: limpet.Store) -> None
 
         assert (await next_event(stays)).entry == entry
         assert await asyncio.wait_for(waiting, SOON_S) == []
+
+
+class Following:
+    """An engine in front of another that counts how often its log is read, and how many read it at once.
+
+    ``instead`` is what a read that is cancelled does for once: it returns a ``result``, or raises an ``error``.
+    """
+
+    def __init__(self, engine: Any, instead: str | None = None) -> None:
+        self._engine = engine
+        self._instead = instead
+        self.calls = self.running = self.most = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def changes(self, namespace: str, after: int, **options: Any) -> LogPage:
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            page: LogPage = await self._engine.changes(namespace, after, **options)
+            return page
+        except asyncio.CancelledError:
+            instead, self._instead = self._instead, None
+            if instead is None:
+                raise
+            if instead == "error":
+                raise Unavailable("the wait was interrupted") from None
+            return LogPage([], after, (await self._engine.changes(namespace, after, limit=0)).before)
+        finally:
+            self.running -= 1
+
+
+def follow(store: Any, instead: str | None = None) -> Following:
+    """Count the reads of the log by a store."""
+    session = session_of(store)
+    following = Following(session.engine, instead)
+    session.engine = following
+    return following
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Wait until something is so."""
+    async with asyncio.timeout(10):
+        while not is_so():  # noqa: ASYNC110 - no event tells of it
+            await asyncio.sleep(0.005)
+
+
+async def test_the_log_is_read_by_one_while_there_are_watches(store: limpet.Store) -> None:
+    """After the last watch of a namespace has ended, its log is no longer read."""
+    following = follow(store)
+    for number in range(3):
+        async with store.watch() as every, store.watch("a") as one:
+            await until(lambda: following.running == 1)
+            await store.put("a", number)
+            assert [(await next_event(watch)).value for watch in (every, one)] == [number] * 2
+
+        await until(lambda: following.running == 0)
+        calls = following.calls
+        await store.put("a", "later")
+        await asyncio.sleep(QUIET_S)
+
+        assert (following.running, following.calls) == (0, calls)
+    assert following.most == 1
+
+
+@pytest.mark.parametrize("instead", ["result", "error"])
+async def test_a_read_that_missed_its_cancellation_is_the_last(
+    store: limpet.Store, elapse: Elapse, instead: str
+) -> None:
+    """After the last watch of a namespace has ended, its log is no longer read.
+
+    A wait may miss its cancellation, as when a change or an error of the driver comes at the same moment.
+    """
+    following = follow(store, instead)
+    async with store.watch():
+        await until(lambda: following.running == 1)
+
+    async with store.watch() as watch:
+        await until(lambda: following.running > 0)
+        await elapse(1.0)
+        for number in range(3):
+            await store.put(f"key/{number}", number)
+        assert [event.value for event in await next_events(watch, 3)] == [0, 1, 2]
+        await assert_quiet(watch)
+        assert following.running <= 1
+
+    await until(lambda: following.running == 0)
+
+
+async def test_a_closed_store_leaves_nothing_behind(open_store: OpenStore) -> None:
+    """A closed store leaves no task and no thread behind."""
+    tasks, threads = running_tasks(), running_threads()
+    for instead in (None, "result", "error"):
+        store = await open_store(clock=limpet.SystemClock())
+        following = follow(store, instead)
+        watch = store.watch()
+        await watch.__aenter__()
+        await until(lambda following=following: following.running == 1)  # type: ignore[misc]
+        await store.put("a", 1)
+        assert (await next_event(watch)).value == 1
+        await store.update("a", lambda number: number + 1)
+        assert [entry.value async for entry in store.scan()] == [2]
+
+        await asyncio.wait_for(store.close(), 10)
+
+        await until(lambda: running_tasks() <= tasks and running_threads() <= threads)
+        assert following.running == 0
+
+
+def running_tasks() -> set[asyncio.Task[Any]]:
+    """The tasks of this loop that are not over."""
+    return {task for task in asyncio.all_tasks() if not task.done()}
+
+
+def running_threads() -> set[threading.Thread]:
+    """The threads of this process, without those on which the suite itself waits."""
+    return {one for one in threading.enumerate() if not one.name.startswith(("blocking-face", "asyncio_"))}
 
 
 async def test_closing_the_last_watch_ends_who_waits_in_it(store: limpet.Store) -> None:

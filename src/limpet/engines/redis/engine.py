@@ -31,20 +31,19 @@ from redis import exceptions
 
 from limpet.clock import Clock
 from limpet.commit.committer import Committer, ReplyLost, Stale, Unit
-from limpet.commit.group import commit_error
 from limpet.commit.log import check_after
 from limpet.commit.receipts import superseded_error
 from limpet.commit.relative import Moment, resolve_receipt
 from limpet.engine import Engine
-from limpet.engines.redis.connection import (
-    REPLY_S,
-    Connection,
-    connect,
-    create_pool,
-    read_durability,
-    read_info,
+from limpet.engines.redis.connection import REPLY_S, Connection, connect, create_pool, read_durability, read_info
+from limpet.engines.redis.errors import (
+    Superseded,
+    bad_url_error,
+    foreign_key_error,
+    is_connection_lost,
+    translate_error,
+    translate_message,
 )
-from limpet.engines.redis.errors import foreign_key_error, is_connection_lost, translate_error, translate_message
 from limpet.engines.redis.replies import (
     decode_change,
     decode_changes,
@@ -54,16 +53,17 @@ from limpet.engines.redis.replies import (
     decode_written,
     needs_script,
 )
-from limpet.engines.redis.requests import Item, encode_field, encode_item, encode_items, load_script
+from limpet.engines.redis.requests import (
+    Item,
+    encode_field,
+    encode_item,
+    encode_items,
+    find_items,
+    load_script,
+)
 from limpet.engines.redis.units import decode_reply, encode_units
 from limpet.engines.server_engine import CommitResult, ReadResult, ServerEngine, Ticket
-from limpet.errors import (
-    Compacted,
-    InvalidNamespace,
-    InvalidValue,
-    LimpetError,
-    Unavailable,
-)
+from limpet.errors import Compacted, InvalidNamespace, InvalidValue, LimpetError, Unavailable
 from limpet.index import CANDIDATES_MAX, IndexProbe
 from limpet.keys import Span, check_namespace
 from limpet.model import (
@@ -103,7 +103,7 @@ async def open(address: Address, clock: Clock) -> Engine:
     try:
         parts = urlsplit(address.url.partition("?")[0])
     except ValueError as error:
-        raise InvalidValue(_describe_bad_url(address)) from error
+        raise bad_url_error(address) from error
 
     async def open_server(server: tuple[str, int] | None = None) -> RedisEngine:
         login, at, _ = parts.netloc.rpartition("@")
@@ -111,7 +111,7 @@ async def open(address: Address, clock: Clock) -> Engine:
         try:
             pool = create_pool(urlunsplit(parts._replace(netloc=netloc)))
         except ValueError as error:
-            raise InvalidValue(_describe_bad_url(address)) from error
+            raise bad_url_error(address) from error
         engine = RedisEngine(pool, str(address), has_hash_tag=has_hash_tag, replicas=int(wait), test_clock=test_clock)
         try:
             await engine.prepare(allows_eviction=allows_eviction)
@@ -138,10 +138,6 @@ async def open(address: Address, clock: Clock) -> Engine:
         await cluster.close()
         raise
     return cluster
-
-
-def _describe_bad_url(address: Address) -> str:
-    return f"{address}: the driver cannot use this URL; check its host, port and path"
 
 
 class RedisEngine(ServerEngine):
@@ -414,7 +410,10 @@ class RedisEngine(ServerEngine):
             return await super().commit(namespace, batch)
         if reply[0] == b"superseded":
             raise superseded_error()
-        (commit,) = self._decode_written(namespace, [batch], reply)
+        try:
+            (commit,) = self._decode_written(namespace, [batch], reply)
+        except ReplyLost as error:
+            raise self._ambiguous(f"{name}.1", since, error.__cause__) from error
         if commit is not None:
             return commit
         # A batch with an id of its own goes the long way.
@@ -427,46 +426,48 @@ class RedisEngine(ServerEngine):
         long_groups = self._unusual.pop(namespace, 0)
         if long_groups > 1:
             self._unusual[namespace] = long_groups - 1
-        items = [item for batch in batches if not long_groups and (item := encode_item(batch)) is not None]
-        if len(items) == len(batches):
-            return await self._write_items(namespace, items, batches, since)
-        return await self._commit_long(namespace, batches, since)
-
-    async def _write_items(
-        self, namespace: str, items: list[Item], batches: list[Batch], since: int
-    ) -> Sequence[CommitResult]:
-        """Commit batches the short way, and those that it leaves the long way."""
-        name, body = new_request_id(), encode_items(items)
-        try:
-            reply = await self._decide(namespace, "write", name, body)
-        except _Superseded:
-            return [superseded_error() for _ in batches]
-        except ReplyLost as error:
-            return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
-        try:
-            results: list[CommitResult | None] = [*self._decode_written(namespace, batches, reply)]
-        except Exception as error:
-            # It was applied. A reply that cannot be decoded counts as a lost one.
-            return [self._ambiguous(f"{name}.{number}", since, error) for number in range(1, len(items) + 1)]
+        items = {} if long_groups else find_items(batches)
+        results: list[CommitResult | None] = [None] * len(group)
+        if items:
+            written = await self._write_items(namespace, items, [batches[number] for number in items], since)
+            for number, outcome in zip(items, written, strict=True):
+                results[number] = outcome
         left = [number for number, result in enumerate(results) if result is None]
         if left:
             try:
                 found = await self._commit_long(namespace, [batches[number] for number in left], since)
             except Exception as error:
-                if len(left) == len(batches):
+                if len(left) == len(group):
                     raise
                 # The others are applied and keep their results.
-                found = [commit_error(batches[number], error) for number in left]
+                found = await self._commit_each(namespace, [group[number] for number in left], since, error)
             for number, result in zip(left, found, strict=True):
                 results[number] = result
         return [result for result in results if result is not None]
+
+    async def _write_items(
+        self, namespace: str, items: dict[int, Item], batches: list[Batch], since: int
+    ) -> Sequence[CommitResult | None]:
+        """Commit batches the short way. The result is None for each that it leaves."""
+        name, body = new_request_id(), encode_items([*items.values()])
+        try:
+            reply = await self._decide(namespace, "write", name, body)
+            return self._decode_written(namespace, batches, reply)
+        except Superseded:
+            return [superseded_error() for _ in batches]
+        except ReplyLost as error:
+            return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
 
     def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> list[Commit | None]:
         """The commits of batches that went the short way; None for each that was left."""
         if reply[0] == b"left":
             self._unusual[namespace] = UNUSUAL_GROUPS
             return [None] * len(batches)
-        commits = decode_written(batches, *reply[1:])
+        try:
+            commits = decode_written(batches, *reply[1:])
+        except Exception as error:
+            # It was applied. A reply that cannot be decoded counts as a lost one.
+            raise ReplyLost from error
         for batch, commit in zip(batches, commits, strict=True):
             if commit is not None:
                 self._committer.learn(namespace, batch, commit)
@@ -485,7 +486,7 @@ class RedisEngine(ServerEngine):
         body = encode_units(units)
         try:
             _, now_ms, replies = await self._decide(namespace, "apply", name, body)
-        except _Superseded:
+        except Superseded:
             return [superseded_error() for _ in units]
         try:
             return [self._decode_reply(*one, now_ms) for one in zip(units, replies, strict=True)]
@@ -524,7 +525,7 @@ class RedisEngine(ServerEngine):
                     raise ReplyLost from error
                 raise self._translate(error) from error
             if reply[0] == b"superseded":
-                raise _Superseded
+                raise Superseded
             if reply[0] != b"counter_lost":
                 return reply
             # What this process knows may be of writes that the server has lost.
@@ -642,7 +643,3 @@ class RedisEngine(ServerEngine):
 
     def _translate_driver_error(self, error: Exception) -> Exception:
         return translate_error(self._display_name, error)
-
-
-class _Superseded(Exception):
-    """A batch of a group arrived after its own retry; nothing of the group was applied."""

@@ -7,9 +7,26 @@ from typing import Final
 
 from redis import exceptions
 
-from limpet.errors import Corrupt, LimpetError, PermissionDenied, TypeMismatch, Unavailable
+from limpet.errors import Corrupt, InvalidValue, LimpetError, PermissionDenied, TypeMismatch, Unavailable
+from limpet.urls import Address
 
-__all__ = ["foreign_key_error", "is_connection_lost", "translate_error", "translate_message"]
+__all__ = [
+    "Superseded",
+    "bad_url_error",
+    "foreign_key_error",
+    "is_connection_lost",
+    "translate_error",
+    "translate_message",
+]
+
+
+class Superseded(Exception):
+    """A batch of a group arrived after its own retry; nothing of the group was applied."""
+
+
+def bad_url_error(address: Address) -> InvalidValue:
+    """Make the error of a URL that the driver refuses."""
+    return InvalidValue(f"{address}: the driver cannot use this URL; check its host, port and path")
 
 
 def is_connection_lost(error: BaseException) -> bool:

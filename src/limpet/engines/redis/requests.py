@@ -34,8 +34,12 @@ __all__ = [
     "encode_item",
     "encode_items",
     "encode_text",
+    "find_items",
     "load_script",
 ]
+
+ITEMS_MIN: Final = 16
+"""How many batches of a group must have a short way, if others have none, to be sent in a request of their own."""
 
 TEST_CLOCK_KEY: Final = "limpet:test-clock"
 """The key that holds the time in milliseconds, for a store that was opened with ``?clock=test``."""
@@ -84,7 +88,9 @@ def _encode_single(batch: Batch) -> Item | None:
     if batch.request_id is not None or len(batch.writes) != 1 or len(guards) > 1:
         return None
     write = batch.writes[0]
-    if write.family != "data" or (guards and (guards[0].key != write.key or guards[0].family != "data")):
+    if write.family != "data" or type(write.key) is not str:
+        return None
+    if guards and (guards[0].family != "data" or guards[0].key != write.key):
         return None
     condition = guards[0].condition if guards else None
     if type(write) is Put:
@@ -94,12 +100,30 @@ def _encode_single(batch: Batch) -> Item | None:
         return (write.key, stored.decode(), expected) if is_usual and is_json else None  # type: ignore[union-attr]
     if type(write) is Add:
         is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and condition is None
-        return (write.key, write.by, False) if is_usual and abs(write.by) < _STEP_LIMIT else None
+        is_usual = is_usual and type(write.by) is int and abs(write.by) < _STEP_LIMIT
+        return (write.key, write.by, False) if is_usual else None
     if type(write) is Patch:
         is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and not write.unset
         is_usual = is_usual and (condition is None or type(condition) is FieldEquals)
+        is_usual = is_usual and all(type(name) is str for name in write.fields)
         return _encode_patch(batch, write, condition) if is_usual and len(write.fields) <= _FIELDS_MAX else None
     return None
+
+
+def find_items(batches: list[Batch]) -> dict[int, Item]:
+    """The batches of a group that go the short way, by their number: all or most of them, or none.
+
+    Batches on one key keep their order: if one of them has no short way, they go the long way together.
+    """
+    items = {number: item for number, batch in enumerate(batches) if (item := encode_item(batch)) is not None}
+    if len(items) < len(batches):
+        others = [batch for number, batch in enumerate(batches) if number not in items]
+        keys = {one.key for batch in others for one in (*batch.writes, *batch.guards)}
+        items = {number: item for number, item in items.items() if item[0] not in keys}
+        # For a few items, a request of their own takes longer than the short way saves.
+        if len(items) < max(ITEMS_MIN, len(batches) / 2):
+            return {}
+    return items
 
 
 def encode_items(items: list[Item]) -> bytes:

@@ -590,14 +590,14 @@ end
 -- Units ------------------------------------------------------------------------------------------------------
 --
 -- A unit is what a plan has read and what it writes: see limpet.commit.committer. It is compared with what is here,
--- and written if all of it is the same. A revision of a plan is negative where it counts from the first that is free,
--- and so is a time that counts from now.
+-- and written if all of it is the same. A revision of a plan is negative where it counts from the latest one, and so is
+-- a time that counts from now: -1 is the latest revision, or now.
 
 -- Values up to this size are returned with what was found, others only if the plan needs them.
 local SMALL_BYTES = 2048
 
 local function resolve_revision(planned, first)
-    return planned >= 0 and planned or first - planned
+    return planned >= 0 and planned or first - planned - 1
 end
 
 local function resolve_time(planned, now)

@@ -1,7 +1,7 @@
 """Units of a plan as the script takes them, and what it replies about each.
 
-A Lua number is exact up to 2^53. So a revision that counts from the first free one is sent as its negative distance,
-and a time that counts from now as its negative distance less one.
+A Lua number is exact up to 2^53. So a revision that counts from the latest one, and a time that counts from now, are
+sent as their negative distance less one.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _encode_kept(family: str, key: str, entry: Entry) -> list[Any]:
 
 
 def _encode_revision(revision: int) -> int:
-    return revision if revision < BASE else BASE - revision
+    return revision if revision < BASE else BASE - revision - 1
 
 
 def _encode_time(time_ms: int | None) -> int:
