@@ -31,8 +31,10 @@ from limpet.model import (
     Entry,
     Equals,
     FieldEquals,
+    HeldBy,
     Patch,
     Refusal,
+    Revision,
     StoredFamily,
 )
 from limpet.request_ids import new_request_id
@@ -247,8 +249,13 @@ class Committer:
                     # The caller gets the entry found with its value, which was too large to be known.
                     member.needs_value = one.unit.expected.keys()
                     stale.append(member)
+                    continue
+                result = _resolve(outcome, reply)
+                if isinstance(result, Refusal) and _has_come_true(result):
+                    member.found = {}
+                    stale.append(member)
                 else:
-                    results[member.position] = _resolve(outcome, reply)
+                    results[member.position] = result
         return results, stale
 
     async def _commit_each(
@@ -464,6 +471,14 @@ def _resolve(outcome: CommitResult, moment: Moment) -> CommitResult:
     if isinstance(outcome, Commit):
         return moment.resolve_commit(outcome)
     return moment.resolve_refusal(outcome) if isinstance(outcome, Refusal) else outcome
+
+
+def _has_come_true(refusal: Refusal) -> bool:
+    """Whether a batch expects the very revision that a batch before it got, which no plan can know."""
+    guard, found = refusal.guard, refusal.found
+    if guard is None or found is None:
+        return False
+    return guard.condition in (Revision(found.revision), HeldBy(found.created_revision))
 
 
 def _dropped() -> LimpetError:
