@@ -329,7 +329,7 @@ class Spy:
         self.causes: list[str] = []
 
     def __enter__(self) -> Spy:
-        self._engine._commit_long = self._see  # type: ignore[method-assign]
+        self._engine._commit_long = self._see  # type: ignore[assignment,method-assign]
         for module in (redis_engine, committer):
             module.new_request_id = self._name  # type: ignore[attr-defined]
         return self

@@ -362,10 +362,6 @@ local function load_entry(family, key)
     return packed and decode(key, packed)
 end
 
-local function live(entry, at_ms)
-    return entry and (entry.expires_ms == 0 or entry.expires_ms > at_ms) and entry
-end
-
 -- The time of a call that only reads, taken once; and whether it saw an entry expired that expires after the recorded
 -- time.
 local read_ms, has_counters, saw_expiry
