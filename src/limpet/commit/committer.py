@@ -218,8 +218,8 @@ class Committer:
     async def _search_log(self, namespace: str, name: str, pending: list[_Member]) -> None:
         """Find what retries have done earlier.
 
-        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. One with a receipt
-        does not look for marks, and the receipt is compared with what the plan has read.
+        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. One with a
+        receipt does not look for marks, and the receipt is compared with what the plan has read.
         """
         retries = [one for one in pending if one.batch.retry_since is not None and one.batch.request_id is not None]
         marks = [make_mark(one.cause, NOW) for one in retries if one.batch.receipt_ms is None and not one.is_marked]
