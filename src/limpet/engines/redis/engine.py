@@ -1,10 +1,9 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
-One script on the server decides a group of batches as `limpet.transition.plan` would, so a group is one
-round trip and no reader sees it half applied. The conformance suite holds it to `plan`. Single writes have
-a short way through the script, which leaves everything unusual to the long way. The script never decodes a
-value: a guard on a member of a JSON object is checked here, and the batch is sent again with a guard on the
-revision of the entry that was checked.
+Batches are planned here, by `limpet.commit.committer`. One script on the server compares what a plan has read and writes
+what it leaves, so that no reader sees a group half applied. Single writes have a short way through the script: it
+decides them as `limpet.transition.plan` would, a test holds it to that, and it leaves everything unusual to a plan.
+The script never decodes a value.
 
 The log is a stream whose ids are revisions. Entries expire by our own rule and the server's time: a key
 that Redis expires by itself would leave no change in the log.
