@@ -259,6 +259,15 @@ async def test_a_first_attempt_that_arrives_after_its_retry_was_applied_does_not
     assert [op for op, *_ in await log_of(one)] == ["put", "delete"]
 
 
+async def test_a_receipt_that_is_kept_for_no_time_fails_nothing(stores: Stores) -> None:
+    one, _ = stores
+    batch = Batch((), (Put("key", b"1"),), "mine", b"digest", receipt_ms=0)
+
+    assert isinstance(await engine_of(one).commit(one.name, batch), Commit)
+
+    assert (await one.status()).log_changes == 1
+
+
 # Large values ---------------------------------------------------------------------------------------------------
 
 

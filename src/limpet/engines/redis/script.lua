@@ -628,8 +628,12 @@ local function show(family, key, needs_value)
     local _, _, _, _, _, _, size, meta_bytes, kind = struct.unpack(HEAD, packed)
     if not needs_value and size > SMALL_BYTES then
         return '-' .. sub(packed, 1, HEAD_BYTES + meta_bytes)
+    elseif kind ~= RECORD then
+        return '+' .. packed
     end
-    return '+' .. (kind == RECORD and packed .. join_fields(call('HGETALL', prefix .. key)) or packed)
+    -- If another program has replaced the hash, that concerns only a plan that needs the fields.
+    local fields = (needs_value and call or redis.pcall)('HGETALL', prefix .. key)
+    return fields.err and '-' .. packed or '+' .. packed .. join_fields(fields)
 end
 
 local function is_as_read(family, key, revision, is_expired, now)
@@ -716,7 +720,7 @@ local function keep(kept, first, now)
     end
     revision, expires_ms = resolve_revision(revision, first), resolve_time(expires_ms, now)
     local head = struct.pack(HEAD, 1, revision, revision, now, now, expires_ms, #body, 0, BYTES)
-    call('SET', base .. 'receipt:' .. key, head .. body, 'PX', expires_ms - now)
+    call('SET', base .. 'receipt:' .. key, head .. body, 'PX', math.max(1, expires_ms - now))
 end
 
 local function apply_unit(unit, now)
