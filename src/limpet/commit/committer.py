@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import msgspec
 
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
+from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.errors import Ambiguous, LimpetError, Unavailable
 from limpet.model import (
@@ -31,8 +32,10 @@ from limpet.model import (
     Entry,
     Equals,
     FieldEquals,
+    HeldBy,
     Patch,
     Refusal,
+    Revision,
     StoredFamily,
 )
 from limpet.request_ids import new_request_id
@@ -200,12 +203,7 @@ class Committer:
     ) -> tuple[dict[int, CommitResult], list[_Member]]:
         """Send the batches once. Returns the results of those that were applied, and the others."""
         known = self.known(namespace)
-        for member in pending:
-            if member.batch.retry_since is not None and member.batch.request_id is not None:
-                # Each time before it is planned: its first attempt may be applied in between.
-                member.logged = await self._storage.find_changes(
-                    namespace, member.batch.retry_since, member.batch.request_id
-                )
+        await self._search_log(namespace, name, pending)
         if self._hold is None or not known.is_contended(pending):
             return await self._plan_and_apply(functools.partial(self._storage.apply, namespace), name, known, pending)
         async with self._hold(namespace) as apply:
@@ -216,6 +214,25 @@ class Committer:
             for member in pending:
                 member.found = reply.found
             return await self._plan_and_apply(apply, name, known, pending)
+
+    async def _search_log(self, namespace: str, name: str, pending: list[_Member]) -> None:
+        """Find what retries have done earlier.
+
+        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. One with a
+        receipt does not look for marks, and the receipt is compared with what the plan has read.
+        """
+        retries = [one for one in pending if one.batch.retry_since is not None and one.batch.request_id is not None]
+        marks = [make_mark(one.cause, NOW) for one in retries if one.batch.receipt_ms is None and not one.is_marked]
+        if marks:
+            kept: dict[EntryId, Entry] = {("superseded", mark.key): mark for mark in marks}
+            (reply,) = await self._storage.apply(namespace, name, [Unit({}, [], kept, Counters(BASE))])
+            if isinstance(reply, LimpetError):
+                raise reply
+        for member in retries:
+            member.is_marked = True
+            assert member.batch.retry_since is not None
+            # Each time before it is planned: another retry of it may be applied in between.
+            member.logged = await self._storage.find_changes(namespace, member.batch.retry_since, member.cause)
 
     async def _plan_and_apply(
         self, apply: Apply, name: str, known: KnownEntries, pending: list[_Member]
@@ -247,8 +264,13 @@ class Committer:
                     # The caller gets the entry found with its value, which was too large to be known.
                     member.needs_value = one.unit.expected.keys()
                     stale.append(member)
+                    continue
+                result = _resolve(outcome, reply)
+                if isinstance(result, Refusal) and _has_come_true(result):
+                    member.found = {}
+                    stale.append(member)
                 else:
-                    results[member.position] = _resolve(outcome, reply)
+                    results[member.position] = result
         return results, stale
 
     async def _commit_each(
@@ -349,6 +371,7 @@ class _Member:
 
     Attributes:
         logged: What a retry has found of itself in the log.
+        is_marked: Whether its first attempt is superseded.
         found: What the last attempt has found.
         needs_value: Entries whose value is needed, beside those that the batch itself names.
         has_lost: Whether another process was faster at the last attempt.
@@ -360,6 +383,7 @@ class _Member:
         self.batch = batch
         self.cause = cause
         self.logged: list[Change] = []
+        self.is_marked = False
         self.found: dict[EntryId, Head] = {}
         self.needs_value: Iterable[EntryId] = ()
         self.has_lost = False
@@ -464,6 +488,14 @@ def _resolve(outcome: CommitResult, moment: Moment) -> CommitResult:
     if isinstance(outcome, Commit):
         return moment.resolve_commit(outcome)
     return moment.resolve_refusal(outcome) if isinstance(outcome, Refusal) else outcome
+
+
+def _has_come_true(refusal: Refusal) -> bool:
+    """Whether a batch expects the very revision that a batch before it got, which no plan can know."""
+    guard, found = refusal.guard, refusal.found
+    if guard is None or found is None:
+        return False
+    return guard.condition in (Revision(found.revision), HeldBy(found.created_revision))
 
 
 def _dropped() -> LimpetError:
