@@ -45,7 +45,6 @@ class Follower:
         self._last_header = b""
         self._number = b""
         self._name = ""
-        self._is_started = False
         self._delivered = 0
         self._store_id = ""
         self._moved = asyncio.Event()
@@ -64,9 +63,6 @@ class Follower:
     async def choose_first(self) -> str:
         """Which messages come first, when nothing is known yet: all, or the last of each subject."""
         return "all"
-
-    async def on_first_start(self) -> None:
-        """Called when delivery has begun for the first time since all was forgotten."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -160,14 +156,9 @@ class Follower:
             request = {"stream_name": name, "config": config, "action": "create"}
             try:
                 await self._stream.api(f"CONSUMER.CREATE.{name}.{self._name}", request)
-                if is_first:
-                    await self.on_first_start()
             except BaseException:
                 self.stop()
-                if is_first:
-                    self.clear()
                 raise
-            self._is_started = True
             loop = asyncio.get_running_loop()
             self._moved_at = loop.time()
             if self._idle_timer is None:
@@ -185,9 +176,7 @@ class Follower:
         return found is not None and _limpet_header(found[2]) == self._last_header
 
     def _is_running(self) -> bool:
-        connection = self._connection
-        is_connected = connection is not None and not connection.is_lost
-        return is_connected and self._is_started and self._store_id == self._stream.store_id
+        return self._connection is not None and not self._connection.is_lost and self._store_id == self._stream.store_id
 
     def _on_message(self, subject: bytes, reply: bytes, headers: bytes, _: bytes) -> None:
         connection = self._connection
@@ -215,7 +204,7 @@ class Follower:
 
     def stop(self) -> None:
         """Stop delivery."""
-        connection, self._connection, self._is_started = self._connection, None, False
+        connection, self._connection = self._connection, None
         if connection is not None and not connection.is_lost:
             connection.unsubscribe(self._number)
             connection.send(f"$JS.API.CONSUMER.DELETE.{self._stream.name}.{self._name}")

@@ -7,7 +7,7 @@ are kept up to date, so counting and trimming do not depend on how long it is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from limpet.engines.nats.messages import EntryId
@@ -29,7 +29,7 @@ class Log:
     """The changes of a namespace after a number.
 
     Attributes:
-        start: All changes after this number are here; None while nothing is known.
+        start: All changes after this number are here.
         floor: Up to where the log was trimmed.
         floor_print: The fingerprint of the change there.
         lost: Changes up to this number may have been dropped before this process has seen them.
@@ -37,7 +37,7 @@ class Log:
     """
 
     def __init__(self) -> None:
-        self.start: int | None = None
+        self.start = 0
         self.floor = 0
         self.floor_print = BEGINNING
         self.lost = 0
@@ -59,13 +59,6 @@ class Log:
         self._items.append(item)
         self.size_bytes += item.weight_bytes
 
-    def prepend(self, items: Sequence[LogItem], start: int) -> None:
-        """Add the changes after a number and before those that are here."""
-        self._items[: self._first] = items
-        self._first = 0
-        self.size_bytes += sum(item.weight_bytes for item in items)
-        self.start = start
-
     def after(self, revision: int) -> Iterator[LogItem]:
         """The changes after a revision. Nothing may be added while they are read."""
         items = self._items
@@ -80,8 +73,6 @@ class Log:
         """Trim the log, and return the changes that it no longer has."""
         if floor >= self.floor:
             self.floor, self.floor_print = floor, floor_print
-        if self.start is not None:
-            self.start = max(self.start, self.floor)
         end = self._index_after(self.floor)
         dropped = self._items[self._first : end]
         self._first = end

@@ -15,7 +15,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import Any, Final
 
-from limpet.engines.nats.follower import Follower, RangeReader
+from limpet.engines.nats.follower import Follower
 from limpet.engines.nats.log import Log, LogItem
 from limpet.engines.nats.messages import EntryId, Message, parse
 from limpet.engines.nats.stream import NamespaceStream
@@ -30,6 +30,7 @@ END_MS: Final = 600_000
 RECEIPTS_MIN: Final = 1000
 PRINTS_MAX: Final = 64
 DROPPED_MAX: Final = 64
+DOUBTS_AT_ONCE: Final = 500
 # The server is busy with the purge of a key for up to half a millisecond.
 PURGES_PER_S: Final = 200
 PURGES_MAX: Final = 2000
@@ -45,7 +46,7 @@ class Mirror(Follower):
     def __init__(self, stream: NamespaceStream, connect: Callable[[], Any], notify: Callable[[], None]) -> None:
         super().__init__(stream, connect)
         self._notify = notify
-        self._loading_log = asyncio.Lock()
+        self._resolving = asyncio.Lock()
         self._wants_log = False
         self._purged_at = time.monotonic()
         self._purges = float(PURGES_MAX)
@@ -55,6 +56,7 @@ class Mirror(Follower):
         """Forget everything."""
         super().clear()
         self.log = Log()
+        self._has_log = False
         self.revision = 0
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
@@ -75,14 +77,10 @@ class Mirror(Follower):
 
     async def choose_first(self) -> str:
         """A process that only scans needs the last message of each key."""
-        self.log.start = await self._stream.floor() if self._wants_log else None
-        return "all" if self._wants_log else "last_per_subject"
-
-    async def on_first_start(self) -> None:
-        """Unless all messages come, the log begins here."""
-        if self.log.start is None:
-            last = int((await self._stream.info())["state"]["last_seq"])
-            self.log.start = max(last, self.position)
+        self._has_log = self._wants_log
+        if self._has_log:
+            self.log.start = await self._stream.floor()
+        return "all" if self._has_log else "last_per_subject"
 
     def take(self, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         """Add a message."""
@@ -104,7 +102,7 @@ class Mirror(Follower):
             self._forget_receipts()
             return
         self.revision = max(self.revision, seq)
-        if self.log.start is not None and seq > self.log.start:
+        if self._has_log and seq > self.log.start:
             self._check_whole(entry_id, message, before)
             self.log.append(LogItem(seq, message.at_ms or stored_ms, message.weight_bytes, entry_id))
         if before is not None and before.seq <= self.log.floor:
@@ -133,7 +131,7 @@ class Mirror(Follower):
         if message.prev is not None:
             self.log.lost = max(self.log.lost, _find_lost(message, before))
             return
-        since = max(0 if before is None else before.seq, self.log.start or 0)
+        since = max(0 if before is None else before.seq, self.log.start)
         if self._skipped > since:
             self._doubts.setdefault(entry_id, (since, message.seq))
 
@@ -159,47 +157,25 @@ class Mirror(Follower):
         """The log, with all that it has after its floor."""
         self._wants_log = True
         await self.catch_up()
-        async with self._loading_log:
-            while self.log.start is None or self.log.start > self.log.floor:
-                await self._load_earlier()
+        while not self._has_log:
+            # Only the last message of each key was loaded: load all of them.
+            self.stop()
+            self.clear()
+            await self.catch_up()
+        async with self._resolving:
             while self._doubts:
                 await self._resolve_doubts()
         return self.log
 
-    async def _load_earlier(self) -> None:
-        """Read which messages of the stream are changes, from the floor up to where the log begins."""
-        if self.log.start is None:
-            await self.catch_up()
-        log = self.log
-        if log.start is None:
-            return
-        floor, start = log.floor, log.start
-        found = await RangeReader(self._stream, self._connect, floor, start).read()
-        if log is not self.log or log.start != start:
-            # All was forgotten meanwhile, or the log was trimmed up to there.
-            return
-        items: list[LogItem] = []
-        last: dict[EntryId, Message] = {}
-        for subject, seq, headers, stored_ms in found:
-            entry_id = self._stream.subjects.entry_id(subject)
-            if entry_id is None or entry_id[0] == "receipt":
-                continue
-            message = _parse_header(entry_id[1], seq, headers)
-            if message.prev is None:
-                self._doubts.setdefault(entry_id, (floor, seq))
-            elif entry_id in last or message.prev > floor:
-                log.lost = max(log.lost, _find_lost(message, last.get(entry_id)))
-            last[entry_id] = message
-            items.append(LogItem(seq, message.at_ms or stored_ms, message.weight_bytes, entry_id))
-        log.prepend(items, floor)
-        self._raise_floor(log.floor, log.floor_print)
-
     async def _resolve_doubts(self) -> None:
-        doubts, self._doubts = self._doubts, {}
-        checks = [self._stream.keeps_all_since(entry_id, since) for entry_id, (since, _) in doubts.items()]
-        whole = await asyncio.gather(*checks)
-        lost = [seq - 1 for (_, seq), is_whole in zip(doubts.values(), whole, strict=True) if not is_whole]
-        self.log.lost = max([self.log.lost, *lost])
+        """Look whether the stream still has all messages of keys that other programs have written."""
+        log, group = self.log, [*islice(self._doubts.items(), DOUBTS_AT_ONCE)]
+        whole = await asyncio.gather(*(self._stream.keeps_all_since(entry_id, since) for entry_id, (since, _) in group))
+        for (entry_id, (since, seq)), is_whole in zip(group, whole, strict=True):
+            if not is_whole:
+                log.lost = max(log.lost, seq - 1)
+            if self._doubts.get(entry_id) == (since, seq):
+                del self._doubts[entry_id]
 
     async def messages_of(self, items: Sequence[LogItem]) -> list[Message]:
         """The whole messages of changes."""
