@@ -20,6 +20,7 @@ from typing import Final, Protocol
 import msgspec
 
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
+from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.errors import Ambiguous, LimpetError, Unavailable
 from limpet.model import (
@@ -66,11 +67,15 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
         revision: The revision of the entry, `ABSENT_REVISION` or `UNKNOWN_REVISION`.
         has_expired: Whether the entry has expired, by the time of the engine.
         needs_value: Whether the reply must have the value if the entry is another.
+        updated_ms: When the entry was updated, and
+        expires_ms: when it expires. A server that lost its last writes gives their revisions again, to others.
     """
 
     revision: int = ABSENT_REVISION
     has_expired: bool = False
     needs_value: bool = False
+    updated_ms: int = 0
+    expires_ms: int | None = None
 
 
 class Unit(msgspec.Struct, gc=False):
@@ -197,21 +202,37 @@ class Committer:
         """Send the batches once. Returns the results of those that were applied, and the others."""
         known = self.known(namespace)
         for member in pending:
-            if member.batch.retry_since is not None and member.batch.request_id is not None:
-                # Each time before it is planned: its first attempt may be applied in between.
-                member.logged = await self._storage.find_changes(
-                    namespace, member.batch.retry_since, member.batch.request_id
-                )
+            await self._find_earlier(namespace, name, member)
         if self._hold is None or not known.is_contended(pending):
             return await self._plan_and_apply(functools.partial(self._storage.apply, namespace), name, known, pending)
-        async with self._hold(namespace) as apply:
-            unit = Unit(_read_all(pending), [], {}, Counters(BASE))
-            (reply,) = await apply(name, [unit])
-            assert isinstance(reply, Stale), "no entry has the revision that is expected"
-            known.correct(reply)
-            for member in pending:
-                member.found = reply.found
-            return await self._plan_and_apply(apply, name, known, pending)
+        try:
+            async with self._hold(namespace) as apply:
+                unit = Unit(_read_all(pending), [], {}, Counters(BASE))
+                (reply,) = await apply(name, [unit])
+                assert isinstance(reply, Stale), "no entry has the revision that is expected"
+                known.correct(reply)
+                for member in pending:
+                    member.found = reply.found
+                return await self._plan_and_apply(apply, name, known, pending)
+        except BaseException:
+            # What was learned of the writes may be rolled back, and their revisions given to others.
+            self.forget(namespace)
+            raise
+
+    async def _find_earlier(self, namespace: str, name: str, member: _Member) -> None:
+        """Find what the first attempt of a retry did. If it did nothing, it is kept from doing it from now on."""
+        request_id, since = member.batch.request_id, member.batch.retry_since
+        if request_id is None or since is None or member.is_settled:
+            return
+        member.logged = await self._storage.find_changes(namespace, since, request_id)
+        if not member.logged:
+            # Once the mark is there, what the log has of the request is all that it will ever have. Without it, the
+            # first attempt could be applied between the search and the plan, and be undone by another request: then
+            # each entry is as it was found, and the retry would be applied as well.
+            mark = make_mark(request_id, NOW)
+            await self._storage.apply(namespace, name, [Unit({}, [], {("superseded", mark.key): mark}, Counters(BASE))])
+            member.logged = await self._storage.find_changes(namespace, since, request_id)
+        member.is_settled = True
 
     async def _plan_and_apply(
         self, apply: Apply, name: str, known: KnownEntries, pending: list[_Member]
@@ -328,6 +349,7 @@ class _Member:
 
     Attributes:
         logged: What a retry has found of itself in the log.
+        is_settled: Whether the first attempt of a retry can no longer be applied.
         found: What the last attempt has found.
         needs_value: Entries whose value is needed, beside those that the batch itself names.
     """
@@ -337,6 +359,7 @@ class _Member:
         self.batch = batch
         self.cause = cause
         self.logged: list[Change] = []
+        self.is_settled = False
         self.found: dict[EntryId, Head] = {}
         self.needs_value: Iterable[EntryId] = ()
 
@@ -351,8 +374,9 @@ class _PlannedUnit:
         self._found = {entry_id: head for member in members for entry_id, head in member.found.items()}
         self._needs_value = {entry_id for member in members for entry_id in _find_needed_values(member)}
         self._expected: dict[EntryId, Expected] = {}
-        logged = {member.cause: member.logged for member in members}
-        self._plan = GroupPlan(self._load, lambda _, cause: logged[cause], Counters(BASE), NOW)
+        # The first attempt of a retry may be in the same group, and has searched for nothing.
+        logged = {member.cause: member.logged for member in members if member.logged}
+        self._plan = GroupPlan(self._load, lambda _, cause: logged.get(cause, ()), Counters(BASE), NOW)
         self.outcomes = [self._add(member) for member in members]
         plan = self._plan
         self.unit = Unit(self._expected, plan.changes, plan.kept, plan.counters)
@@ -374,7 +398,7 @@ class _PlannedUnit:
         has_expired = entry.expires_ms is not None and entry.expires_ms <= self._now_ms
         is_unknown = needs_value and entry.stored is None
         revision = UNKNOWN_REVISION if is_unknown else entry.revision
-        self._expected[entry_id] = Expected(revision, has_expired, needs_value)
+        self._expected[entry_id] = Expected(revision, has_expired, needs_value, entry.updated_ms, entry.expires_ms)
         self._plan.weights[entry_id] = head.weight_bytes
         return as_planned(entry, has_expired=has_expired)
 
