@@ -150,6 +150,8 @@ class Proxy(_Server):
         self._last: _Rule | None = None
         self._down = False
         self.requests: list[str] = []
+        # The size of all requests and replies that were passed on.
+        self.passed_bytes = 0
 
     def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
         """Inject a fault into the n-th request from now on that matches the pattern, and into no other.
@@ -256,6 +258,7 @@ class _ProxiedConnection:
     async def pass_replies(self) -> None:
         async for kind, message in _messages(self._server[0]):
             if not self._loses:
+                self._proxy.passed_bytes += len(message)
                 self._client[1].write(message)
             elif kind == b"Z":
                 self._proxy._report_fault()
@@ -280,6 +283,7 @@ class _ProxiedConnection:
             rule = self._proxy._rule_for(statement) if statement and kind in b"SQ" else None
             if rule is not None and not await self._inject(rule, request):
                 return
+            self._proxy.passed_bytes += len(request)
             self._server[1].write(request)
             request, statement = b"", ""
 

@@ -184,11 +184,11 @@ def stops_inside(url: str) -> None:
     """Adds, and stops itself in the middle of the transaction, when it has decided and not yet written."""
     add = GroupPlan.add
 
-    def stop_and_add(self: Any, batch: Any, request_id: str | None) -> Any:
+    def stop_and_add(self: Any, batch: Any, cause: str | None) -> Any:
         GroupPlan.add = add  # type: ignore[method-assign]
         # Sent to this thread, so that it stops here. The other threads stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        return add(self, batch, request_id)
+        return add(self, batch, cause)
 
     with limpet.sync.open(url, sweep=False) as store:
         contend(engine_of(store._twin), store.name, "count")
