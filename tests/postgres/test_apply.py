@@ -81,7 +81,7 @@ async def test_an_entry_that_expires_before_the_plan_is_applied_is_absent(
 ) -> None:
     """The plan took it for live: the time between the two is as long as its time to live."""
     request, is_granted = EXPIRING[case]
-    await engine.commit("default", batch(Put("a", b"1", ttl_ms=40, meta_json=b'{"by":1}')))
+    await engine.commit("default", batch(Put("a", b"1", ttl_ms=400, meta_json=b'{"by":1}')))
     if way == "held":
         contend(engine, "default", "a")
     apply_on, planned = engine._apply_on, 0
@@ -94,7 +94,7 @@ async def test_an_entry_that_expires_before_the_plan_is_applied_is_absent(
         if expected is not None and expected.revision >= 0 and not planned:
             planned += 1
             assert not expected.has_expired
-            await connection.execute("SELECT pg_sleep(0.05)")
+            await connection.execute("SELECT pg_sleep(0.41)")
         return await apply_on(connection, namespace, name, units, arguments)
 
     monkeypatch.setattr(engine, "_apply_on", apply_late)
@@ -469,6 +469,68 @@ async def test_a_contended_entry_is_held_for_a_while_only(
 
     await engine.commit("default", batch(Add("n", 1)))
     assert await spy.statements() == [engine._sql(sql.APPLY)]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_only_a_commit_that_writes_waits_for_the_disk(
+    engine: PostgresEngine, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """One that is refused has only locked a row. One that holds the namespace reads first, and then writes."""
+    await engine.commit("default", batch(put("a", 1)))
+    apply_on, settings = engine._apply_on, []
+
+    async def apply_in_transaction(connection: Any, *arguments: Any) -> Sequence[Moment | Stale]:
+        async with connection.transaction():
+            replies = await apply_on(connection, *arguments)
+            settings.append(await connection.fetchval("SELECT current_setting('synchronous_commit')"))
+            return replies
+
+    monkeypatch.setattr(engine, "_apply_on", apply_in_transaction)
+    if writes:
+        await engine.commit("default", batch(Add("a", 1)))
+        contend(engine, "default", "a")
+        await engine.commit("default", batch(Add("a", 1)))
+    else:
+        # By what is known, by what is found, and where nothing changes.
+        await engine.commit("default", batch(put("a", 2), guards=(Guard("a", ABSENT),)))
+        engine._committer.forget("default")
+        await engine.commit("default", batch(put("a", 2), guards=(Guard("a", Revision(7)),)))
+        await engine.commit("default", batch(Delete("none")))
+
+    assert set(settings) == {"on" if writes else "off"}
+    assert len(settings) >= 3
+
+
+async def test_a_refusal_by_what_a_reply_has_found_is_one_round_trip(
+    engine: PostgresEngine, other: PostgresEngine, spy: Spy
+) -> None:
+    """The reply to a comparison that failed is as good as one that held, for a batch that writes nothing."""
+    await engine.commit("default", batch(put("a", 1)))
+    await other.commit("default", batch(put("a", 2)))
+    (found,) = await other.read("default", ["a"])
+    await spy.forget()
+
+    outcome = await engine.commit("default", batch(Add("a", 1), guards=(Guard("a", Equals(b"1")),)))
+
+    assert isinstance(outcome, Refusal)
+    assert outcome.found == found
+    assert await spy.statements() == [engine._sql(sql.APPLY)]
+
+
+async def test_a_guarded_put_on_a_contended_entry_is_one_round_trip(
+    engine: PostgresEngine, other: PostgresEngine, spy: Spy
+) -> None:
+    """The function for puts would leave it out, and not return what is there."""
+    expected = await engine.commit("default", batch(put("a", 1)))
+    assert isinstance(expected, Commit)
+    for number in range(2):
+        await other.commit("default", batch(put("a", number)))
+        await spy.forget()
+        outcome = await engine.commit("default", Batch((Guard("a", Revision(expected.revision)),), (put("a", 9),)))
+        assert isinstance(outcome, Refusal)
+        statements = await spy.statements()
+
+    assert statements == [engine._sql(sql.APPLY)]
 
 
 @pytest.mark.parametrize("seed", range(3))

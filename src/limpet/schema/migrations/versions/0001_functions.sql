@@ -59,6 +59,7 @@ DECLARE
     taken {schema}.limpet_namespaces;
     now_ms bigint;
     stale int[];
+    has_written boolean := false;
 BEGIN
     taken := {schema}.limpet_take(ns, seen_ms);
     now_ms := taken.at_ms;
@@ -153,9 +154,14 @@ BEGIN
             FROM fresh f
         ) AS s, (SELECT jsonb_object_agg(p.key, now_ms) AS marks FROM planned p WHERE p.family = 'superseded') AS m
         WHERE n.namespace = ns AND s.changes IS NOT NULL;
-        IF FOUND THEN
-            PERFORM pg_notify(channel, ns);
-        END IF;
+        has_written := FOUND;
+    END IF;
+    IF has_written THEN
+        PERFORM pg_notify(channel, ns);
+    ELSIF NOT ('-2' = ANY (read_revisions)) THEN
+        -- It has only locked a row, and such a commit need not wait for the disk. Not where an entry was expected that
+        -- is not known: its reply is followed by writes, perhaps in this transaction.
+        SET LOCAL synchronous_commit = off;
     END IF;
 
     RETURN QUERY
