@@ -151,6 +151,8 @@ class Proxy(_Server):
         self._down = False
         self.faults = 0
         self.requests: list[str] = []
+        # The size of all requests and replies that were passed on.
+        self.passed_bytes = 0
 
     def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
         """Inject a fault into the n-th request from now on that matches the pattern, and into no other.
@@ -260,6 +262,7 @@ class _ProxiedConnection:
         kept = b""
         async for kind, message in _messages(self._server[0]):
             if self._loses is None:
+                self._proxy.passed_bytes += len(message)
                 self._client[1].write(message)
                 continue
             kept += message
@@ -293,6 +296,7 @@ class _ProxiedConnection:
             rule = self._proxy._rule_for(statement) if statement and kind in b"SQ" else None
             if rule is not None and not await self._inject(rule, request):
                 return
+            self._proxy.passed_bytes += len(request)
             self._server[1].write(request)
             request, statement = b"", ""
 

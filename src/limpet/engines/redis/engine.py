@@ -154,7 +154,7 @@ class RedisEngine(ServerEngine):
         replicas: int = 0,
         test_clock: bool = False,
     ) -> None:
-        self.traits = Traits(engine="redis", durability="none", log="every", clock="server", inline=False)
+        self.traits = Traits(engine="redis", durability="none", clock="server", inline=False)
         self._pool = pool
         self._script, self._script_hash = load_script(test_clock=test_clock)
         self._has_hash_tag = has_hash_tag
