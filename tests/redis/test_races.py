@@ -75,7 +75,7 @@ async def log_of(store: limpet.Store) -> list[tuple[str, str, str | None]]:
 
 EXPIRING: dict[str, Batch] = {
     "guard": Batch((Guard("lease", PRESENT),), (Put("key", b"2"),)),
-    "keep": Batch((), (Put("lease", b"2", KEEP, KEEP),)),
+    "keep": Batch((), (Put("lease", b"2", KEEP),)),
     "touch": Batch((), (Touch("lease", 60_000),)),
     "patch": Batch((), (Patch("lease", {"n": b"2"}, ("m",), if_exists=True),)),
 }

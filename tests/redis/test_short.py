@@ -120,7 +120,7 @@ class Program:
         elif roll < 0.2 and self.foreign:
             key = self.foreign.pop()
             await command(self.store, "DEL", f"{{{self.namespace}}}:{key}")
-        elif roll < 0.25 and not self.has_index:
+        elif roll < 0.25 and not self.has_index and self.short_writes:
             await self.engine.index(self.namespace, "n")
             self.has_index = True
         elif roll < 0.4 and self.has_index:
@@ -139,7 +139,8 @@ class Program:
             case 0 | 1:
                 write = Put(key, codec.encode(dice.choice([0, -1, 10**14, {"n": 1}, "é", b"raw", limpet.Fields(n=1)])))
             case 2 | 3:
-                write = Put(key, codec.encode(dice.choice([1, {"n": 2}])))
+                value = codec.encode(dice.choice([1, {"n": 2}]))
+                write = Put(key, value, KEEP, KEEP) if dice.random() < 0.5 else Put(key, value)
                 narrow: Condition = dice.choice([revision, revision, Revision(NO_REVISION), ABSENT, PRESENT])
                 conditions = [ABSENT if found is None and dice.random() < 0.8 else narrow]
             case 4 | 5:
@@ -155,9 +156,9 @@ class Program:
                 fields = {name: field for name, field in self._make_fields().items() if name not in unset}
                 write = Patch(key, fields, unset, if_exists=dice.random() < 0.8)
             case 10:
-                value = dice.choice([5, {"n": 1}, limpet.Fields(n=1, s=b"\xff")])
+                value = codec.encode(dice.choice([5, {"n": 1}, limpet.Fields(n=1, s=b"\xff")]))
                 ttl_ms, meta_json = dice.choice([None, 3, 30, 1000]), dice.choice([None, b'{"by":1}'])
-                write = Put(key, codec.encode(value), ttl_ms, meta_json)
+                write = Put(key, value, ttl_ms, meta_json)
             case _:
                 write = Delete(key) if dice.random() < 0.5 else Put(key, b"2", ttl_ms=KEEP, meta_json=KEEP)
         guards = tuple(Guard(key, condition) for condition in conditions)
@@ -230,7 +231,8 @@ class Program:
         if isinstance(outcome, Refusal):
             is_record = stored is None or stored.kind == "record"
             return outcome.reason == "guard" and (isinstance(write, Put) or is_record)
-        return stored is None or stored.expires_ms is None or not isinstance(write, Put)
+        keeps = not isinstance(write, Put) or write.ttl_ms is KEEP
+        return keeps or stored is None or stored.expires_ms is None
 
     def _expect(self, batch: Batch, result: Any, cause: str) -> None:
         """Apply a batch to the state, and compare its result. The cause is the name under which it would be retried."""
@@ -308,8 +310,9 @@ def _is_item(batch: Batch) -> bool:
     """Whether a batch is one for the short way, written once more in other words."""
     condition = batch.guards[0].condition if batch.guards else None
     match batch.writes[0]:
-        case Put(stored=bytes(stored), ttl_ms=None, meta_json=None):
-            return stored[0] != 0 and condition is not PRESENT
+        case Put(stored=bytes(stored), ttl_ms=ttl_ms, meta_json=meta_json):
+            keeps_all_or_nothing = (ttl_ms, meta_json) in ((None, None), (KEEP, KEEP))
+            return keeps_all_or_nothing and stored[0] != 0 and condition is not PRESENT
         case Add(by=by):
             return abs(by) < 10**15
         case Patch(unset=unset):
@@ -402,6 +405,13 @@ async def test_a_usual_write_is_one_request_and_an_unusual_one_is_two(store: lim
     await store.add("count", 10**15)
     await store.put("key", 4, ttl=60)
     assert requests == ["apply"] * 2
+
+    requests.clear()
+    await store.update("key", lambda value: value + 1)
+    assert requests[1:] == ["write"]
+    changed = await store.entry("key")
+    assert changed is not None
+    assert (changed.value, changed.expires_ms is None) == (5, False)
 
     requests.clear()
     await store.put("key", 5)

@@ -30,13 +30,17 @@ PROCESSES = 4
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Each wait for the place of the next writer in this process: whether it got it."""
     found: list[bool] = []
-    take_until = turns._take_until
+    take_or_begin = turns._take_or_begin
 
-    def take(deadline: float, place: NextWriter) -> bool:
-        found.append(take_until(deadline, place))
+    def take(*args: Any) -> bool:
+        try:
+            found.append(take_or_begin(*args))
+        except BaseException:
+            found.append(False)
+            raise
         return found[-1]
 
-    monkeypatch.setattr(turns, "_take_until", take)
+    monkeypatch.setattr(turns, "_take_or_begin", take)
     return found
 
 

@@ -1,8 +1,8 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
-Batches are planned here, by `limpet.commit.committer`. One script on the server compares what a plan has read and writes
-what it leaves, so that no reader sees a group half applied. Single writes have a short way through the script: it
-decides them as `limpet.transition.plan` would, a test holds it to that, and it leaves everything unusual to a plan.
+Batches are planned here, by `limpet.commit.committer`. One script on the server compares what a plan has read and
+writes what it leaves, so that no reader sees a group half applied. Single writes have a short way through the script:
+it decides them as `limpet.transition.plan` would, a test holds it to that, and it leaves everything unusual to a plan.
 The script never decodes a value.
 
 The log is a stream whose ids are revisions. Entries expire by our own rule and the server's time: a key

@@ -15,6 +15,7 @@ from limpet.codec import Stored
 from limpet.errors import Corrupt
 from limpet.model import (
     BEGINNING,
+    KEEP,
     Add,
     Batch,
     Change,
@@ -145,7 +146,10 @@ def decode_written(
             results.append(_decode_refusal(batch, next(entries), at_ms) if created else None)
             continue
         revision += 1
-        if type(write) is Put:
+        if type(write) is Put and write.ttl_ms is KEEP:
+            kept = decode_entry(write.key, next(entries), with_value=False)
+            entry = msgspec.structs.replace(kept, stored=write.stored)
+        elif type(write) is Put:
             entry = Entry(write.key, write.stored, version, revision, created, created_ms, at_ms, None, None)
         else:
             with_value = type(write) is Add or not batch.is_brief

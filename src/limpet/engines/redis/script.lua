@@ -123,8 +123,9 @@ end
 -- The short way of single writes -----------------------------------------------------------------------------
 --
 -- An item is a batch of one write of data: a put of a JSON value (a text) that never expires, an add (a number), or a
--- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none. A patch may expect a field:
--- its name and what it holds, or the name alone if it must not be there.
+-- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none; in a table, if it keeps the
+-- expiry and the meta of the entry. A patch may expect a field: its name and what it holds, or the name alone if it must
+-- not be there.
 --
 -- Only the usual case is decided here, and in one round trip, whatever the caller knows. If what an item expects does not
 -- hold, it is refused, and the caller gets what was found. An item that meets anything else is left and nothing is
@@ -253,12 +254,16 @@ local function write_items(keys, values, expected, found, group)
                 struct.unpack(HEAD, old)
         end
         local size, text, other
+        local keeps = form == 'string' and type(wanted) == 'table'
+        if keeps then
+            wanted = wanted[1]
+        end
         local is_usual = not left[key] and (expires_ms == 0 or expires_ms > now)
         if is_usual and form == 'string' then
             if kind ~= RECORD and wanted and wanted ~= old_revision then
                 other = old or ''
-            elseif kind ~= RECORD and expires_ms == 0 then
-                size, text, meta_bytes = #value, value, 0
+            elseif kind ~= RECORD and (keeps or expires_ms == 0) then
+                size, text, meta_bytes = #value, value, keeps and meta_bytes or 0
             end
         elseif is_usual and form == 'number' then
             text = add_short(old, kind, HEAD_BYTES + meta_bytes + 1, value)
@@ -282,10 +287,10 @@ local function write_items(keys, values, expected, found, group)
             end
             local entry = head .. text
             numbers[n], logged[2 * n - 1], logged[2 * n] = i, key, entry
-            if form ~= 'string' then
+            if form ~= 'string' or keeps then
                 -- The caller knows the value that it has put. The last part of a patch says whether its caller does not
                 -- need the record.
-                texts[#texts + 1] = is_patch and value[4] and head or entry
+                texts[#texts + 1] = (keeps or is_patch and value[4]) and head or entry
             end
             if is_patch then
                 patched[#patched + 1] = i

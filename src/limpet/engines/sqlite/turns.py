@@ -40,10 +40,12 @@ LONG_S: Final = 0.03
 """A writer that has waited for so long tries to take the place as often as it can."""
 
 PLACE_S: Final = 0.1
-"""How long to wait for the place."""
+"""How long to wait for the place alone."""
 
-ALONE_S: Final = 1.0
-"""How long to do without the place after its owner did not begin although it could."""
+ALONE_S: Final = 0.1
+"""How long to do without the place after waiting for it in vain; at most `ALONE_S_MAX`."""
+
+ALONE_S_MAX: Final = 2.0
 
 # Far beyond the end of the shared memory. SQLite locks bytes 120 to 128 of it (sqlite.org/walformat.html).
 _BYTE: Final = 1 << 40
@@ -103,6 +105,7 @@ class WriterTurns:
     def __init__(self) -> None:
         self._turn_ends = 0.0
         self._alone_until = 0.0
+        self._alone_s = ALONE_S
 
     def begin(self, writer: sqlite3.Connection, wal: WalHeader | None, busy_s: float) -> None:
         """Begin a write transaction in turn. The connection has no busy timeout of its own.
@@ -113,21 +116,22 @@ class WriterTurns:
         place = None if wal is None else wal.next_writer
         if self._may_begin(place) and _try_to_begin(writer) is None:
             return
-        deadline = time.monotonic() + busy_s
-        if wal is None or place is None or time.monotonic() < self._alone_until:
+        began = time.monotonic()
+        deadline = began + busy_s
+        if wal is None or place is None or began < self._alone_until:
             _begin_until(deadline, writer, POLL_S)
-        elif _take_until(min(deadline, time.monotonic() + PLACE_S), place):
+        elif _take_or_begin(place, writer, began, deadline):
             try:
                 _await_end_of_turn(wal)
                 _begin_until(deadline, writer, SHORT_POLL_S)
             finally:
                 place.give_back()
             self._turn_ends = time.monotonic() + TURN_S
-        elif _try_to_begin(writer) is None:
-            self._alone_until = time.monotonic() + ALONE_S
+            self._alone_s = ALONE_S
         else:
-            # One transaction takes long, and the owner of the place waits for it too.
-            _begin_until(deadline, writer, POLL_S)
+            # Its owner may be stopped. If so, each further time alone is longer.
+            self._alone_until = time.monotonic() + self._alone_s
+            self._alone_s = min(2 * self._alone_s, ALONE_S_MAX)
 
     def _may_begin(self, place: NextWriter | None) -> bool:
         if place is None or not place.is_taken():
@@ -136,15 +140,20 @@ class WriterTurns:
         return now < self._turn_ends or now < self._alone_until
 
 
-def _take_until(deadline: float, place: NextWriter) -> bool:
-    """Take the place. False if it was taken by others until the deadline."""
-    began = time.monotonic()
-    while (now := time.monotonic()) < deadline:
+def _take_or_begin(place: NextWriter, writer: sqlite3.Connection, began: float, deadline: float) -> bool:
+    """Take the place; or begin without it, if it was taken for `PLACE_S`. Returns whether the place was taken."""
+    while True:
         # More often from try to try, so that a writer that has waited for long is likely to come before the others.
-        time.sleep(max(SHORT_POLL_S, POLL_S * (1 - (now - began) / LONG_S)))
+        waited_s = time.monotonic() - began
+        time.sleep(max(SHORT_POLL_S, POLL_S * (1 - waited_s / LONG_S)))
         if place.take():
             return True
-    return False
+        if (now := time.monotonic()) >= min(deadline, began + PLACE_S):
+            error = _try_to_begin(writer)
+            if error is None:
+                return False
+            if now >= deadline:
+                raise error
 
 
 def _await_end_of_turn(wal: WalHeader) -> None:
