@@ -36,7 +36,26 @@ __all__ = ["Engine", "Finding", "FindingLevel", "Indexing", "Restoring", "Sealin
 
 
 class Engine(Protocol):
-    """Where state lives. Every call names its namespace; nothing crosses it."""
+    """Where state lives. Every call names its namespace; nothing crosses it.
+
+    Errors:
+    - A driver's errors become ours here, in one place, with `from`. No message holds a value or a secret.
+    - `Unavailable`: nothing of this call was applied, and nothing will be. The caller sends the batch again as it is.
+    - `Ambiguous`: the commit may have been applied. Its ``request_id`` is the cause of its changes in the log, and
+      ``since`` a revision before them. The caller sends the batch again with both, as ``retry_since``. In doubt, this.
+    - `Compacted`: the log does not have what follows the given revision. `Corrupt`: what is stored cannot be read.
+      `Closed`: the engine was closed.
+    - A batch that the rules refuse is no error but a `Refusal`.
+
+    Duties:
+    - Time: where processes or hosts share a place, their clocks differ. The latest time of a namespace is kept there,
+      and reads and commits use it if it is later than the clock.
+    - Forks: a child has its own connections and locks. It does not use, and does not close, those of its parent.
+    - Cancellation: a call that is cancelled ends as cancelled. A commit that has begun is finished without its caller,
+      and one that has not begun never begins.
+    - Closing: commits that began are finished first; callers that wait get `Closed`.
+    - Bounds: a caller may send a thousand keys, 128 writes, 4 MB; no group, page or queue grows without an end.
+    """
 
     @property
     def traits(self) -> Traits:

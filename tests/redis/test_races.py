@@ -335,3 +335,18 @@ async def test_an_index_knows_what_was_planned_and_what_went_the_short_way(store
     members = await command(one, "ZRANGE", f"limpet:{{{one.name}}}:index:n:n", 0, -1)
     assert sorted(members) == [b"planned", b"short"]
     assert await engine_of(one).indexes(one.name) == ["n"]
+
+
+async def test_an_entry_that_processes_contend_for_is_left_to_the_committer(stores: Stores) -> None:
+    """It lets the last winner pause, so that each process gets its turn."""
+    one, other = stores
+    entry = await one.put("key", 0)
+    assert not engine_of(one)._committer.is_contended(one.name, [Batch((Guard("key", PRESENT),), ())])
+    await other.put("key", 1)
+
+    with pytest.raises(Conflict):
+        await one.put("key", 2, expect=entry)
+
+    assert engine_of(one)._committer.is_contended(one.name, [Batch((Guard("key", PRESENT),), ())])
+    found = await one.entry("key")
+    assert (await one.put("key", 3, expect=found)).version == 3

@@ -182,6 +182,13 @@ class Committer:
             if isinstance(condition, Revision) and entry is not None and entry.revision <= condition.number:
                 known.contend([(guard.family, guard.key)])
 
+    def note_refused(self, namespace: str, batch: Batch, refusal: Refusal) -> None:
+        """Note that a batch was refused which was sent in another way, and remember the entry found."""
+        self.note_left_out(namespace, batch)
+        guard, found = refusal.guard, refusal.found
+        if guard is not None and found is not None and found.stored is not None:
+            self.known(namespace).set((guard.family, guard.key), Head(found, found.weight_bytes))
+
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
         self._known.pop(namespace, None)

@@ -370,6 +370,7 @@ class RedisEngine(ServerEngine):
     def commit(self, namespace: str, batch: Batch) -> Coroutine[Any, Any, Commit | Refusal]:
         """See `Engine.commit`."""
         is_lone = namespace not in self._busy and namespace not in self._commits and not self._replicas
+        is_lone = is_lone and not (batch.guards and self._committer.is_contended(namespace, [batch]))
         item = encode_item(batch) if is_lone and namespace not in self._unusual else None
         return super().commit(namespace, batch) if item is None else self._write_alone(namespace, batch, item)
 
@@ -428,7 +429,8 @@ class RedisEngine(ServerEngine):
         long_groups = self._unusual.pop(namespace, 0)
         if long_groups > 1:
             self._unusual[namespace] = long_groups - 1
-        items = {} if long_groups else find_items(batches)
+        # Where processes contend for an entry, the committer gives them their turns.
+        items = {} if long_groups or self._committer.is_contended(namespace, batches) else find_items(batches)
         results: list[CommitResult | None] = [None] * len(group)
         if items:
             written = await self._write_items(namespace, items, [batches[number] for number in items], since)
@@ -473,6 +475,8 @@ class RedisEngine(ServerEngine):
         for batch, result in zip(batches, results, strict=True):
             if isinstance(result, Commit):
                 self._committer.learn(namespace, batch, result)
+            elif isinstance(result, Refusal):
+                self._committer.note_refused(namespace, batch, result)
         self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
         return results
 

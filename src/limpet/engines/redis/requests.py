@@ -51,8 +51,6 @@ Item = tuple[str, Any, Any]
 _STEP_LIMIT: Final = 10**15
 _FIELDS_MAX: Final = 100
 
-_KEEP_MS: Final = -1
-_NEVER_MS: Final = -2
 _NO_SUCH_NUMBER: Final = -1
 _TEST_CLOCK_BLOCK: Final = re.compile(rb"^ *-- test clock: begin\n.*?^ *-- test clock: end\n", re.MULTILINE | re.DOTALL)
 _pack = msgspec.msgpack.Encoder().encode
