@@ -159,7 +159,7 @@ _BATCHES_MAX = 50
 
 _HEAD = (
     b"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: %d\r\n"
-    b"Limpet: put j 12 1234 1700000000000 1700000000000 0 0 0 1700000000000 204 0123456789abcdef-1234 0 \r\n\r\n"
+    b"Limpet: put j 12 1234 1700000000000 1700000000000 0 123456 0 1700000000000 204 0123456789abcdef-1234\r\n\r\n"
 )
 
 CONTENDERS: tuple[type[OnNats], ...] = (LimpetNats, NatsPy, ByHand)

@@ -13,17 +13,20 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from limpet.conformance.plugin import Line
+from limpet.engines.sorted_keys import SortedKeys
 
-# A commit on PostgreSQL is one call of a function, or a transaction.
-POSTGRES_COMMIT = r"limpet_(put|put_one|commit)\(|COMMIT;"
+# A commit on PostgreSQL is one call of a function, or a transaction. The proxy loses no reply inside a transaction.
+POSTGRES_COMMIT = r"limpet_(?!now_ms\b|take\b)\w+\(|COMMIT;"
+# The verbs of the script that commit.
+REDIS_COMMIT = rb"\r\n(apply|commit|put|write)\r\n"
 
 
 class CutLine:
     """A way to a server through a proxy that loses the reply to a commit, and its connection with it."""
 
-    def __init__(self, proxy: Any, *pattern: str) -> None:
+    def __init__(self, proxy: Any, fault: tuple[str | bytes, ...]) -> None:
         self._proxy = proxy
-        self._pattern = pattern
+        self._fault = fault
         self.url: str = proxy.url
 
     @property
@@ -33,7 +36,7 @@ class CutLine:
 
     def cut(self) -> None:
         """See `Line.cut`."""
-        self._proxy.fault("lose", *self._pattern)
+        self._proxy.fault(*self._fault)
 
 
 @contextmanager
@@ -44,15 +47,19 @@ def line_of(url: str) -> Iterator[Line]:
     from tests.proxy import HttpProxy
     from tests.redis.support import proxy_of as redis_proxy
 
-    patterns = (POSTGRES_COMMIT,) if url.startswith("postgresql:") else ()
+    faults: dict[str, tuple[str | bytes, ...]] = {
+        "postgresql": ("lose commit", POSTGRES_COMMIT),
+        "redis": ("lose", REDIS_COMMIT),
+    }
     proxies: dict[str, Callable[[str], Any]] = {
         "http": HttpProxy,
         "nats": nats_proxy,
         "postgresql": PostgresProxy,
         "redis": redis_proxy,
     }
-    with proxies[url.partition(":")[0]](url) as proxy:
-        yield CutLine(proxy, *patterns)
+    scheme = url.partition(":")[0]
+    with proxies[scheme](url) as proxy:
+        yield CutLine(proxy, faults.get(scheme, ("lose",)))
 
 
 def count_stored(url: str, namespace: str) -> int:
@@ -75,9 +82,13 @@ def _count_in_memory(url: str, namespace: str) -> int:
 
 
 def count_items(namespace: Any) -> int:
-    """Count the items of all lists and dicts of a namespace of the memory engine."""
-    held = [namespace.log, namespace.expiries, namespace.superseded, *namespace.map.values()]
-    return sum(map(len, held))
+    """Count the items of all lists and dicts of a namespace of the memory engine, and of the dicts in them."""
+    held = [one for one in vars(namespace).values() if isinstance(one, list | dict)]
+    return sum(sum(map(_count_one, one.values() if isinstance(one, dict) else one)) for one in held)
+
+
+def _count_one(held: object) -> int:
+    return len(held) if isinstance(held, dict) else not isinstance(held, SortedKeys)
 
 
 def _count_in_file(url: str, namespace: str) -> int:

@@ -21,7 +21,7 @@ from limpet import hub, model, transition
 from limpet.commit import group as commit_group
 from limpet.commit.group import GroupPlan
 from limpet.engines import memory
-from limpet.engines.nats import mirror
+from limpet.engines.nats import alarms, log
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
 from limpet.engines.redis import engine as redis
@@ -220,20 +220,27 @@ def patches_are_counted_wrong() -> None:
     _edit_script((rb"at and -field_bytes\(record\[at \+ 1\]\)", b"at and 0"))
 
 
-def touch_hides_a_value() -> None:
-    """NATS: where a touch lies on a write, the log tells the touch alone."""
-    mirror.decode_touched = lambda touch: None  # type: ignore[return-value]
+def overwritten_change_is_skipped() -> None:
+    """NATS: of two changes of a key that come one after the other, a reader of the log gets the second."""
+    append = log.Log.append
+
+    def wrong(self: log.Log, item: log.LogItem) -> None:
+        if self._items and self._items[-1].entry_id == item.entry_id:
+            self._items.pop()
+        append(self, item)
+
+    log.Log.append = wrong
 
 
 def alarm_is_kept_twice() -> None:
     """NATS: an entry that was made again at the same moment is due twice."""
 
-    def wrong(self: Any, subject: str, seq: int, headers: bytes) -> None:
+    def wrong(self: Any, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         alarm = self._stream.subjects.parse_alarm(subject)
         heapq.heappush(self._heap, alarm)
         self._numbers[alarm] = seq
 
-    mirror.Alarms.take = wrong
+    alarms.Alarms.take = wrong
 
 
 # Two for each of: lost replies, long gaps before a retry, trimming, wake-ups, and the follower of a hub --------------
@@ -392,7 +399,7 @@ BUGS: dict[str, Callable[[], None]] = {
         seen_expiry_is_not_recorded,
         expected_revision_is_not_compared,
         patches_are_counted_wrong,
-        touch_hides_a_value,
+        overwritten_change_is_skipped,
         alarm_is_kept_twice,
         lost_reply_is_unavailable,
         retry_is_sent_as_new,

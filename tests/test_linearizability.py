@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -554,43 +554,6 @@ def test_the_events_of_a_watch_leave_what_there_is(final: dict[str, Entry]) -> N
     assert "the events leave" in found
 
 
-def test_a_watch_of_last_changes_may_skip_the_others() -> None:
-    assert check_watch(EVENTS, LIFE, FINAL, log="last") is None
-    assert check_watch(EVENTS[-2:], LIFE, FINAL, log="last") is None
-    assert check_watch(EVENTS[2:], LIFE, FINAL, log="last") is None
-
-
-@pytest.mark.parametrize(
-    ("events", "problem"),
-    [
-        (EVENTS[:-1], "the last write of its key was never delivered"),
-        ([*EVENTS[:3], EVENTS[5]], "the last write of its key was never delivered"),
-        ([EVENTS[5], EVENTS[4]], "out of order"),
-        ([EVENTS[4], EVENTS[5], EVENTS[5]], "delivered twice"),
-        ([event(1, value=9), *EVENTS[4:]], "no client requested revision 1"),
-        ([event(7, value=9), *EVENTS[4:]], "holds 9"),
-        ([event(8, value=4, version=2, cause="five"), EVENTS[5]], "with the wrong commit, 8"),
-    ],
-)
-def test_a_watch_of_last_changes_owes_the_last(events: list[Event], problem: str) -> None:
-    found = check_watch(events, LIFE, FINAL, log="last")
-
-    assert found is not None
-    assert problem in found
-
-
-def test_a_watch_of_last_changes_may_deliver_what_is_unknown() -> None:
-    history = [*LIFE, put(6, (11, None), cause="six")]
-
-    assert (
-        check_watch(
-            [*EVENTS, event(10, value=6, version=3, cause="six")], history, {**FINAL, "a": entry(6, 3, 10)}, log="last"
-        )
-        is None
-    )
-    assert check_watch(EVENTS, history, FINAL, log="last") is None
-
-
 # The recorder -----------------------------------------------------------------
 
 
@@ -799,9 +762,8 @@ def test_no_right_history_is_called_wrong() -> None:
             check_register(made.history),
             check_order(made.history, made.log),
             check_watch(made.log, made.history, made.final),
-            check_watch(_last_of_each(made.log), made.history, made.final, log="last"),
         )
-        assert judgements == (None, None, None, None), seed
+        assert judgements == (None, None, None), seed
 
 
 def test_no_right_history_is_called_wrong_without_a_log() -> None:
@@ -823,11 +785,6 @@ def test_the_answers_need_not_tell_the_places() -> None:
         assert check_register(made.history) is None, seed
         assert check_order(made.history, made.log) is None, seed
         assert check_watch(made.log, made.history, made.final) is None, seed
-
-
-def _last_of_each(log: Sequence[Event]) -> list[Event]:
-    last = {change.key: change for change in log}
-    return sorted(last.values(), key=lambda change: change.revision)
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice"])

@@ -52,12 +52,12 @@ async def commit(engine: MemoryEngine, *writes: Write) -> Commit:
 
 
 async def test_a_memory_without_a_name_is_private() -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     async with limpet.open("memory:") as one, limpet.open("memory:") as other:
         await one.put("key", 1)
 
         assert await other.get("key") is None
-        assert (one.traits.engine, one.traits.durability, one.traits.log) == ("memory", "none", "every")
+        assert (one.traits.engine, one.traits.durability) == ("memory", "none")
         assert (await one.status()).store_id != (await other.status()).store_id
 
 

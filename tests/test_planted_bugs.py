@@ -46,7 +46,7 @@ JUDGES = {
     "seen_expiry_is_not_recorded": ("redis-async", f"{SUITE}/test_time.py"),
     "expected_revision_is_not_compared": ("redis-async", f"{SUITE}/test_guards.py"),
     "patches_are_counted_wrong": ("", "tests/redis/test_short.py"),
-    "touch_hides_a_value": ("nats-async", f"{SUITE}/test_watch.py"),
+    "overwritten_change_is_skipped": ("nats-async", f"{SUITE}/test_log.py"),
     "alarm_is_kept_twice": ("nats-async", f"{SUITE}/test_primitives.py"),
     "lost_reply_is_unavailable": ("redis-async", FAULTS),
     "retry_is_sent_as_new": ("postgresql-async", f"{FAULTS}::test_each_write_is_applied_once_while_connections_break"),

@@ -10,11 +10,7 @@ import pytest
 import limpet
 from limpet.engines import memory
 from limpet.errors import Compacted
-from limpet.hub import SKEW_MS, is_same_history
-from limpet.model import BEGINNING, Change, Entry, Traits, fingerprint
-
-EVERY = Traits(engine="one", durability="disk", log="every", clock="host", inline=True)
-LAST = Traits(engine="other", durability="disk", log="last", clock="server", inline=False)
+from limpet.model import BEGINNING, Change, Entry, fingerprint
 
 
 def change(revision: int, at_ms: int = 1_700_000_000_000, *, cause: str | None = "r-1", key: str = "k") -> Change:
@@ -35,38 +31,6 @@ def test_a_fingerprint_tells_two_histories_apart() -> None:
     assert one == fingerprint(change(7))
     assert len({one, fingerprint(change(7, cause="r-2")), fingerprint(change(7, cause=None)), BEGINNING}) == 4
     assert one != fingerprint(change(7, 1_700_000_000_001))
-
-
-def test_a_log_of_every_change_has_the_very_same() -> None:
-    """Nothing but the change that was seen will do."""
-    seen, before = fingerprint(change(7)), fingerprint(change(6))
-
-    assert is_same_history(seen, seen, EVERY)
-    assert not is_same_history(before, seen, EVERY)
-
-
-@pytest.mark.parametrize(
-    ("found", "same"),
-    [
-        (change(7), True),
-        (change(6), True),
-        (change(6, 1_700_000_000_000 + SKEW_MS), True),
-        (change(6, 1_700_000_000_001 + SKEW_MS), False),
-        (change(7, cause="another"), False),
-        (change(8), False),
-    ],
-)
-def test_a_log_of_the_last_changes_is_compared_by_time(found: Change, same: bool) -> None:
-    """What was seen may be gone since; what is left before it must not be younger."""
-    assert is_same_history(fingerprint(found), fingerprint(change(7)), LAST) is same
-
-
-def test_a_change_of_unknown_time_is_older_than_nothing() -> None:
-    """Another program wrote it, so its time is unknown."""
-    foreign = fingerprint(change(7, 0, cause=None))
-
-    assert is_same_history(fingerprint(change(6)), foreign, LAST)
-    assert not is_same_history(fingerprint(change(7)), foreign, LAST)
 
 
 async def until(watch: limpet.Watch, key: str) -> None:

@@ -20,7 +20,7 @@ from limpet.clock import Clock
 from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
-from limpet.model import BEGINNING, Change, Event, LogPage, Op, Status, Synced, Traits, fingerprint
+from limpet.model import BEGINNING, Change, Event, LogPage, Op, Status, Synced, fingerprint
 from limpet.retry import Outage, retry
 
 __all__ = ["Hub", "Watch", "event_of"]
@@ -32,8 +32,6 @@ TAIL_BYTES_MAX: Final = 16_000_000
 WAIT_S: Final = 30.0
 RETRY_S: Final = 0.2
 DROP_BEYOND: Final = 64
-SKEW_MS: Final = 5_000
-"""Allowed clock skew between writers: the times of two changes may contradict their order by this much."""
 
 
 class Hub:
@@ -153,7 +151,7 @@ class Hub:
                 return
             self.failing_since = None
             outage.record_success()
-            if not is_same_history(page.before, self._at, self.engine.traits):
+            if page.before != self._at:
                 self._finish(_other_history(self._head))
                 return
             self._at = _last_fingerprint(page) or self._at
@@ -294,7 +292,7 @@ class Watch:
         try:
             self._cursor, known = _find_start(self._after, status, self._prefix)
             self._at = await self._hub.fingerprint_at(self._cursor)
-            if known is not None and not is_same_history(self._at, known, self._hub.engine.traits):
+            if known is not None and self._at != known:
                 raise _other_history(self._cursor)
             self._at = known or self._at
         except BaseException:
@@ -332,7 +330,7 @@ class Watch:
         # The hub compares histories for watches that keep up. A page from the log itself is compared here, unless the
         # cursor is between two changes of the span, where this watch has seen no change to compare with.
         is_known = page.before and self._at.startswith(f"{self._cursor}-")
-        if is_known and not is_same_history(page.before, self._at, self._hub.engine.traits):
+        if is_known and page.before != self._at:
             raise _other_history(self._cursor)
         fresh = [change for change in page.changes if change.revision > self._known.get(change.key, 0)]
         if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
@@ -380,21 +378,6 @@ def _find_start(after: str | int | None, status: Status, prefix: str) -> tuple[i
     if after > status.revision:
         raise Compacted(f"revision {after} lies ahead of this store, which is at {status.revision}")
     return after, known
-
-
-def is_same_history(found: str, known: str, traits: Traits) -> bool:
-    """Whether the log in which a change was found is the one in which the known change was seen.
-
-    A log that keeps every change still has the known one. Where the log keeps the last change of each key, the known
-    one may be gone because another followed it; then the one found before its position has to be older.
-    """
-    if found == known or traits.log == "every":
-        return found == known
-    revision, at_ms, _ = found.split("-")
-    known_revision, known_ms, _ = known.split("-")
-    # A message that another program wrote into a stream has no time.
-    is_older = known_ms == "0" or int(at_ms, 16) <= int(known_ms, 16) + SKEW_MS
-    return int(revision) < int(known_revision) and is_older
 
 
 def _other_history(revision: int) -> Compacted:

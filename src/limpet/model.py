@@ -551,7 +551,6 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
         engine: Its name.
         durability: What an acknowledged write survives: nothing (``none``), a crash of the server once it is some
             ``seconds`` old, a killed ``process``, a power cut (``disk``), or a lost machine (``quorum``).
-        log: Whether the log holds ``every`` change in its window or the ``last`` one per key.
         clock: Whose time decides about expiry: this ``host``'s, or the ``server``'s.
         inline: Whether calls complete in place, without an event loop.
         encrypted: Whether values are encrypted before they reach it.
@@ -559,7 +558,6 @@ class Traits(msgspec.Struct, frozen=True, gc=False):
 
     engine: str
     durability: Durability
-    log: Literal["every", "last"]
     clock: Literal["host", "server"]
     inline: bool
     encrypted: bool = False

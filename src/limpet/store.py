@@ -182,7 +182,7 @@ class Store:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
 
         It serves equality with numbers, strings and bytes, and the order of numbers. It makes every write a little
-        slower, and changes no result. False on an engine without indexes.
+        slower, and changes no result. False, and nothing is done, on an engine without indexes: memory and NATS.
         """
         engine, field = self._indexing, check_field(field)
         if engine is None:

@@ -88,13 +88,6 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
             return Refusal("guard", guard.key, found, now_ms, guard=guard)
 
     cause = cause or batch.request_id
-    if len(batch.writes) == 1 and batch.receipt_ms is None:
-        # Most batches are one put that finds no expired entry.
-        put = batch.writes[0]
-        if type(put) is Put:
-            current = find(put.family, put.key)
-            if current is None or current.expires_ms is None or now_ms < current.expires_ms:
-                return plan_put(put, current, now_ms, revision + 1, cause)
     changes: list[Change] = []
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
@@ -143,7 +136,10 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
 
 
 def plan_put(put: Put, current: Entry | None, now_ms: int, revision: int, cause: str | None) -> Plan:
-    """Decide what a put does on its own: to an entry that is live or absent, as the change of this revision."""
+    """Decide what one put without a guard does: to an entry that is live or absent, as the change of this revision.
+
+    It is what `plan` returns for a batch of this put alone.
+    """
     after = _make_entry(put, put.stored, current, now_ms, revision)
     change = Change("put", after, revision, revision, now_ms, cause, put.family)
     return Plan(Commit(revision, (after,), (None,), now_ms), (change,))

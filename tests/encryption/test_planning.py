@@ -199,7 +199,6 @@ def test_traits_are_those_of_the_inner_engine() -> None:
     assert traits == {
         "engine": "memory",
         "durability": "none",
-        "log": "every",
         "clock": "host",
         "inline": True,
         "encrypted": True,

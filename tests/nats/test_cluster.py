@@ -153,8 +153,8 @@ async def test_a_killed_leader_loses_and_doubles_nothing(cluster: list[Nats], mo
     unknown = [op for op in operations if op.outcome == "unknown"]
     silent_s = max(load.silences)
     print(f"{KILLS} leaders killed, {len(done)} calls done, {len(unknown)} unknown, silent for {silent_s:.1f} s")
-    problems = [check_watch(events, operations, final, log="last") for events in watched]
-    problems.append(check_order(operations))
+    problems = [check_watch(events, operations, final) for events in watched]
+    problems.append(check_order(operations, watched[0]))
     assert [problem for problem in problems if problem] == []
     assert len(done) > 100 * KILLS
 

@@ -109,11 +109,7 @@ async def test_any_request_id_is_a_cause() -> None:
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         for name in ("-", "=", "+", "+=", "a b", "."):
             await store.put("key", name, request_id=name)
-            (event,) = [event async for event in store.history("key")]
-            assert event.cause == name
-            await store.touch("key", 60)
-            under, _ = [event.cause async for event in store.history("key")]
-            assert under == name
+        assert [event.cause async for event in store.history("key")] == ["-", "=", "+", "+=", "a b", "."]
 
 
 async def test_a_broken_header_is_that_keys_trouble_alone() -> None:
@@ -127,10 +123,10 @@ async def test_a_broken_header_is_that_keys_trouble_alone() -> None:
         assert (await store.put("good", 2)).version == 2
 
 
-async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> None:
+async def test_a_process_that_only_writes_does_not_follow_the_stream() -> None:
     """Otherwise every message would be delivered back to a process that reads none: twice the work for each write."""
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
-        for number in range(30):
+        for number in range(9):
             await store.put(f"key/{number % 3}", number)
 
         window = limpet.Window(changes=10, age_ms_min=0)
@@ -139,7 +135,7 @@ async def test_whoever_only_writes_a_few_keys_does_not_follow_the_stream() -> No
 
         for number in range(30):
             await store.put(f"many/{number}", number)
-        assert await engine_of(store).trim(store.name, window) == 23
+        assert await engine_of(store).trim(store.name, window) == 29
         assert (await stream_of(store).info())["state"]["consumer_count"] == 1
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import limpet
 from limpet.engines.nats import connection as nats_link
-from limpet.engines.nats import mirror as nats_mirror
+from limpet.engines.nats import follower as nats_follower
 from limpet.engines.nats import stream as nats_stream
+from limpet.engines.nats.follower import Follower
 from limpet.engines.nats.messages import EntryId, Message
-from limpet.engines.nats.mirror import Follower
 from limpet.errors import Unavailable
 from limpet.model import Window
 from tests.engines import unique
@@ -52,8 +52,8 @@ async def _fill(store: limpet.Store) -> None:
 @pytest.mark.parametrize("call", [name for name in CALLS if name not in ("read", "commit")])
 async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server answers requests, and the messages that it is to deliver do not come."""
-    monkeypatch.setattr(nats_mirror, "PROGRESS_S", 0.5)
-    monkeypatch.setattr(nats_mirror, "STALL_S", 0.1)
+    monkeypatch.setattr(nats_follower, "PROGRESS_S", 0.5)
+    monkeypatch.setattr(nats_follower, "STALL_S", 0.1)
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await _fill(store)
         monkeypatch.setattr(Follower, "_on_message", lambda *_: None)
@@ -70,7 +70,7 @@ async def test_a_call_ends_when_nothing_is_delivered(call: str, monkeypatch: pyt
 @pytest.mark.slow
 async def test_a_load_goes_on_while_messages_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large namespace on a slow machine: only the time without a message counts."""
-    monkeypatch.setattr(nats_mirror, "PROGRESS_S", 3.0)
+    monkeypatch.setattr(nats_follower, "PROGRESS_S", 3.0)
     take = Follower._on_message
     held: asyncio.Queue[tuple[Any, ...]] = asyncio.Queue()
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:

@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 _SSL_REQUEST = 80877103
 _CANCEL_REQUEST = 80877102
 
-Fault = Literal["lose", "cut", "delay", "keep"]
+Fault = Literal["lose", "lose commit", "cut", "delay", "keep"]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -151,11 +151,14 @@ class Proxy(_Server):
         self._down = False
         self.faults = 0
         self.requests: list[str] = []
+        # The size of all requests and replies that were passed on.
+        self.passed_bytes = 0
 
     def fault(self, fault: Fault, pattern: str = "", *, nth: int = 1, stays_down: bool = False) -> None:
         """Inject a fault into the n-th request from now on that matches the pattern, and into no other.
 
-        ``lose`` lets the server reply, then closes the connection without passing the reply on. ``cut`` closes it
+        ``lose`` lets the server reply, then closes the connection without passing the reply on; ``lose commit`` waits
+        for a reply after which no transaction is open. ``cut`` closes it
         without passing the request on. ``delay`` holds the request until `release`. ``keep`` closes the client's side
         and holds the request until `deliver`. With ``stays_down``, all other connections are closed too, and new ones
         refused, until `resume`.
@@ -252,16 +255,27 @@ class _ProxiedConnection:
         self._proxy = proxy
         self._client, self._server = client, server
         self._names: dict[bytes, str] = {}
-        self._loses = False
+        self._loses: _Rule | None = None
         self.is_kept = False
 
     async def pass_replies(self) -> None:
+        kept = b""
         async for kind, message in _messages(self._server[0]):
-            if not self._loses:
+            if self._loses is None:
+                self._proxy.passed_bytes += len(message)
                 self._client[1].write(message)
-            elif kind == b"Z":
+                continue
+            kept += message
+            if kind != b"Z":
+                continue
+            if self._loses.fault == "lose" or message.endswith(b"I"):
                 self._proxy._report_fault()
                 break
+            # The transaction is still open: its end may be the next request.
+            self._proxy._rule, self._loses = self._loses, None
+            self._proxy._rule.left = 1
+            self._client[1].write(kept)
+            kept = b""
         await self._proxy._abort(self._client[1])
 
     async def pass_requests(self) -> None:
@@ -282,13 +296,14 @@ class _ProxiedConnection:
             rule = self._proxy._rule_for(statement) if statement and kind in b"SQ" else None
             if rule is not None and not await self._inject(rule, request):
                 return
+            self._proxy.passed_bytes += len(request)
             self._server[1].write(request)
             request, statement = b"", ""
 
     async def _inject(self, rule: _Rule, request: bytes) -> bool:
         """Inject the fault of a rule. Returns whether the request is still passed on."""
-        if rule.fault == "lose":
-            self._loses = True
+        if rule.fault in ("lose", "lose commit"):
+            self._loses = rule
             return True
         if rule.fault == "keep":
             self.is_kept = True

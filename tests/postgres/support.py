@@ -98,6 +98,11 @@ async def log_of(store: limpet.Store) -> list[Any]:
         after = page.next_after
 
 
+def contend(engine: PostgresEngine, namespace: str, key: str) -> None:
+    """Let an entry count as contended for a minute, so that commits which name it hold the namespace."""
+    engine._committer.known(namespace)._contended["data", key] = time.monotonic() + 60
+
+
 # Waiting ----------------------------------------------------------------------
 
 

@@ -16,25 +16,14 @@ from limpet.errors import Ambiguous, Unavailable
 from limpet.model import Window
 from tests.faults import VERBS, prepared, seen
 from tests.postgres.proxy import Fault, Proxy
-from tests.postgres.support import Holder, connected, log_of, new_schema, server, until, url_of
+from tests.postgres.support import Holder, connected, contend, engine_of, log_of, new_schema, server, until, url_of
 
-# The verbs that a function on the server decides, in one round trip. All others are planned in a transaction.
-FUNCTION = "limpet_(put|put_one|commit)\\("
-DECIDED_BY_SERVER = [
-    "put",
-    "put for a while",
-    "put over an older version",
-    "create",
-    "delete",
-    "take",
-    "touch",
-    "fenced put",
-    "batch",
-    "batch of puts",
-    "acquire",
-    "refresh",
-    "release",
-]
+FUNCTION = "limpet_(put|put_one|apply)\\("
+# Every other verb is one request, if this process knows the entries.
+READS_FIRST = ["update"]
+# A verb with a request id of its caller leaves a receipt, by which it is recognised when it comes late.
+WITHOUT_RECEIPT = [verb for verb in VERBS if verb not in READS_FIRST and "request id" not in verb]
+WITH_RECEIPT = [verb for verb in VERBS if "request id" in verb]
 
 
 @pytest.mark.parametrize("fault", ["lose", "cut"])
@@ -53,7 +42,8 @@ async def test_a_connection_that_breaks_at_any_request_of_a_write_leaves_it_done
         result = await VERBS[verb](store, lock)
         requests = [*proxy.requests]
         expected = await seen(store, result)
-        assert (re.search(FUNCTION, requests[0]) is not None and len(requests) == 1) == (verb in DECIDED_BY_SERVER)
+        assert re.search(FUNCTION, requests[-1]) is not None
+        assert len(requests) == 1 + (verb in READS_FIRST)
 
         for nth in range(1, len(requests) + 1):
             broken = store.namespace(f"broken-{nth}")
@@ -66,7 +56,7 @@ async def test_a_connection_that_breaks_at_any_request_of_a_write_leaves_it_done
             assert await seen(broken, result) == expected, f"the connection broke at {requests[nth - 1]}"
 
 
-@pytest.mark.parametrize("verb", DECIDED_BY_SERVER)
+@pytest.mark.parametrize("verb", WITHOUT_RECEIPT)
 async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
     schema: str, proxy: Proxy, verb: str
 ) -> None:
@@ -82,6 +72,24 @@ async def test_a_request_that_arrives_after_its_retry_was_answered_is_refused(
         answer = await asyncio.to_thread(proxy.deliver)
 
         assert answer == "limpet: this request was superseded by its own retry"
+        assert await seen(late, result) == expected
+
+
+@pytest.mark.parametrize("verb", WITH_RECEIPT)
+async def test_a_request_that_arrives_after_its_retry_left_a_receipt_changes_nothing(
+    schema: str, proxy: Proxy, verb: str
+) -> None:
+    """It expects that there is no receipt yet, so that its reply is only what is there."""
+    async with limpet.open(url_of(schema, proxy.url), namespace="sound", sweep=False) as store:
+        lock = await prepared(store)
+        expected = await seen(store, await VERBS[verb](store, lock))
+        late = store.namespace("late")
+        lock = await prepared(late)
+        proxy.fault("keep", FUNCTION)
+
+        result = await VERBS[verb](late, lock)
+
+        assert await asyncio.to_thread(proxy.deliver) is None
         assert await seen(late, result) == expected
 
 
@@ -101,7 +109,7 @@ async def test_a_late_group_is_refused_whole(schema: str, proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("fault", ["lose", "cut"])
-@pytest.mark.parametrize("function", ["limpet_put\\(", "limpet_commit\\("])
+@pytest.mark.parametrize("function", ["limpet_put\\(", "limpet_apply\\("])
 async def test_a_connection_that_breaks_at_either_part_of_a_group_leaves_each_put_done_once(
     schema: str, proxy: Proxy, function: str, fault: Fault
 ) -> None:
@@ -152,10 +160,11 @@ async def test_a_commit_that_arrives_while_its_retry_waits_is_found_by_it(schema
     """The retry waits for the namespace, which the first attempt still holds, and then finds it done."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store, connected() as connection:
         await store.add("count", 5)
+        contend(engine_of(store), store.name, "count")
         proxy.fault("keep", "COMMIT;")
         adding = asyncio.create_task(store.add("count", 3))
         waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE $1"
-        await until(lambda: connection.fetchval(waits, f"%{quoted(schema)}.limpet_hold%"))
+        await until(lambda: connection.fetchval(waits, f"%{quoted(schema)}.limpet_apply%"))
 
         assert await asyncio.to_thread(proxy.deliver) is None
 
@@ -168,6 +177,7 @@ async def test_a_commit_that_never_arrives_is_given_up_by_the_server(schema: str
     """Its transaction is ended when it has been idle for five seconds; then the retry gets its turn."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.add("count", 5)
+        contend(engine_of(store), store.name, "count")
         proxy.fault("keep", "COMMIT;")
 
         assert await store.add("count", 3) == 8
@@ -188,8 +198,10 @@ async def test_a_client_that_vanishes_before_it_has_written_is_given_up_by_the_s
     """
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.put("key", 1)
+        contend(engine_of(store), store.name, "count")
         assert await store.add("count", 0) == 0
-        proxy.fault("keep", "limpet_apply")
+        # The first call reads.
+        proxy.fault("keep", "limpet_apply", nth=2)
 
         adding = asyncio.create_task(store.add("count", 3))
         await asyncio.wait([adding], timeout=20)
@@ -249,7 +261,7 @@ async def test_a_slow_connection_delays_its_own_namespace_alone(schema: str, pro
 
 @pytest.mark.parametrize(
     ("request_text", "applied"),
-    [(FUNCTION, True), (FUNCTION, False), ("COMMIT;", True), ("COMMIT;", False)],
+    [(text, applied) for text in ("limpet_put_one", "limpet_apply", "COMMIT;") for applied in (True, False)],
 )
 async def test_ambiguous_is_raised_when_the_server_stays_away(
     schema: str, proxy: Proxy, request_text: str, applied: bool
@@ -257,10 +269,12 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(
     """`outcome` reports whether it was applied, as soon as the server is back."""
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.add("count", 5)
+        if request_text == "COMMIT;":
+            contend(engine_of(store), store.name, "key")
         proxy.fault("lose" if applied else "cut", request_text, stays_down=True)
 
         with pytest.raises(Ambiguous) as unknown:
-            await (store.put("key", "value") if request_text == FUNCTION else store.add("key", 1))
+            await (store.put("key", "value") if request_text == "limpet_put_one" else store.add("key", 1))
         proxy.resume()
         assert unknown.value.request_id is not None
         commit = await store.outcome(unknown.value.request_id)
@@ -271,10 +285,15 @@ async def test_ambiguous_is_raised_when_the_server_stays_away(
             assert (commit.revision, commit.replayed) == (2, True)
 
 
-async def test_the_same_call_under_its_request_id_settles_an_ambiguous_one(schema: str, proxy: Proxy) -> None:
+@pytest.mark.parametrize("request_text", ["limpet_apply", "COMMIT;"])
+async def test_the_same_call_under_its_request_id_settles_an_ambiguous_one(
+    schema: str, proxy: Proxy, request_text: str
+) -> None:
     async with limpet.open(url_of(schema, proxy.url), sweep=False) as store:
         await store.add("count", 5)
-        proxy.fault("lose", "COMMIT;", stays_down=True)
+        if request_text == "COMMIT;":
+            contend(engine_of(store), store.name, "count")
+        proxy.fault("lose", request_text, stays_down=True)
         with pytest.raises(Ambiguous):
             await store.add("count", 3, request_id="mine")
         proxy.resume()

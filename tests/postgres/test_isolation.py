@@ -18,6 +18,7 @@ import pytest
 
 import limpet
 import limpet.sync
+from limpet.commit import relative
 from limpet.errors import Compacted, InvalidNamespace, InvalidValue, PermissionDenied
 from limpet.isolation import postgres as grants
 from limpet.model import Batch, Put, Window
@@ -86,35 +87,40 @@ PUT = {
     "ns": "'{theirs}'",
     "channel": "'x'",
     "cause": "'x'",
-    "batches": "ARRAY[1]",
-    "ops": "ARRAY['put']",
+    "weight": "6",
     "families": "ARRAY['data']",
     "keys": "ARRAY['diary']",
     "kinds": "ARRAY['json']",
     "vals": "ARRAY['1']",
     "approximations": "ARRAY[NULL]",
-    "weights": "ARRAY[6]",
+    "weights": "ARRAY['6']",
     "ttls": "ARRAY[NULL]",
     "metas": "ARRAY['']",
     "causes": "ARRAY['x']",
 }
-UNGUARDED = {**{name: value for name, value in PUT.items() if name not in ("batches", "ops")}, "weight": "6"}
 ONE = {**dict.fromkeys(("ns", "channel", "cause", "weight"), "'1'"), "ns": "'{theirs}'", "name": "'diary'"}
 ONE |= {"sent": "'1'", "fam": "'data'", "sort": "'json'"}
-IS_ABSENT = {
-    "guard_batches": "ARRAY[1]",
-    "guard_families": "ARRAY['data']",
-    "guard_keys": "ARRAY['diary']",
-    "guard_tests": "ARRAY['absent']",
-    "guard_numbers": "ARRAY[NULL]",
-}
 APPLY = {
-    **{name: value for name, value in PUT.items() if name not in ("cause", "batches", "ttls")},
-    **dict.fromkeys(("now_ms", "new_keys", "new_size", "new_changes", "new_log"), "1"),
-    **dict.fromkeys(("revisions", "last_revisions", "entry_revisions"), "ARRAY[999]"),
-    **dict.fromkeys(("sizes", "versions", "created_revisions", "createds", "updateds"), "ARRAY[1]"),
-    **dict.fromkeys(("expires", "metas"), "ARRAY[NULL]"),
-    "new_revision": "999",
+    **{name: value for name, value in PUT.items() if name not in ("cause", "weight", "ttls")},
+    "name": "'x'",
+    **dict.fromkeys(("unit_changes", "unit_logs", "units", "versions"), "ARRAY['1']"),
+    **dict.fromkeys(("unit_keys", "unit_sizes"), "ARRAY['0']"),
+    "ops": "ARRAY['put']",
+    "sizes": "ARRAY['6']",
+    **dict.fromkeys(
+        ("revisions", "last_revisions", "entry_revisions", "created_revisions"), f"ARRAY['{relative.BASE + 1}']"
+    ),
+    **dict.fromkeys(("createds", "updateds"), f"ARRAY['{relative.NOW}']"),
+    "expires": "ARRAY[NULL]",
+}
+# It expects what no entry is, so that it is returned.
+READ = {
+    "read_units": "ARRAY['1']",
+    "read_families": "ARRAY['data']",
+    "read_keys": "ARRAY['diary']",
+    "read_revisions": "ARRAY['-2']",
+    "read_expired": "ARRAY['false']",
+    "read_values": "ARRAY['true']",
 }
 
 
@@ -128,7 +134,7 @@ def call(function: str, arguments: dict[str, str], schema: str = "{b}") -> str:
     return f"SELECT * FROM {schema}.{function}({given})"
 
 
-COMMIT = call("limpet_commit", PUT)
+WRITE = call("limpet_apply", APPLY)
 NOISY = (
     "CREATE OR REPLACE FUNCTION {w}.noisy(x text) RETURNS boolean LANGUAGE plpgsql COST 0.0000001 AS"
     " $$ BEGIN RAISE NOTICE 'saw %', x; RETURN true; END $$"
@@ -206,15 +212,18 @@ ANYWHERE: dict[str, Statements] = {
     "drop a policy": "DROP POLICY {their_policy} ON {b}.limpet_entries",
     # The functions.
     "call limpet_take": "SELECT * FROM {b}.limpet_take('{theirs}')",
-    "call limpet_apply": call("limpet_apply", APPLY),
-    "call limpet_commit": COMMIT,
-    "call limpet_put": call("limpet_put", UNGUARDED),
+    "call limpet_apply": WRITE,
+    "call limpet_put": call("limpet_put", PUT),
     "call limpet_put_one": call("limpet_put_one", ONE),
-    "delete by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['delete']"}),
-    "take by limpet_commit": call("limpet_commit", {**PUT, "ops": "ARRAY['take']"}),
-    "be shown what a guard found": call("limpet_commit", {**PUT, **IS_ABSENT}),
-    "be shown what is held": "SELECT * FROM {b}.limpet_hold('{theirs}', ARRAY['data'], ARRAY['diary'])",
-    "be shown a lock": "SELECT * FROM {b}.limpet_hold('{theirs}', ARRAY['lock'], ARRAY['nightly'])",
+    "delete by limpet_apply": call("limpet_apply", {**APPLY, "ops": "ARRAY['delete']"}),
+    "touch by limpet_apply": call("limpet_apply", {**APPLY, "ops": "ARRAY['touch']"}),
+    "be shown what was expected otherwise": call("limpet_apply", {**APPLY, **READ}),
+    "be shown a lock": call(
+        "limpet_apply", {**APPLY, **READ, "read_families": "ARRAY['lock']", "read_keys": "ARRAY['nightly']"}
+    ),
+    "be shown what is there and write nothing": call(
+        "limpet_apply", {**{name: APPLY[name] for name in ("ns", "channel", "name", "unit_changes")}, **READ}
+    ),
     # Names that mean something else.
     "a temporary table in front": (
         "CREATE TEMP TABLE limpet_namespaces (namespace text, revision bigint, floor bigint, at_ms bigint,"
@@ -227,12 +236,12 @@ ANYWHERE: dict[str, Statements] = {
         "CREATE OR REPLACE FUNCTION {w}.limpet_take(text) RETURNS text LANGUAGE sql RETURN $1",
         "CREATE OR REPLACE FUNCTION {w}.limpet_now_ms() RETURNS bigint LANGUAGE sql RETURN 0",
         "SET search_path = {w}, {b}",
-        COMMIT,
+        WRITE,
     ),
     "a built-in function in front": (
         "CREATE OR REPLACE FUNCTION {w}.pg_notify(text, text) RETURNS void LANGUAGE sql AS 'SELECT'",
         "SET search_path = {w}, pg_catalog",
-        COMMIT,
+        WRITE,
     ),
     "a function in a searched schema": (
         "CREATE FUNCTION public.convert_from(bytea, text) RETURNS text LANGUAGE sql RETURN ''"
@@ -294,7 +303,7 @@ ANOTHER_SCHEMA: dict[str, Statements] = {
     "how large a table is": "SELECT pg_relation_size('{b}.limpet_entries')",
     "grant a table": "GRANT ALL ON {b}.limpet_entries TO {attacker}",
     "grant the schema": "GRANT ALL ON SCHEMA {b} TO {attacker}",
-    "grant a function": "GRANT EXECUTE ON FUNCTION {b}.limpet_commit TO {attacker}",
+    "grant a function": "GRANT EXECUTE ON FUNCTION {b}.limpet_apply TO {attacker}",
     "revoke from another": "REVOKE ALL ON {b}.limpet_entries FROM {victim}",
     "learn the channel": "SELECT 'limpet_' || id FROM {b}.limpet_store",
 }
@@ -393,7 +402,7 @@ REVEALING: dict[str, Statements] = {
 WITHOUT_EFFECT: dict[str, Statements] = {
     "grant a table": "GRANT ALL ON {b}.limpet_entries TO {attacker}",
     "grant the schema": "GRANT ALL ON SCHEMA {b} TO {attacker}",
-    "grant a function": "GRANT EXECUTE ON FUNCTION {b}.limpet_commit TO PUBLIC",
+    "grant a function": "GRANT EXECUTE ON FUNCTION {b}.limpet_apply TO PUBLIC",
     "revoke from another": "REVOKE ALL ON {b}.limpet_entries FROM {victim}",
     "explain a delete": "EXPLAIN ANALYZE DELETE FROM {b}.limpet_entries WHERE namespace = '{theirs}'",
     "explain what is there": "EXPLAIN (ANALYZE, VERBOSE) SELECT * FROM {b}.limpet_entries WHERE key > 'about/'",
@@ -481,17 +490,18 @@ async def test_a_crafted_argument_of_ones_own_functions_reaches_no_other_tenant(
 ) -> None:
     """They accept any argument, which only names something in the caller's own schema."""
     own, crafted = quoted(separated.attackers_schema), argument.format_map(separated.words)
-    anything = {**PUT, **IS_ABSENT, "ns": "$1", "keys": "ARRAY[$2]"}
-    unguarded = {**UNGUARDED, "ns": "$1", "keys": "ARRAY[$2]"}
+    written = {**APPLY, "ns": "$1", "keys": "ARRAY[$2]"}
+    shown = {**written, **READ, "read_keys": "ARRAY[$2]"}
+    puts = {**PUT, "ns": "$1", "keys": "ARRAY[$2]"}
     one = {**ONE, "ns": "$1", "name": "$2"}
     before = await fingerprint(separated)
 
     async with connected(separated.attackers_url) as connection:
         outputs = [
             await connection.fetch(f"SELECT * FROM {own}.limpet_take($1)", crafted),
-            await connection.fetch(f"SELECT * FROM {own}.limpet_hold($1, $2, $2)", crafted, ["data", crafted]),
-            await connection.fetch(call("limpet_commit", anything, own), crafted, crafted or "k"),
-            await connection.fetch(call("limpet_put", unguarded, own), crafted, crafted or "k"),
+            await connection.fetch(call("limpet_apply", written, own), crafted, crafted or "k"),
+            await connection.fetch(call("limpet_apply", shown, own), crafted, crafted or "k"),
+            await connection.fetch(call("limpet_put", puts, own), crafted, crafted or "k"),
             await connection.fetch(call("limpet_put_one", one, own), crafted, crafted or "k"),
         ]
 

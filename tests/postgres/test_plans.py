@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import asyncpg
@@ -14,8 +15,8 @@ import limpet
 from limpet.engines.postgres.engine import PostgresEngine, open_over
 from limpet.errors import Unavailable
 from limpet.keys import key_span, prefix_span
-from limpet.model import ABSENT, Add, Delete, Guard, Revision, Touch
-from tests.postgres.support import Spy, batch, connected, engine_of, new_schema, put, server, url_of
+from limpet.model import ABSENT, PRESENT, Add, Delete, Guard, Revision, Touch
+from tests.postgres.support import Spy, batch, connected, contend, engine_of, new_schema, put, server, url_of
 
 MANY = 20_000
 
@@ -138,16 +139,31 @@ async def test_commits_and_retries_never_look_through_a_whole_table(filled: Post
         assert await connection.fetchval(scans, filled._schema) > 60
 
 
-async def test_expected_revisions_are_looked_up_by_key_in_sessions_of_a_caller(schema: str) -> None:
+async def put_expecting(engine: PostgresEngine, number: int) -> None:
+    """Puts with expected revisions, which the function for puts looks up."""
+    keys = [f"{number}/{letter}" for letter in string.ascii_lowercase]
+    await asyncio.gather(*(engine.commit("other", batch(put(key, 1), guards=(Guard(key, ABSENT),))) for key in keys))
+
+
+async def apply_each_kind(engine: PostgresEngine, number: int) -> None:
+    """Writes of each kind, over entries that are known and such that are not, in one group and under a lock."""
+    for key in (f"{number}/a", f"{number}/b"):
+        await engine.commit("other", batch(put(key, 1), Add(f"{key}/n", 1), digest=b"d", receipt_ms=60_000))
+        engine._committer.forget("other")
+        await asyncio.gather(
+            engine.commit("other", batch(Touch(key, 60_000), put("other", number), guards=(Guard(key, PRESENT),))),
+            engine.commit("other", batch(Add(f"{key}/n", 1))),
+        )
+        contend(engine, "other", key)
+        await engine.commit("other", batch(Delete(key)))
+
+
+@pytest.mark.parametrize("write", [put_expecting, apply_each_kind])
+async def test_entries_are_looked_up_by_key_in_sessions_of_a_caller(
+    schema: str, write: Callable[[PostgresEngine, int], Awaitable[None]]
+) -> None:
     """Such a session has its own settings. It planned these lookups when the table was small, and now it is large."""
     count = "SELECT seq_scan FROM pg_stat_user_tables WHERE schemaname = $1 AND relname = 'limpet_entries'"
-
-    async def put_guarded(engine: PostgresEngine, number: int) -> None:
-        keys = [f"{number}/{letter}" for letter in string.ascii_lowercase]
-        await asyncio.gather(
-            *(engine.commit("other", batch(put(key, 1), guards=(Guard(key, ABSENT),))) for key in keys)
-        )
-
     async with connected() as observer:
         await observer.execute(f"CREATE SCHEMA {schema}")
         settings = {"search_path": schema}
@@ -156,16 +172,32 @@ async def test_expected_revisions_are_looked_up_by_key_in_sessions_of_a_caller(s
             await engine.commit("other", batch(put("first", 1)))
             await observer.execute(f"ANALYZE {schema}.limpet_entries")
             for number in range(10):
-                await put_guarded(engine, number)
+                await write(engine, number)
             await observer.execute(engine._sql(FILL))
             await engine._fetch("SELECT pg_stat_force_next_flush()")
             before = await observer.fetchval(count, schema)
 
-            await put_guarded(engine, 10)
+            await write(engine, 10)
 
             await engine._fetch("SELECT pg_stat_force_next_flush()")
             assert await observer.fetchval(count, schema) == before
             await engine.close()
+
+
+async def test_what_was_planned_on_an_empty_table_reads_no_whole_table_later(engine: PostgresEngine) -> None:
+    """The session keeps its plans, and the table has grown since by what another process wrote."""
+    count = "SELECT sum(seq_scan)::int FROM pg_stat_user_tables WHERE schemaname = $1 AND relname <> 'limpet_store'"
+    async with connected() as observer:
+        for number in range(10):
+            await apply_each_kind(engine, number)
+        await observer.execute(engine._sql(FILL))
+        await engine._fetch("SELECT pg_stat_force_next_flush()")
+        before = await observer.fetchval(count, engine._schema)
+
+        await apply_each_kind(engine, 10)
+
+        await engine._fetch("SELECT pg_stat_force_next_flush()")
+        assert await observer.fetchval(count, engine._schema) == before
 
 
 async def test_an_index_may_take_longer_than_any_other_transaction(monkeypatch: pytest.MonkeyPatch) -> None:

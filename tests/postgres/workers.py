@@ -17,9 +17,10 @@ from typing import Any
 
 import limpet
 import limpet.sync
-from limpet.engines.postgres.group_plan import GroupPlan
+from limpet.commit.group import GroupPlan
 from limpet.errors import Ambiguous, Conflict, TransientError
 from limpet.model import Commit
+from tests.postgres.support import contend, engine_of
 
 WORKERS: dict[str, Callable[..., None]] = {}
 
@@ -183,13 +184,14 @@ def stops_inside(url: str) -> None:
     """Adds, and stops itself in the middle of the transaction, when it has decided and not yet written."""
     add = GroupPlan.add
 
-    def stop_and_add(self: Any, batch: Any, request_id: str) -> Any:
+    def stop_and_add(self: Any, batch: Any, cause: str | None) -> Any:
         GroupPlan.add = add  # type: ignore[method-assign]
         # Sent to this thread, so that it stops here. The other threads stop with it.
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        return add(self, batch, request_id)
+        return add(self, batch, cause)
 
     with limpet.sync.open(url, sweep=False) as store:
+        contend(engine_of(store._twin), store.name, "count")
         GroupPlan.add = stop_and_add  # type: ignore[method-assign]
         send(store.add("count", 3))
 

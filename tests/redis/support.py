@@ -22,7 +22,7 @@ def proxy_of(url: str) -> Proxy:
         writer.write(b"SELECT %s\r\n" % url.rpartition("/")[2].encode())
         await reader.readline()
 
-    return Proxy(url, rb"\r\n(commit|write)\r\n", greet)
+    return Proxy(url, rb"\r\n(apply|write)\r\n", greet)
 
 
 def engine_of(store: limpet.Store) -> RedisEngine:

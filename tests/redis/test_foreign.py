@@ -108,6 +108,17 @@ async def test_it_can_be_put_anew_and_deleted(store: limpet.Store) -> None:
     await assert_whole(store)
 
 
+async def test_it_can_be_put_anew_and_deleted_by_a_process_that_has_not_seen_it(store: limpet.Store) -> None:
+    async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+        assert (await other.put("job", {"y": 2}, ttl=60)).version == 2
+
+    await store.record("job").put({"x": 1})
+    await command(store, "SET", f"{{{store.name}}}:job", "foreign")
+    async with limpet.open(server(), namespace=store.name, sweep=False) as other:
+        assert await other.delete("job")
+    await assert_whole(store)
+
+
 # Data of another program, at a key that has no entry ------------------------------------------------------------
 
 FIRST_WRITES: dict[str, Callable[[limpet.Store, str], Awaitable[Any]]] = {

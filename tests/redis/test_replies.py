@@ -53,7 +53,7 @@ async def target() -> AsyncIterator[tuple[StateStore, str]]:
 
 CALLS: dict[str, Callable[[StateStore, str], Awaitable[Any]]] = {
     "set_field": lambda states, key: states.set_field(key, "n", b"1"),
-    "set_fields": lambda states, key: states.set_fields(key, {"n": b"1", "m": None}),
+    "set_fields": lambda states, key: states.set_fields(key, {"n": b"1", "state": b"done"}),
     "compare_and_swap": lambda states, key: states.compare_and_swap(key, "state", b"open", b"done"),
     "refused compare_and_swap": lambda states, key: states.compare_and_swap(key, "state", b"other", b"done"),
     "touch": lambda states, key: states.touch(key, 60),

@@ -122,7 +122,7 @@ async def test_traits_are_the_servers_but_for_how_it_is_reached(server: Running,
         running(url=f"sqlite:///{tmp_path}/state.db") as on_file,
         limpet.open(on_file.url) as store,
     ):
-        assert store.traits == limpet.Traits("http", "disk", "every", "server", False)
+        assert store.traits == limpet.Traits("http", "disk", "server", False)
 
 
 # TLS ----------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class _Answers(BaseHTTPRequestHandler):
         from limpet.protocol import engine_msgpack as wire
         from limpet.server.engine_routes import LIMITS
 
-        traits = limpet.Traits("memory", "none", "every", "host", True)
+        traits = limpet.Traits("memory", "none", "host", True)
         self._say(200, {"Content-Type": wire.MEDIA}, wire.encode(wire.Served(traits, LIMITS)))
 
     def do_POST(self) -> None:

@@ -192,7 +192,7 @@ def test_a_refusal_arrives_with_the_guard_that_failed(batch: Batch, data: st.Dat
 
 
 def test_traits_arrive_as_they_were_sent() -> None:
-    served = wire.Served(Traits("sqlite", "disk", "every", "host", True), wire.Limits(1, 2, 3, 4.0))
+    served = wire.Served(Traits("sqlite", "disk", "host", True), wire.Limits(1, 2, 3, 4.0))
 
     assert wire.decode(wire.encode(served), wire.Served) == served
 

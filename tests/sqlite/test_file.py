@@ -316,13 +316,13 @@ def test_the_mode_of_a_file_that_was_there_is_left_alone(path: Path, url: str) -
     ],
 )
 async def test_durability_is_as_the_url_asks(url: str, option: str, level: int, durability: str) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     engine = await open_sqlite(url + option, limpet.SystemClock())
     assert engine._writer.connection is not None
 
     assert engine._writer.connection.execute("PRAGMA synchronous").fetchone() == (level,)
     assert engine._writer.connection.execute("PRAGMA journal_mode").fetchone() == (b"wal",)
-    assert (engine.traits.engine, engine.traits.durability, engine.traits.log) == ("sqlite", durability, "every")
+    assert (engine.traits.engine, engine.traits.durability) == ("sqlite", durability)
     # A writer that is replaced after a fault must not be a weaker one.
     engine._writer.abandon()
     assert engine._writer.begin().execute("PRAGMA synchronous").fetchone() == (level,)

@@ -155,6 +155,38 @@ def tries_to_lock(url: str) -> None:
 
 
 @worker
+def adds_until(url: str, total: str) -> None:
+    """Adds to a number until all have added so much together. Reports the values of its own adds."""
+    with limpet.sync.open(url, sweep=False) as store:
+        say("ready")
+        await_moment()
+        values = []
+        while (value := store.add("hits")) <= int(total):
+            values.append(value)
+        say(values)
+
+
+@worker
+def comes_next(url: str) -> None:
+    """Takes the place of the next writer, and never begins."""
+    with limpet.sync.open(url, sweep=False) as store:
+        engine: Any = store._twin._session.engine
+        wal = engine._cached.wal
+        say(wal.next_writer.take())
+        receive()
+
+
+@worker
+def writes_without_end(url: str) -> None:
+    """Begins a transaction, and never commits."""
+    with limpet.sync.open(url, sweep=False) as store:
+        engine: Any = store._twin._session.engine
+        engine._writer.begin().execute("UPDATE limpet_store SET epoch = 99")
+        say("begun")
+        receive()
+
+
+@worker
 def visits(url: str, *keys: str) -> None:
     """Opens, reads and closes: the shortest life of a process."""
     with limpet.sync.open(url, sweep=False) as store:

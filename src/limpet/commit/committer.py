@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final, Protocol
 
 import msgspec
 
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
+from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.errors import Ambiguous, LimpetError, Unavailable
 from limpet.model import (
@@ -31,12 +32,15 @@ from limpet.model import (
     Entry,
     Equals,
     FieldEquals,
+    HeldBy,
     Patch,
     Refusal,
+    Revision,
     StoredFamily,
+    Version,
 )
 from limpet.request_ids import new_request_id
-from limpet.retry import jitter_s
+from limpet.retry import JITTER_S_MAX, jitter_s
 
 __all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale", "Storage", "Unit"]
 
@@ -66,11 +70,15 @@ class Expected(msgspec.Struct, frozen=True, gc=False):
         revision: The revision of the entry, `ABSENT_REVISION` or `UNKNOWN_REVISION`.
         has_expired: Whether the entry has expired, by the time of the engine.
         needs_value: Whether the reply must have the value if the entry is another.
+        updated_ms: When the entry was updated, and
+        expires_ms: when it expires. A server that lost its last writes gives their revisions again, to others.
     """
 
     revision: int = ABSENT_REVISION
     has_expired: bool = False
     needs_value: bool = False
+    updated_ms: int = 0
+    expires_ms: int | None = None
 
 
 class Unit(msgspec.Struct, gc=False):
@@ -87,7 +95,7 @@ class Unit(msgspec.Struct, gc=False):
 
     expected: dict[EntryId, Expected]
     changes: list[tuple[Change, int]]
-    kept: dict[EntryId, Entry]
+    kept: Mapping[EntryId, Entry]
     counters: Counters
 
 
@@ -139,6 +147,7 @@ class Committer:
         self._display_name = display_name
         self._hold = hold
         self._known: dict[str, KnownEntries] = {}
+        self._round_trip_s = 0.0
 
     def known(self, namespace: str) -> KnownEntries:
         """What this process knows of the entries of a namespace."""
@@ -155,6 +164,30 @@ class Committer:
                 known.drop((write.family, write.key))
             else:
                 known.set((write.family, write.key), Head(entry, entry.weight_bytes))
+
+    def is_contended(self, namespace: str, batches: Iterable[Batch]) -> bool:
+        """Whether a guarded one of the batches names a contended entry."""
+        known = self._known.get(namespace)
+        return known is not None and any(batch.guards and known.names_contended(batch) for batch in batches)
+
+    def note_left_out(self, namespace: str, batch: Batch) -> None:
+        """Note that an entry had not the revision that a batch expects, which was sent in another way.
+
+        If this process itself wrote the entry since, no other is known to contend for it.
+        """
+        known = self.known(namespace)
+        for guard in batch.guards:
+            entry = known.find((guard.family, guard.key)).entry
+            condition = guard.condition
+            if isinstance(condition, Revision) and entry is not None and entry.revision <= condition.number:
+                known.contend([(guard.family, guard.key)])
+
+    def note_refused(self, namespace: str, batch: Batch, refusal: Refusal) -> None:
+        """Note that a batch was refused which was sent in another way, and remember the entry found."""
+        self.note_left_out(namespace, batch)
+        guard, found = refusal.guard, refusal.found
+        if guard is not None and found is not None and found.stored is not None:
+            self.known(namespace).set((guard.family, guard.key), Head(found, found.weight_bytes))
 
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
@@ -174,11 +207,16 @@ class Committer:
             for position, batch in enumerate(batches)
         ]
         results: dict[int, CommitResult] = {}
+        if self.known(namespace).has_won(batches):
+            # The others have just lost. Without a pause they would lose again: this process is the first to know what
+            # it has written.
+            await asyncio.sleep(self._round_trip_s)
         while pending:
             started_at = time.monotonic()
             try:
                 done, stale = await self._commit_once(namespace, name, pending)
                 results |= done
+                self._round_trip_s = min(time.monotonic() - started_at, JITTER_S_MAX)
             except ReplyLost as error:
                 results |= {one.position: self._ambiguous(one.cause, since, error) for one in pending}
                 break
@@ -200,27 +238,46 @@ class Committer:
     ) -> tuple[dict[int, CommitResult], list[_Member]]:
         """Send the batches once. Returns the results of those that were applied, and the others."""
         known = self.known(namespace)
-        for member in pending:
-            if member.batch.retry_since is not None and member.batch.request_id is not None:
-                # Each time before it is planned: its first attempt may be applied in between.
-                member.logged = await self._storage.find_changes(
-                    namespace, member.batch.retry_since, member.batch.request_id
-                )
+        await self._search_log(namespace, name, pending)
         if self._hold is None or not known.is_contended(pending):
             return await self._plan_and_apply(functools.partial(self._storage.apply, namespace), name, known, pending)
-        async with self._hold(namespace) as apply:
-            unit = Unit(_read_all(pending), [], {}, Counters(BASE))
-            (reply,) = await apply(name, [unit])
-            assert isinstance(reply, Stale), "no entry has the revision that is expected"
-            known.correct(reply)
-            for member in pending:
-                member.found = reply.found
-            return await self._plan_and_apply(apply, name, known, pending)
+        try:
+            async with self._hold(namespace) as apply:
+                unit = Unit(_read_all(pending), [], {}, Counters(BASE))
+                (reply,) = await apply(name, [unit])
+                assert isinstance(reply, Stale), "no entry has the revision that is expected"
+                known.correct(reply)
+                for member in pending:
+                    member.found = reply.found
+                return await self._plan_and_apply(apply, name, known, pending)
+        except BaseException:
+            # What was learned of the writes may be rolled back, and their revisions given to others.
+            self.forget(namespace)
+            raise
+
+    async def _search_log(self, namespace: str, name: str, pending: list[_Member]) -> None:
+        """Find what retries have done earlier.
+
+        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. One with a
+        receipt does not look for marks, and the receipt is compared with what the plan has read.
+        """
+        retries = [one for one in pending if one.batch.retry_since is not None and one.batch.request_id is not None]
+        marks = [make_mark(one.cause, NOW) for one in retries if one.batch.receipt_ms is None and not one.is_marked]
+        if marks:
+            kept: dict[EntryId, Entry] = {("superseded", mark.key): mark for mark in marks}
+            (reply,) = await self._storage.apply(namespace, name, [Unit({}, [], kept, Counters(BASE))])
+            if isinstance(reply, LimpetError):
+                raise reply
+        for member in retries:
+            member.is_marked = True
+            assert member.batch.retry_since is not None
+            # Each time before it is planned: another retry of it may be applied in between.
+            member.logged = await self._storage.find_changes(namespace, member.batch.retry_since, member.cause)
 
     async def _plan_and_apply(
         self, apply: Apply, name: str, known: KnownEntries, pending: list[_Member]
     ) -> tuple[dict[int, CommitResult], list[_Member]]:
-        planned = [_PlannedUnit(known, members) for members in _split(pending)]
+        planned = [_PlannedUnit(known, members, known.now_ms()) for members in _split(pending)]
         replies = await apply(name, [one.unit for one in planned])
         results: dict[int, CommitResult] = {}
         stale: list[_Member] = []
@@ -229,8 +286,10 @@ class Committer:
                 known.correct(reply)
                 has_lost = known.note_contended(one.unit, reply)
                 for member in one.members:
-                    member.found, member.has_lost = reply.found, has_lost
-                stale += one.members
+                    member.found, member.has_lost, member.is_stale = reply.found, has_lost, True
+                refused = _refuse(known, one.members, reply)
+                results |= refused
+                stale += [member for member in one.members if member.position not in refused]
                 continue
             if isinstance(reply, LimpetError):
                 if len(one.members) > 1:
@@ -247,8 +306,13 @@ class Committer:
                     # The caller gets the entry found with its value, which was too large to be known.
                     member.needs_value = one.unit.expected.keys()
                     stale.append(member)
+                    continue
+                result = _resolve(outcome, reply)
+                if isinstance(result, Refusal) and _has_come_true(result):
+                    member.found = {}
+                    stale.append(member)
                 else:
-                    results[member.position] = _resolve(outcome, reply)
+                    results[member.position] = result
         return results, stale
 
     async def _commit_each(
@@ -276,6 +340,8 @@ class KnownEntries:
         self._heads: dict[EntryId, Head] = {}
         # Until when each entry counts as contended.
         self._contended: dict[EntryId, float] = {}
+        # Contended entries that this process was the last to write, as far as it knows.
+        self._won: set[EntryId] = set()
         self._seen_ms = 0
         self._seen_at = 0.0
 
@@ -315,27 +381,58 @@ class KnownEntries:
         for change, weight_bytes in unit.changes:
             after = change.after
             head = _ABSENT if after is None else Head(moment.resolve(after), weight_bytes)
-            self.set((change.family, change.entry.key), head)
+            entry_id: EntryId = (change.family, change.entry.key)
+            self.set(entry_id, head)
+            if entry_id in self._contended:
+                self._won.add(entry_id)
 
     def note_contended(self, unit: Unit, stale: Stale) -> bool:
-        """Note the entries that have changed under a unit, and whether there are any.
+        """Note the entries that have changed under a unit, and return whether there are any.
 
         One that was only not known yet is not among them.
         """
-        until, has_changed = time.monotonic() + CONTENDED_S, False
+        changed = []
         for entry_id, expected in unit.expected.items():
             found = stale.found.get(entry_id, _ABSENT).entry
             if expected.revision >= 0 and (found is None or found.revision != expected.revision):
-                self._contended[entry_id], has_changed = until, True
-        return has_changed
+                changed.append(entry_id)
+        self.contend(changed)
+        return bool(changed)
 
-    def is_contended(self, members: Iterable[_Member]) -> bool:
-        """Whether one of the batches names a contended entry."""
+    def contend(self, entry_ids: Iterable[EntryId]) -> None:
+        """Let entries count as contended for a while."""
+        until = time.monotonic() + CONTENDED_S
+        self._contended.update((entry_id, until) for entry_id in entry_ids)
+
+    def has_won(self, batches: Iterable[Batch]) -> bool:
+        """Whether this process was the last to write a contended entry that one of the batches expects as it is.
+
+        Says so once for each time.
+        """
+        if not self._won:
+            return False
+        found = any(
+            _expects_version(batch) and not self._won.isdisjoint(_find_named(batch)) and self.names_contended(batch)
+            for batch in batches
+        )
+        self._won.clear()
+        return found
+
+    def names_contended(self, batch: Batch) -> bool:
+        """Whether a batch names a contended entry."""
         if not self._contended:
             return False
         now = time.monotonic()
         self._contended = {entry_id: until for entry_id, until in self._contended.items() if until > now}
-        return any(entry_id in self._contended for member in members for entry_id in _find_named(member.batch))
+        return any(entry_id in self._contended for entry_id in _find_named(batch))
+
+    def is_contended(self, members: Iterable[_Member]) -> bool:
+        """Whether one of the batches names a contended entry, and holding it helps that batch."""
+        return any(
+            self.names_contended(member.batch)
+            for member in members
+            if member.is_stale or not _expects_version(member.batch)
+        )
 
     def _see_time(self, now_ms: int) -> None:
         self._seen_ms, self._seen_at = now_ms, time.monotonic()
@@ -349,7 +446,9 @@ class _Member:
 
     Attributes:
         logged: What a retry has found of itself in the log.
+        is_marked: Whether its first attempt is superseded.
         found: What the last attempt has found.
+        is_stale: Whether an attempt has failed.
         needs_value: Entries whose value is needed, beside those that the batch itself names.
         has_lost: Whether another process was faster at the last attempt.
         is_alone: Whether it must not be in a unit with others, one of which cannot be applied.
@@ -360,6 +459,8 @@ class _Member:
         self.batch = batch
         self.cause = cause
         self.logged: list[Change] = []
+        self.is_marked = False
+        self.is_stale = False
         self.found: dict[EntryId, Head] = {}
         self.needs_value: Iterable[EntryId] = ()
         self.has_lost = False
@@ -369,15 +470,16 @@ class _Member:
 class _PlannedUnit:
     """A unit, and the outcome of each of its batches if it is applied."""
 
-    def __init__(self, known: KnownEntries, members: list[_Member]) -> None:
+    def __init__(self, known: KnownEntries, members: list[_Member], now_ms: int) -> None:
         self.members = members
         self._known = known
-        self._now_ms = known.now_ms()
+        self._now_ms = now_ms
         self._found = {entry_id: head for member in members for entry_id, head in member.found.items()}
         self._needs_value = {entry_id for member in members for entry_id in _find_needed_values(member)}
         self._expected: dict[EntryId, Expected] = {}
-        logged = {member.cause: member.logged for member in members}
-        self._plan = GroupPlan(self._load, lambda _, cause: logged[cause], Counters(BASE), NOW)
+        # The first attempt of a retry may be in the same group, and has searched for nothing.
+        logged = {member.cause: member.logged for member in members if member.logged}
+        self._plan = GroupPlan(self._load, lambda _, cause: logged.get(cause, ()), Counters(BASE), NOW)
         self.outcomes = [self._add(member) for member in members]
         plan = self._plan
         self.unit = Unit(self._expected, plan.changes, plan.kept, plan.counters)
@@ -399,14 +501,32 @@ class _PlannedUnit:
         has_expired = entry.expires_ms is not None and entry.expires_ms <= self._now_ms
         is_unknown = needs_value and entry.stored is None
         revision = UNKNOWN_REVISION if is_unknown else entry.revision
-        self._expected[entry_id] = Expected(revision, has_expired, needs_value)
+        self._expected[entry_id] = Expected(revision, has_expired, needs_value, entry.updated_ms, entry.expires_ms)
         self._plan.weights[entry_id] = head.weight_bytes
         return as_planned(entry, has_expired=has_expired)
+
+
+def _refuse(known: KnownEntries, members: list[_Member], stale: Stale) -> dict[int, CommitResult]:
+    """The results of batches that are all refused by what a reply has found. It is no older than their comparison."""
+    planned = _PlannedUnit(known, members, stale.now_ms)
+    if planned.unit.changes or planned.unit.kept or not planned.unit.expected.keys() <= stale.found.keys():
+        return {}
+    moment = Moment(0, stale.now_ms)
+    results: dict[int, CommitResult] = {}
+    for member, outcome in zip(members, planned.outcomes, strict=True):
+        if isinstance(outcome, Refusal) and (outcome.found is None or outcome.found.stored is not None):
+            results[member.position] = moment.resolve_refusal(outcome)
+    return results
 
 
 def _find_named(batch: Batch) -> Iterable[EntryId]:
     """The entries that a batch names."""
     return ((one.family, one.key) for one in (*batch.writes, *batch.guards))
+
+
+def _expects_version(batch: Batch) -> bool:
+    """Whether a batch is refused if another writer was faster. Then holding only keeps the others waiting."""
+    return any(isinstance(guard.condition, Revision | Version | Equals | FieldEquals) for guard in batch.guards)
 
 
 def _read_all(members: list[_Member]) -> dict[EntryId, Expected]:
@@ -464,6 +584,14 @@ def _resolve(outcome: CommitResult, moment: Moment) -> CommitResult:
     if isinstance(outcome, Commit):
         return moment.resolve_commit(outcome)
     return moment.resolve_refusal(outcome) if isinstance(outcome, Refusal) else outcome
+
+
+def _has_come_true(refusal: Refusal) -> bool:
+    """Whether a batch expects the very revision that a batch before it got, which no plan can know."""
+    guard, found = refusal.guard, refusal.found
+    if guard is None or found is None:
+        return False
+    return guard.condition in (Revision(found.revision), HeldBy(found.created_revision))
 
 
 def _dropped() -> LimpetError:

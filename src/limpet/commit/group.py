@@ -6,18 +6,29 @@ earlier result of a retry, superseded requests, receipts, counters, and a batch 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Final, get_args
 
 import msgspec
 
 from limpet.commit.receipts import make_mark, may_be_superseded, superseded_error
 from limpet.errors import InvalidValue, LimpetError
-from limpet.model import Batch, Change, Commit, Entry, Guard, Refusal, StoredFamily, Write, live
+from limpet.model import Batch, Change, Commit, Entry, Guard, Put, Refusal, StoredFamily, Write, live
 from limpet.request_ids import request_group
-from limpet.transition import plan, recall
+from limpet.transition import plan, plan_put, recall
 
-__all__ = ["Counters", "EntryId", "FindChanges", "GroupPlan", "Load", "NotApplied", "commit_error", "is_fault_of_one"]
+__all__ = [
+    "Counters",
+    "EntryId",
+    "FindChanges",
+    "GroupPlan",
+    "Load",
+    "NotApplied",
+    "commit_error",
+    "find_plain_put",
+    "is_fault_of_one",
+]
 
 EntryId = tuple[StoredFamily, str]
 """The family and the key of an entry."""
@@ -27,6 +38,14 @@ Load = Callable[[StoredFamily, str], Entry | None]
 
 FindChanges = Callable[[int, str], Iterable[Change]]
 """Reads the log: the changes after a revision that a request made."""
+
+
+def find_plain_put(batch: Batch) -> Put | None:
+    """The only write of a batch, if that is a put without a guard and the batch has no request id."""
+    if batch.request_id is not None or batch.guards or len(batch.writes) != 1:
+        return None
+    put = batch.writes[0]
+    return put if type(put) is Put else None
 
 
 class Counters(msgspec.Struct, gc=False):
@@ -63,6 +82,9 @@ class Counters(msgspec.Struct, gc=False):
             self.size_bytes += change_bytes
 
 
+_NOTHING: Final[Mapping[EntryId, Entry]] = MappingProxyType({})
+
+
 class GroupPlan:
     """What the batches of a group do to one namespace, collected to be stored at once.
 
@@ -74,6 +96,8 @@ class GroupPlan:
         weights: The weights of entries that were loaded without their value.
     """
 
+    __slots__ = ("_find_changes", "_load", "_now_ms", "changes", "counters", "entries", "kept", "weights")
+
     def __init__(self, load: Load, find_changes: FindChanges, counters: Counters, now_ms: int) -> None:
         """Begin with a namespace that stays as it is meanwhile."""
         self._load = load
@@ -82,7 +106,8 @@ class GroupPlan:
         self.counters = counters
         self.entries: dict[EntryId, Entry | None] = {}
         self.changes: list[tuple[Change, int]] = []
-        self.kept: dict[EntryId, Entry] = {}
+        # Replaced by a dictionary of its own when there is something to keep, which is rare.
+        self.kept: Mapping[EntryId, Entry] = _NOTHING
         self.weights: dict[EntryId, int] = {}
 
     def find(self, family: StoredFamily, key: str) -> Entry | None:
@@ -99,29 +124,46 @@ class GroupPlan:
 
         ``cause`` is the request id that the changes get in the log.
         """
-        request_id, now_ms = batch.request_id, self._now_ms
-        if request_id is not None:
-            if batch.retry_since is not None:
-                earlier = recall(batch, self._find_changes(batch.retry_since, request_id), self.find)
-                if earlier is not None:
-                    return earlier
-                self._keep("superseded", make_mark(request_id, now_ms))
-            elif may_be_superseded(batch) and live(self.find("superseded", request_group(request_id)), now_ms):
-                return superseded_error()
+        now_ms = self._now_ms
+        put = find_plain_put(batch)
+        if put is not None:
+            current = self.find(put.family, put.key)
+            if current is None or current.expires_ms is None:
+                return self._add_put(put, current, cause)
+        if batch.request_id is not None:
+            earlier = self._check_request(batch, batch.request_id)
+            if earlier is not None:
+                return earlier
         outcome = plan(batch, self.find, now_ms=now_ms, revision=self.counters.revision, cause=cause)
         if isinstance(outcome, Refusal):
             return outcome
         # Weigh all before the first is applied: if one cannot be weighed, the batch fails and leaves nothing here.
-        weights = [
-            self._weigh(change.family, change.entry) if change.op == "touch" else change.entry.weight_bytes
-            for change in outcome.changes
-        ]
-        for change, weight_bytes in zip(outcome.changes, weights, strict=True):
+        for change, weight_bytes in [(change, self._weigh_change(change)) for change in outcome.changes]:
             self._apply(change, weight_bytes)
         if outcome.receipt is not None:
             self._keep("receipt", outcome.receipt)
         self.counters.at_ms = now_ms
         return outcome.commit
+
+    def _check_request(self, batch: Batch, request_id: str) -> Commit | LimpetError | None:
+        """What became of a request that was sent before: its earlier result, or the error of a superseded one."""
+        if batch.retry_since is not None:
+            earlier = recall(batch, self._find_changes(batch.retry_since, request_id), self.find)
+            if earlier is None:
+                self._keep("superseded", make_mark(request_id, self._now_ms))
+            return earlier
+        if may_be_superseded(batch) and live(self.find("superseded", request_group(request_id)), self._now_ms):
+            return superseded_error()
+        return None
+
+    def _add_put(self, put: Put, current: Entry | None, cause: str | None) -> Commit:
+        """Add a put without a guard: the most frequent batch, and the shortest way through the rules."""
+        counters = self.counters
+        planned = plan_put(put, current, self._now_ms, counters.revision + 1, cause)
+        (change,) = planned.changes
+        self._apply(change, change.entry.weight_bytes)
+        counters.at_ms = self._now_ms
+        return planned.commit
 
     def _apply(self, change: Change, weight_bytes: int) -> None:
         entry_id: EntryId = (change.family, change.entry.key)
@@ -131,11 +173,15 @@ class GroupPlan:
         self.entries[entry_id] = change.after
         self.changes.append((change, weight_bytes))
 
+    def _weigh_change(self, change: Change) -> int:
+        return self._weigh(change.family, change.entry) if change.op == "touch" else change.entry.weight_bytes
+
     def _weigh(self, family: StoredFamily, entry: Entry) -> int:
         return entry.weight_bytes if entry.stored is not None else self.weights[family, entry.key]
 
     def _keep(self, family: StoredFamily, entry: Entry) -> None:
-        self.entries[family, entry.key] = self.kept[family, entry.key] = entry
+        self.entries[family, entry.key] = entry
+        self.kept = {**self.kept, (family, entry.key): entry}
 
 
 # A batch that fails --------------------------------------------------------------

@@ -387,9 +387,8 @@ def check_order(operations: Sequence[Operation], log: Iterable[Logged] | None = 
 
     Args:
         operations: The history, from an empty namespace on.
-        log: All changes of the namespace, where the engine keeps every change. It identifies, by
-            their causes, writes whose outcome or revision no reply gave. Without a log such writes
-            are not allowed.
+        log: All changes of the namespace. It identifies, by their causes, writes whose outcome or revision no reply
+            gave. Without a log such writes are not allowed.
     """
     try:
         by_revision = _writes_by_revision(operations, None if log is None else list(log), "in the log")
@@ -621,8 +620,6 @@ def check_watch(
     events: Iterable[Logged],
     operations: Sequence[Operation],
     final: Mapping[str, Entry | None],
-    *,
-    log: Literal["every", "last"] = "every",
 ) -> str | None:
     """Whether a watch of all keys delivered each change once, in order, and nothing else.
 
@@ -630,17 +627,13 @@ def check_watch(
         events: The events it delivered, without the initial state.
         operations: All writes since it began.
         final: The entries of the watched keys after the last event.
-        log: The engine's trait. A log of the ``last`` change per key may skip those before it.
     """
     delivered = list(events)
     try:
         _check_sequence(delivered)
-        if log == "every":
-            by_revision = _writes_by_revision(operations, delivered, "delivered")
-            _check_batches(delivered, by_revision)
-        else:
-            _check_last(delivered, operations)
-        _check_replay(delivered, final, log)
+        by_revision = _writes_by_revision(operations, delivered, "delivered")
+        _check_batches(delivered, by_revision)
+        _check_replay(delivered, final)
     except _Violation as found:
         return str(found)
     return None
@@ -674,34 +667,7 @@ def _check_batches(events: Sequence[Logged], by_revision: Mapping[int, Operation
             raise _Violation(f"revision {event.revision} is delivered with the wrong commit, {event.commit}:\n  {op}")
 
 
-def _check_last(events: Sequence[Logged], operations: Sequence[Operation]) -> None:
-    """Check the events of a log that keeps the last change per key.
-
-    It must deliver that change. Earlier changes are optional, but must agree with the writes.
-    """
-    writes = {op.revision: op for op in operations if op.writes and op.revision is not None}
-    maybe = {(op.cause, op.key) for op in operations if op.writes and op.revision is None}
-    delivered = {event.revision for event in events}
-    for event in events:
-        if event.revision in writes:
-            _compare_change(writes[event.revision], event, "delivered")
-        elif (event.cause, event.key) not in maybe:
-            raise _Violation(f"no client requested revision {event.revision} delivered: {event.op} of {event.key!r}")
-    unknown_calls = {op.call for op in operations if op.writes and op.revision is None}
-    known = {revision: op for revision, op in writes.items() if op.call not in unknown_calls}
-    _check_batches([event for event in events if event.revision in known], known)
-    last: dict[str, int] = {}
-    for revision, op in writes.items():
-        last[op.key] = max(revision, last.get(op.key, 0))
-    for event in events:
-        # A write whose revision no reply gave may be the last one.
-        last[event.key] = max(event.revision, last.get(event.key, 0))
-    for revision in last.values():
-        if revision not in delivered:
-            raise _Violation(f"the last write of its key was never delivered:\n  {writes[revision]}")
-
-
-def _check_replay(events: Sequence[Logged], final: Mapping[str, Entry | None], log: str) -> None:
+def _check_replay(events: Sequence[Logged], final: Mapping[str, Entry | None]) -> None:
     """Check that applying the events to an empty namespace gives the final entries."""
     state: dict[str, KeyState] = {}
     for event in events:
@@ -712,7 +678,7 @@ def _check_replay(events: Sequence[Logged], final: Mapping[str, Entry | None], l
         if event.op != "delete":
             version += 1
             state[event.key] = held
-        if log == "every" and held.version != version:
+        if held.version != version:
             raise _Violation(
                 f"the {event.op} of {event.key!r} at revision {event.revision} shows version {held.version}, and by "
                 f"the events before it that is {version}: one is missing, or too many"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -142,46 +142,6 @@ async def assert_quiet(watch: Any) -> None:
     except TimeoutError:
         return
     raise AssertionError(f"unexpected event {event!r}")
-
-
-def expected_log(store: Any, happened: Sequence[T]) -> list[T]:
-    """What the log of a store, or of an engine, still tells when all this happened.
-
-    A log of ``every`` change tells all of it. A log of the ``last`` change of each key tells that one, and
-    under a touch the write whose value it left. What happened is changes, events, entries that were put, or
-    tuples that begin with an op and a key.
-    """
-    if store.traits.log == "every":
-        return list(happened)
-    left: dict[object, list[int]] = {}
-    for number, change in enumerate(happened):
-        op, place = _op_and_place(change)
-        before = left.get(place, []) if op == "touch" else []
-        left[place] = [*(each for each in before if _op_and_place(happened[each])[0] != "touch"), number]
-    return [happened[number] for number in sorted(number for numbers in left.values() for number in numbers)]
-
-
-def _op_and_place(change: Any) -> tuple[str, object]:
-    if isinstance(change, tuple):
-        return change[0], change[1]
-    return getattr(change, "op", "put"), (getattr(change, "family", "data"), change.key)
-
-
-def assert_delivered(store: Any, found: Sequence[object], happened: Sequence[object]) -> None:
-    """Fail unless a reader that followed the log while all this happened found what it owes.
-
-    A log of ``every`` change owes all of it. A log of the ``last`` change of each key owes what it still tells,
-    and may tell more of what happened: each change once, and in order.
-    """
-    if store.traits.log == "every":
-        assert list(found) == list(happened)
-        return
-    for change in found:
-        assert change in happened
-    places = [happened.index(change) for change in found]
-    assert places == sorted(set(places))
-    owed = expected_log(store, happened)
-    assert [change for change in owed if change in found] == owed
 
 
 def assert_counted(store: Any, found_bytes: int, expected_bytes: int) -> None:

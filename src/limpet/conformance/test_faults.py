@@ -176,11 +176,21 @@ class Writer:
 
 async def test_each_write_is_applied_once_while_connections_break(line: Line, open_through: OpenStore) -> None:
     """When connections break, a write is applied at most once, and exactly once if its result is returned."""
-    store = await open_through()
-    writers = [Writer(store, number) for number in range(WRITERS)]
+    await write_while_connections_break(line, await open_through(), WRITERS, CUTS)
+
+
+@pytest.mark.slow
+async def test_each_write_is_applied_once_while_many_connections_break(line: Line, open_through: OpenStore) -> None:
+    """When connections break, a write is applied at most once, and exactly once if its result is returned."""
+    await write_while_connections_break(line, await open_through(), 2 * WRITERS, 10 * CUTS)
+
+
+async def write_while_connections_break(line: Line, store: limpet.Store, callers: int, cuts: int) -> None:
+    """Let several callers write until so many connections were cut, and compare what is there with their results."""
+    writers = [Writer(store, number) for number in range(callers)]
     for writer in writers:
         await writer.prepare()
-    breaking = asyncio.create_task(break_connections(line))
+    breaking = asyncio.create_task(break_connections(line, cuts))
 
     async def write(writer: Writer) -> None:
         rounds = 0
@@ -206,14 +216,14 @@ async def test_each_write_is_applied_once_while_connections_break(line: Line, op
     await assert_no_cause_twice(Primitives(store))
 
 
-async def break_connections(line: Line) -> None:
-    """Cut some connections, each at the first commit after a random moment."""
+async def break_connections(line: Line, cuts: int) -> None:
+    """Cut so many connections, each at the first commit after a random moment."""
     dice = random.Random(13)
-    for _ in range(CUTS):
+    for _ in range(cuts):
         await asyncio.sleep(dice.uniform(0.01, 0.08))
-        cuts = line.cuts
+        before = line.cuts
         line.cut()
-        while line.cuts == cuts:  # noqa: ASYNC110 - a commit cuts it, perhaps on another thread
+        while line.cuts == before:  # noqa: ASYNC110 - a commit cuts it, perhaps on another thread
             await asyncio.sleep(0.001)
 
 

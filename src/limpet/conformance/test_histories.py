@@ -9,7 +9,6 @@ timing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import os
 import random
@@ -175,12 +174,11 @@ class History:
 
     def _judge(self, watched: list[list[Event]], final: dict[str, Entry | None], planned: int) -> None:
         operations = self.recorder.operations
-        log = self._stores[0].traits.log
         one, other = watched
         verdicts = [
-            check_watch(one, operations, final, log=log),
-            check_watch(other, operations, final, log=log),
-            check_order(operations, one if log == "every" else None),
+            check_watch(one, operations, final),
+            check_watch(other, operations, final),
+            check_order(operations, one),
             check_register(operations),
         ]
         answered = len({op.call for op in operations if op.outcome != "unknown"})
@@ -239,7 +237,6 @@ class Client:
             if cause is not None:
                 ended = await self._store.delete(key, request_id=cause)
                 self._recorder.note_success(op, seen=KeyState() if ended else None)
-                await self._find(op, cause)
             else:
                 self._record_delete(op, await self._store.batch().delete(key).commit())
         except (Ambiguous, TransientError) as error:
@@ -253,7 +250,6 @@ class Client:
             if cause is not None:
                 value = await self._store.take(key, MISSING, request_id=cause)
                 self._recorder.note_success(op, seen=None if value is MISSING else KeyState(value=value))
-                await self._find(op, cause)
             else:
                 self._record_delete(op, await self._store.batch().take(key).commit())
         except (Ambiguous, TransientError) as error:
@@ -268,7 +264,6 @@ class Client:
                 self._recorder.note_success(
                     op, made=KeyState(value=await self._store.add(COUNTER, by, request_id=cause))
                 )
-                await self._find(op, cause)
             else:
                 commit = await self._store.batch().add(COUNTER, by).commit()
                 self._recorder.note_success(op, made=KeyState.of(commit.entries[0]))
@@ -346,15 +341,6 @@ class Client:
     def _verb_request_id(self) -> str | None:
         """A request id, to call a verb that does not return its revision; None to use a batch instead."""
         return None if self._dice.random() < 0.5 else f"{self._name}, call {next(self._calls)}"
-
-    async def _find(self, op: Operation, cause: str) -> None:
-        """Record the revision of a write whose reply lacks it, if the engine's log does not keep every change."""
-        while self._store.traits.log == "last" and op.writes and op.revision is None:
-            # The write was applied: an error of this lookup is not an error of the write.
-            with contextlib.suppress(TransientError):
-                outcome = await self._store.outcome(cause)
-                assert outcome is not None
-                op.revision = outcome.revision
 
     def _record_delete(self, op: Operation, commit: limpet.Commit) -> None:
         """Record a delete, the last write of its commit."""

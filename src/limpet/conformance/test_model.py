@@ -2,9 +2,7 @@
 
 The model is a dict and a list, driven by `limpet.transition.plan`, which decides what every
 write does. An engine whose server decides, in whatever language, must decide the same.
-Revisions are the engine's own, since they may skip: the model takes them from the engine's log. If the log
-keeps only the last change of each key, an expiry that a write caused is not in it, and the model gives it
-the revision of the write.
+Revisions are the engine's own, since they may skip: the model takes them from the engine's log.
 
 ``LIMPET_MODEL_EXAMPLES`` sets how many programs of thirty steps each engine runs.
 """
@@ -30,9 +28,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import limpet
 import limpet.sync
 from limpet import codec
-from limpet.conformance.support import assert_counted, expected_log
+from limpet.conformance.support import assert_counted
 from limpet.engine import Engine
-from limpet.errors import Ambiguous
 from limpet.keys import Span, prefix_span
 from limpet.model import (
     ABSENT,
@@ -371,7 +368,7 @@ class Beside(RuleBasedStateMachine):
         assert status.keys == len(data)
         if data:
             assert_counted(self.engine, status.size_bytes, sum(entry.weight_bytes for entry in data))
-        assert (status.floor, status.log_changes) == (0, len(expected_log(self.engine, self.model.log)))
+        assert (status.floor, status.log_changes) == (0, len(self.model.log))
 
     def _compare_entries(self, span: Span, where: Filter | None, with_values: bool, limit: int) -> None:
         now_ms = self._now_ms()
@@ -399,9 +396,7 @@ class Beside(RuleBasedStateMachine):
             for change in self.model.log
             if change.revision > after and (span is None or (change.family == "data" and change.key in span))
         ]
-        _same(
-            self._comparable(self._changes(after, span, limit)), self._comparable(expected_log(self.engine, expected))
-        )
+        _same(self._comparable(self._changes(after, span, limit)), self._comparable(expected))
 
     # How a batch is made ------------------------------------------------------
 
@@ -458,14 +453,7 @@ class Beside(RuleBasedStateMachine):
     def _commit(self, batch: Batch) -> None:
         """Commit, and compare the reply and the log with the plan."""
         model, since = self.model, self.model.revision
-        try:
-            answer: Commit | Refusal = self.run(self.engine.commit(self.namespace, batch))
-        except Ambiguous:
-            # A log keeps the last minute. A later retry may be Ambiguous, and is then not applied.
-            assert batch.retry_since is not None
-            assert self.engine.traits.log == "last"
-            assert self.clock.now_ms() - self.last_ms > 60_000
-            return
+        answer: Commit | Refusal = self.run(self.engine.commit(self.namespace, batch))
         now_ms = self.clock.now_ms() if self.hosted else answer.at_ms
         if batch.retry_since is not None:
             earlier = recall(batch, [change for change in model.log if change.revision > batch.retry_since], model.find)
@@ -479,12 +467,6 @@ class Beside(RuleBasedStateMachine):
             if now_ms < until_ms:
                 stale = Refusal("stale_request", batch.request_id, None, now_ms)
                 _same(answer, msgspec.structs.replace(first, replayed=True) if digest == batch.digest else stale)
-                return
-            # A receipt is kept for at least so long. A request without changes is not in the log either, so an
-            # engine that has its receipt still may answer with that.
-            is_late = self.engine.traits.log == "last" and batch.retry_since is not None
-            is_late = is_late and not any(first.entries) and not any(first.ended)
-            if is_late and digest == batch.digest and answer == msgspec.structs.replace(first, replayed=True):
                 return
         outcome = plan(batch, model.find, now_ms=now_ms, revision=FAR)
         if isinstance(outcome, Refusal) or isinstance(answer, Refusal):
@@ -510,14 +492,9 @@ class Beside(RuleBasedStateMachine):
                     for change in outcome.changes
                 )
                 outcome = msgspec.structs.replace(outcome, changes=changes)
-        address_of = {change.revision: (change.family, change.key) for change in outcome.changes}
-        if self.engine.traits.log == "every":
-            assert len(fresh) == len(outcome.changes)
-            real = dict(zip(address_of, (change.revision for change in fresh), strict=True))
-        else:
-            # Of an expiry and the write that caused it, only the write is left.
-            latest = {(change.family, change.key): change.revision for change in fresh}
-            real = {planned: latest[address] for planned, address in address_of.items()}
+        planned = [change.revision for change in outcome.changes]
+        assert len(fresh) == len(outcome.changes)
+        real = dict(zip(planned, (change.revision for change in fresh), strict=True))
 
         def translate(entry: Entry | None) -> Entry | None:
             return entry and msgspec.structs.replace(
@@ -538,11 +515,7 @@ class Beside(RuleBasedStateMachine):
             msgspec.structs.replace(change, entry=translate(change.entry), revision=real[change.revision], commit=last)
             for change in outcome.changes
         ]
-        if self.engine.traits.log == "last" and _sweeps(batch):
-            # The writes of a sweeper need not happen together: no reader sees an expired entry before or after.
-            expected = [msgspec.structs.replace(change, commit=change.revision) for change in expected]
-            expected.sort(key=lambda change: change.revision)
-        _same(self._comparable(fresh), self._comparable(expected_log(self.engine, expected)))
+        _same(self._comparable(fresh), self._comparable(expected))
         for change in expected:
             self.model.apply(change)
 
@@ -564,21 +537,16 @@ class Beside(RuleBasedStateMachine):
     def _comparable(self, changes: Sequence[Change]) -> list[Change]:
         """Changes without the values that a log may leave out: those of a touch, whose entry may have it or not.
 
-        A log of every change keeps the value that was taken, to answer a retry. Other logs may keep it elsewhere.
+        The log keeps the value that was taken, to answer a retry.
         """
-        bare = ("touch",) if self.engine.traits.log == "every" else ("touch", "delete")
         return [
-            msgspec.structs.replace(change, entry=change.entry.without_value()) if change.op in bare else change
+            msgspec.structs.replace(change, entry=change.entry.without_value()) if change.op == "touch" else change
             for change in changes
         ]
 
 
 def _matches(where: Filter | None, entry: Entry) -> bool:
     return where is None or (entry.stored is not None and where.matches(entry.stored))
-
-
-def _sweeps(batch: Batch) -> bool:
-    return not batch.guards and batch.receipt_ms is None and all(isinstance(write, Expire) for write in batch.writes)
 
 
 def _without_touched(batch: Batch, answer: Commit | Refusal) -> Commit | Refusal:

@@ -611,34 +611,23 @@ async def test_nothing_of_a_store_shows_the_password(open_at: OpenStore) -> None
 
 
 async def test_traits_say_what_the_engine_is(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     traits = store.traits
 
     assert traits.engine
     assert traits.engine in repr(store)
     assert traits.durability in ("none", "seconds", "process", "disk", "quorum")
-    assert traits.log in ("every", "last")
     assert traits.clock in ("host", "server")
 
 
 async def test_traits_cannot_be_changed(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
+    """`traits` describes the engine: its name, its durability, whose clock it uses."""
     loose: Any = store.traits
 
     with pytest.raises(AttributeError):
         loose.durability = "quorum"
 
     assert store.traits == loose
-
-
-async def test_the_log_is_as_the_traits_say(store: limpet.Store) -> None:
-    """`traits` describes the engine: its name, its durability, its log."""
-    for number in range(3):
-        await store.put("k", number)
-
-    found = [event.value for event in await drain(store.history("k"))]
-
-    assert found == ([0, 1, 2] if store.traits.log == "every" else [2])
 
 
 # Two stores on one database ---------------------------------------------------

@@ -20,9 +20,7 @@ import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
 from limpet.conformance.support import (
     QUIET_S,
-    assert_delivered,
     assert_quiet,
-    expected_log,
     next_event,
     next_events,
     session_of,
@@ -148,10 +146,9 @@ async def test_eight_writers_at_once_are_seen_in_one_order(store: limpet.Store) 
 
 
 async def test_eight_writers_of_a_few_keys_are_seen_in_one_order(store: limpet.Store) -> None:
-    """Where the log keeps the last change of each key, a watch may skip a change that was followed by another.
+    """A watch delivers each change once, in revision order.
 
-    Each key is written dozens of times while the watch reads. Whatever the log keeps, what arrives is what
-    happened, in order and none twice, and the last change of each key is among it.
+    Each key is written dozens of times while the watch reads.
     """
     made: list[limpet.Entry] = []
 
@@ -168,14 +165,14 @@ async def test_eight_writers_of_a_few_keys_are_seen_in_one_order(store: limpet.S
 
     assert ascend(events)
     made.sort(key=lambda entry: entry.revision)
-    assert_delivered(store, [event.entry for event in events], made)
+    assert [event.entry for event in events] == made
 
 
 async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
-    """The last change of a key is never skipped; if it is a touch, neither is the write before it.
+    """A change that is overwritten at once is delivered like any other, with its own value.
 
     Without a watcher, hundreds of keys are written and then touched, twice. A watcher that resumes from before
-    all of it gets each value, as it was written, and each last touch.
+    all of it gets each value, as it was written, and each touch.
     """
     start = await store.put("start", 1)
     keys = [f"k{number:03}" for number in range(600)]
@@ -194,14 +191,13 @@ async def test_a_touch_hides_no_value(store: limpet.Store) -> None:
     await store.put("zz-end", 1)
 
     async with store.watch("k*", after=start.revision) as watch:
-        owed = expected_log(store, happened)
-        events = await next_events(watch, len(owed))
+        events = await next_events(watch, len(happened))
         await assert_quiet(watch)
 
     found = [
         (event.op, event.key, event.revision, event.commit, event.entry and event.entry.expires_at) for event in events
     ]
-    assert found == owed
+    assert found == happened
     assert replay(events) == {key: key for key in keys}
 
 
@@ -537,7 +533,7 @@ async def test_each_event_has_the_value_of_its_own_time(store: limpet.Store) -> 
         await store.put("end", 1)
         events = await until_key(watch, "end")
 
-    assert_delivered(store, [event.entry for event in events[:-1]], entries)
+    assert [event.entry for event in events[:-1]] == entries
 
 
 async def test_a_touch_carries_no_value(store: limpet.Store) -> None:
@@ -586,7 +582,7 @@ async def test_a_take_shows_its_value_to_the_taker_alone(store: limpet.Store) ->
     assert (event.entry.version, event.entry.meta) == (1, {"by": "me"})
     assert event.entry.stored is None
     happened = [("put", "a", "secret"), ("delete", "a", None)]
-    assert [(past.op, past.key, past.value) for past in await history(store, "a")] == expected_log(store, happened)
+    assert [(past.op, past.key, past.value) for past in await history(store, "a")] == happened
 
 
 async def test_an_expiry_carries_what_ended(store: limpet.Store, elapse: Elapse) -> None:
@@ -654,7 +650,7 @@ async def test_batches_of_several_writers_are_not_interleaved(store: limpet.Stor
 
     made.sort(key=lambda change: change[2])
     assert len(made) == 300
-    assert_delivered(store, [(event.op, event.key, event.revision, event.commit) for event in events], made)
+    assert [(event.op, event.key, event.revision, event.commit) for event in events] == made
     batches = [[*events] for _, events in itertools.groupby(events, key=lambda event: event.commit)]
     assert len(batches) == 100
     assert all(len({event.cause for event in batch}) == 1 for batch in batches)
@@ -744,7 +740,7 @@ async def test_a_watch_resumes_after_every_event(store: limpet.Store) -> None:
             events.append(await next_event(watch))
 
     for done, event in enumerate(events, 1):
-        left = expected_log(store, events[done:])
+        left = events[done:]
         async with store.watch(after=event.position) as resumed:
             assert await next_events(resumed, len(left)) == left
     async with store.watch(after=events[-1].position) as resumed:
@@ -1093,27 +1089,6 @@ async def test_a_watch_that_went_on_has_a_position_of_its_history(store: limpet.
     await store.put("a", 3)
     async with store.watch("a", after=position) as resumed:
         assert (await next_event(resumed)).value == 3
-
-
-async def test_a_position_whose_change_is_gone_is_compared_by_time(store: limpet.Store) -> None:
-    """Where the log keeps the last change of each key, a position whose change is gone is compared by time.
-
-    In the history that the position is from, its change was made an hour before the one that comes before it here.
-    """
-    await store.put("a", 1)
-    async with store.watch() as watch:
-        await store.put("b", 1)
-        await next_event(watch)
-        position = watch.position
-    assert position is not None
-    await store.put("b", 2)
-    place, time, digest = position.rsplit("-", 2)
-    earlier = f"{place}-{int(time, 16) - 3_600_000:x}-{digest}"
-
-    with pytest.raises(Compacted, match="another history"):
-        await next_event(store.watch(after=earlier))
-    async with store.watch(after=position) as resumed:
-        assert (await next_event(resumed)).value == 2
 
 
 async def test_the_position_of_synced_is_of_its_history(store: limpet.Store) -> None:
@@ -1607,7 +1582,7 @@ async def test_history_gives_the_changes_of_a_key(store: limpet.Store) -> None:
 
     events = await history(store, "a")
 
-    assert [event.entry for event in events] == expected_log(store, entries)
+    assert [event.entry for event in events] == entries
     assert ascend(events)
     assert await history(store, "never") == []
 
@@ -1621,7 +1596,7 @@ async def test_a_long_history_is_given_whole(store: limpet.Store) -> None:
     events = await history(store, "n")
 
     happened = [("put", "n", value) for value in range(1, 651)]
-    assert [(event.op, event.key, event.value) for event in events] == expected_log(store, happened)
+    assert [(event.op, event.key, event.value) for event in events] == happened
     assert ascend(events)
 
 
@@ -1634,7 +1609,7 @@ async def test_history_starts_where_the_log_starts(open_store: OpenStore) -> Non
     await store.trim()
 
     happened = [("put", "a", 7), ("put", "a", 8), ("put", "a", 9)]
-    assert [(event.op, event.key, event.value) for event in await history(store, "a")] == expected_log(store, happened)
+    assert [(event.op, event.key, event.value) for event in await history(store, "a")] == happened
     await fill(store, 6)
     await store.trim()
     assert await history(store, "a") == []
@@ -1666,7 +1641,7 @@ async def test_history_and_watch_give_the_same(store: limpet.Store) -> None:
         for write in writes:
             await write()
             events.append(await next_event(watch))
-            assert await history(store, "r") == expected_log(store, events)
+            assert await history(store, "r") == events
 
 
 async def test_history_shows_deletions(store: limpet.Store) -> None:
@@ -1686,9 +1661,7 @@ async def test_history_shows_deletions(store: limpet.Store) -> None:
         ("put", "a", 3, 1),
         ("delete", "a", None, 1),
     ]
-    assert [
-        (event.op, event.key, event.value, event.entry and event.entry.version) for event in events
-    ] == expected_log(store, happened)
+    assert [(event.op, event.key, event.value, event.entry and event.entry.version) for event in events] == happened
 
 
 async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store) -> None:
@@ -1698,7 +1671,7 @@ async def test_history_of_a_key_that_is_gone_is_still_there(store: limpet.Store)
 
     assert await store.entry("a") is None
     happened = [("put", "a"), ("delete", "a")]
-    assert [(event.op, event.key) for event in await history(store, "a")] == expected_log(store, happened)
+    assert [(event.op, event.key) for event in await history(store, "a")] == happened
 
 
 async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> None:
@@ -1716,9 +1689,7 @@ async def test_history_shows_expiries(store: limpet.Store, elapse: Elapse) -> No
     events = await history(store, "a")
 
     happened = [(op, "a", 1) for op in ("put", "expire", "put", "expire", "put")]
-    assert [(event.op, event.key, event.entry and event.entry.version) for event in events] == expected_log(
-        store, happened
-    )
+    assert [(event.op, event.key, event.entry and event.entry.version) for event in events] == happened
 
 
 # What a watch does not show ---------------------------------------------------

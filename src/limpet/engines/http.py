@@ -147,7 +147,7 @@ class HttpEngine(GroupingEngine):
     def __init__(
         self, base: str, display_name: str, *, token: str | None, security: ssl.SSLContext, reply_s: float = REPLY_S
     ) -> None:
-        self.traits = Traits(engine="http", durability="none", log="every", clock="server", inline=False)
+        self.traits = Traits(engine="http", durability="none", clock="server", inline=False)
         self._base = base
         self._security = security
         self._reply_s = reply_s

@@ -60,6 +60,8 @@ __all__ = [
 ]
 
 BUCKET: Final = "agent-state"
+HISTORY_MAX: Final = 64
+"""The same bound as that of NATS's own buckets."""
 
 
 class Operation(enum.IntEnum):
@@ -258,16 +260,16 @@ class NATSStore(StateStore):
             conn: A client of nats-py that is connected.
             bucket: The bucket that it is kept in, named as a namespace is.
             ttl: How long an entry lasts that is put without a time to live; None for ever.
-            history: How many changes of a key are kept: one.
+            history: How many changes of a key are kept at least, 1 to 64, while they are in the log: that keeps every
+                change of the last 24 hours, up to 100,000 changes or 256 MB of all keys together.
             max_value_size: The largest value that is accepted, in bytes.
 
         Raises:
-            InvalidValue: More history was requested than is kept.
+            InvalidValue: The history is not 1 to 64.
         """
-        if history != 1:
+        if type(history) is not int or not 1 <= history <= HISTORY_MAX:
             raise InvalidValue(
-                f"history must be 1 on NATS, not {history!r}: a store keeps one message for each key, "
-                "which is its last change"
+                f"history must be 1 to {HISTORY_MAX} on NATS, not {history!r}: for more, watch changes as they happen"
             )
         super().__init__(Opening(lambda: _open_over(conn, bucket, max_value_size)), ttl=ttl)
 

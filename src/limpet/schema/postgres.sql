@@ -126,10 +126,10 @@ END;
 CREATE FUNCTION {schema}.limpet_apply(
     ns text, channel text, name text, seen_ms bigint, unit_changes text[], unit_keys text[], unit_sizes text[],
     unit_logs text[], read_units text[], read_families text[], read_keys text[], read_revisions text[],
-    read_expired text[], read_values text[], units text[], ops text[], revisions text[], last_revisions text[],
-    causes text[], families text[], keys text[], kinds text[], vals text[], approximations text[], weights text[],
-    sizes text[], versions text[], entry_revisions text[], created_revisions text[], createds text[], updateds text[],
-    expires text[], metas text[]
+    read_updated text[], read_expires text[], read_expired text[], read_values text[], units text[], ops text[],
+    revisions text[], last_revisions text[], causes text[], families text[], keys text[], kinds text[], vals text[],
+    approximations text[], weights text[], sizes text[], versions text[], entry_revisions text[],
+    created_revisions text[], createds text[], updateds text[], expires text[], metas text[]
 ) RETURNS TABLE (
     unit int, before bigint, at_ms bigint, family text, key text, kind text, stored bytea, version bigint,
     revision bigint, created_revision bigint, created_ms bigint, updated_ms bigint, expires_ms bigint, meta text,
@@ -141,6 +141,7 @@ DECLARE
     taken {schema}.limpet_namespaces;
     now_ms bigint;
     stale int[];
+    has_written boolean := false;
 BEGIN
     taken := {schema}.limpet_take(ns, seen_ms);
     now_ms := taken.at_ms;
@@ -150,15 +151,18 @@ BEGIN
 
     -- Separate statements, because they must see what was committed while the one above waited.
     SELECT coalesce(array_agg(DISTINCT r.unit), '{}') INTO stale
-    FROM unnest(read_units::int[], read_families, read_keys, read_revisions::bigint[], read_expired::boolean[])
-        AS r (unit, family, key, revision, has_expired)
+    FROM unnest(
+        read_units::int[], read_families, read_keys, read_revisions::bigint[], read_updated::bigint[],
+        read_expires::bigint[], read_expired::boolean[]
+    ) AS r (unit, family, key, revision, updated_ms, expires_ms, has_expired)
     LEFT JOIN LATERAL (
-        SELECT t.revision, t.expires_ms FROM {schema}.limpet_entries t
+        SELECT t.revision, t.updated_ms, t.expires_ms FROM {schema}.limpet_entries t
         WHERE t.namespace = ns AND t.family = r.family AND t.key = r.key OFFSET 0
     ) AS e ON true
     WHERE coalesce(e.expires_ms <= now_ms, false) <> r.has_expired OR r.revision <> coalesce(
         e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 ELSE -1 END
-    );
+    -- A server that lost its last writes gives their revisions again. Then the times differ.
+    ) OR e.updated_ms <> r.updated_ms OR e.revision >= 0 AND e.expires_ms IS DISTINCT FROM r.expires_ms;
 
     IF cardinality(ops) > 0 THEN
         WITH fresh AS (
@@ -232,7 +236,14 @@ BEGIN
             FROM fresh f
         ) AS s, (SELECT jsonb_object_agg(p.key, now_ms) AS marks FROM planned p WHERE p.family = 'superseded') AS m
         WHERE n.namespace = ns AND s.changes IS NOT NULL;
+        has_written := FOUND;
+    END IF;
+    IF has_written THEN
         PERFORM pg_notify(channel, ns);
+    ELSIF NOT ('-2' = ANY (read_revisions)) THEN
+        -- It has only locked a row, and such a commit need not wait for the disk. Not where an entry was expected that
+        -- is not known: its reply is followed by writes, perhaps in this transaction.
+        SET LOCAL synchronous_commit = off;
     END IF;
 
     RETURN QUERY

@@ -1,12 +1,12 @@
 """The NATS engine: state in JetStream, on one server or on three that outlive the loss of one.
 
-A namespace is a stream that any tool for NATS key-value buckets can read: the last message of a
-subject is what a key holds, and its number is the revision. So the map and the log are the same
-messages, and the log holds the last change of each key.
+A namespace is a stream that any tool for NATS key-value buckets can read: each change of a key is a
+message, the last one is what the key holds, and its number is the revision. So the map and the log are
+the same messages.
 
 Commits are planned in `writer` and sent by `publisher`. Single keys are read in `stream`, all that needs an
-order of keys or of changes in `mirror`. `connection` is the connection to the server, and `messages` the
-layout of a message.
+order of keys or of changes in `mirror`, which follows the stream (`follower`, `log`). What expires is in `alarms`.
+`connection` is the connection to the server, and `messages` the layout of a message.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
-import msgspec
 from nats.errors import Error as DriverError
 
 from limpet.clock import Clock
+from limpet.engines.nats.alarms import Alarms
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
-from limpet.engines.nats.messages import EntryId, Message
-from limpet.engines.nats.mirror import Alarms, Mirror
+from limpet.engines.nats.log import LogItem
+from limpet.engines.nats.mirror import Mirror
 from limpet.engines.nats.stream import KeyChanged, NamespaceStream, ReplyLost
 from limpet.engines.nats.writer import Writer
 from limpet.engines.wakeup import Wakeup
@@ -34,7 +34,6 @@ from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, Permissi
 from limpet.keys import Span
 from limpet.model import (
     Batch,
-    Change,
     Commit,
     Durability,
     Entry,
@@ -151,7 +150,7 @@ class NatsEngine:
         self.test_clock = test_clock
         self.bucket_prefix = bucket_prefix
         durability = _durability(replicas, syncs, storage)
-        self.traits = Traits(engine="nats", durability=durability, log="last", clock="server", inline=False)
+        self.traits = Traits(engine="nats", durability=durability, clock="server", inline=False)
         self._servers = servers
         self._options = options
         self._display_name = display_name
@@ -226,7 +225,7 @@ class NatsEngine:
             token = self._wakeup.token(namespace)
             with self._enter(namespace) as handle:
                 await handle.stream.ensure()
-                await handle.mirror.catch_up()
+                await handle.mirror.load_log()
                 page = await self._read_log(handle, after, limit, span)
             left = deadline - loop.time()
             if page.changes or left <= 0:
@@ -244,16 +243,19 @@ class NatsEngine:
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
         with self._enter(namespace) as handle:
-            if not await handle.stream.ensure(create=False) or not await self._is_excessive(handle, window):
+            if not await handle.stream.ensure(create=False):
                 return 0
-            await handle.mirror.catch_up()
+            if not await self._is_excessive(handle, window):
+                await handle.mirror.purge_more()
+                return 0
+            await handle.mirror.load_log()
             return await handle.mirror.trim(window)
 
     async def status(self, namespace: str) -> Status:
         """See `Engine.status`."""
         with self._enter(namespace) as handle:
             await handle.stream.ensure()
-            await handle.mirror.catch_up()
+            await handle.mirror.load_log()
             return handle.mirror.status()
 
     async def close(self) -> None:
@@ -300,46 +302,40 @@ class NatsEngine:
         return ScanPage(found if values else [entry.without_value() for entry in found], cursor)
 
     async def _read_log(self, handle: _NamespaceHandle, after: int, limit: int, span: Span | None) -> LogPage:
-        mirror, stream = handle.mirror, handle.stream
-        revision = max(mirror.revision, mirror.floor)
-        if after < mirror.floor:
-            raise Compacted(f"revision {after} was trimmed, the log starts after {mirror.floor}", oldest=mirror.floor)
+        mirror, log = handle.mirror, handle.mirror.log
+        revision = max(mirror.revision, log.floor)
+        if after < log.oldest:
+            raise Compacted(f"revision {after} was trimmed, the log starts after {log.oldest}", oldest=log.oldest)
         if after > revision:
             raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
         if not limit:
-            return LogPage([], after, mirror.before(after))
-        logged: list[tuple[EntryId, Message]] = []
-        head, size_bytes, before = revision, 0, mirror.before(after)
-        for entry_id, message in mirror.after(after):
-            if span is not None and (entry_id[0] != "data" or entry_id[1] not in span):
+            return LogPage([], after, await mirror.before(after))
+        items: list[LogItem] = []
+        next_after, size_bytes = revision, 0
+        for item in log.after(after):
+            if span is not None and (item.entry_id[0] != "data" or item.entry_id[1] not in span):
                 continue
-            if len(logged) == limit or size_bytes > PAGE_BYTES_MAX:
-                head = logged[-1][1].seq
+            if len(items) == limit or size_bytes > PAGE_BYTES_MAX:
+                next_after = items[-1].seq
                 break
-            logged.append((entry_id, message))
-            size_bytes += message.size_bytes
-        changes = await asyncio.gather(*(self._change(stream, entry_id, message) for entry_id, message in logged))
-        return LogPage([change for change in changes if change is not None], head, before)
-
-    async def _change(self, stream: NamespaceStream, entry_id: EntryId, message: Message) -> Change | None:
-        """A change with its value; None if the key was written again since, which is a later change."""
-        if message.op in ("delete", "expire", "touch"):
-            return message.change(entry_id[0])
-        last = await stream.last(entry_id)
-        if last is None or last.held is None or last.value_seq != message.seq:
-            return None
-        entry = msgspec.structs.replace(message.entry, stored=last.held.stored)
-        return msgspec.structs.replace(message, entry=entry).change(entry_id[0])
+            items.append(item)
+            size_bytes += item.weight_bytes
+        before = await mirror.before(after)
+        messages = await mirror.messages_of(items)
+        if items:
+            mirror.remember_print(items[-1], messages[-1])
+        changes = [message.change(item.entry_id[0]) for item, message in zip(items, messages, strict=True)]
+        return LogPage(changes, next_after, before)
 
     async def _is_excessive(self, handle: _NamespaceHandle, window: Window) -> bool:
         """Whether the stream may be beyond the window, so that it is worth following it to trim it.
 
-        There are at most as many changes as numbers, and at most two of a key: a touch, and the write before it. Keys
-        that are written over and over use up numbers, and a process that only writes need not follow its own writes.
+        There are at most as many changes as numbers since it was trimmed, and as messages. A process that only writes
+        need not follow its own writes.
         """
         state = (await handle.stream.info())["state"]
         floor = await handle.stream.floor()
-        changes = min(state["last_seq"] - floor, 2 * state["messages"])
+        changes = min(state["last_seq"] - floor, state["messages"])
         if changes > window.changes or state["bytes"] > window.size_bytes:
             return True
         oldest = [await handle.stream.first_after(floor, subject) for subject in handle.stream.subjects.logged]

@@ -1,294 +1,139 @@
-"""A copy of a whole stream without its values, in this process, for as long as it is used.
+"""A copy of a whole namespace without its values, in this process, for as long as it is used.
 
-NATS finds the last message of a subject, but does not list subjects in order. So a process that scans,
-watches or counts follows the stream: every message is delivered once, without its body, and then each new
-one. A read is as new as the stream was when the read began, because it first waits for all messages that
-were stored by then.
-
-A process that only sweeps follows the alarms instead: an entry that expires has one.
+NATS finds the last message of a subject, but does not list subjects in order. So a process that scans, watches or
+counts follows the stream: the last message of each subject is delivered once, without its body, and then each new one.
+A read is as new as the stream was when the read began, because it first waits for all messages that were stored by
+then. To a process that reads the log, the messages before the last ones are delivered too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
-import os
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from heapq import nlargest
+from itertools import islice
 from typing import Any, Final
 
-import msgspec
-
-from limpet.engines.nats.connection import Connection
-from limpet.engines.nats.messages import EntryId, Message, decode_touched, parse
+from limpet.engines.nats.follower import Follower
+from limpet.engines.nats.log import Log, LogItem
+from limpet.engines.nats.messages import EntryId, Message, parse
 from limpet.engines.nats.stream import NamespaceStream
 from limpet.engines.sorted_keys import SortedKeys
-from limpet.errors import Unavailable
+from limpet.errors import Compacted, Corrupt
 from limpet.keys import Span
-from limpet.model import BEGINNING, FAMILIES, Expire, Family, Status, Window, fingerprint, live
+from limpet.model import FAMILIES, Family, Status, Window, fingerprint, live
 
-__all__ = ["Alarms", "Mirror"]
+__all__ = ["Mirror"]
 
-IDLE_S: Final = 60.0
-LOOK_S: Final = 0.05
-# After so long without a message, delivery is started again; each further time after twice as long.
-STALL_S: Final = 2.0
-# After so long without a message, waiters get an error. While messages come, they wait as long as it takes.
-PROGRESS_S: Final = 10.0
-# The ends of keys are kept at least twice as long after they were trimmed, so resuming misses none.
-BEHIND_S_MAX: Final = 300.0
 END_MS: Final = 600_000
-ENDS_MAX: Final = 500
-STALE_MAX: Final = 64
 RECEIPTS_MIN: Final = 1000
-
-_json = msgspec.json.Encoder().encode
-
-
-class Follower:
-    """Follows the messages of a stream in their order, without their bodies."""
-
-    def __init__(self, stream: NamespaceStream, connect: Callable[[], Any], subject: str = ">") -> None:
-        self._stream = stream
-        self._connect = connect
-        self._subject = subject
-        self._connection: Connection | None = None
-        # The connection that messages last came on, and the Limpet header of the last of them.
-        self._last_connection: Connection | None = None
-        self._last_header = b""
-        self._number = b""
-        self._name = ""
-        self._delivered = 0
-        self._store_id = ""
-        self._moved = asyncio.Event()
-        self._moved_at = 0.0
-        self._stall_s = STALL_S
-        self._used_at = 0.0
-        self._caught_up_at = 0.0
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._starting = asyncio.Lock()
-        self.position = 0
-
-    def take(self, subject: str, seq: int, headers: bytes) -> None:
-        """Add a message."""
-        raise NotImplementedError
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self.position = 0
-
-    async def catch_up(self) -> None:
-        """Wait until all messages that are in the stream now have been delivered."""
-        loop = asyncio.get_running_loop()
-        self._used_at = loop.time()
-        await self._start()
-        seq = await self._next_seq()
-        if seq is None:
-            self._caught_up_at = loop.time()
-            return
-        last = int((await self._stream.info())["state"]["last_seq"])
-        progress, progress_at = (self.position, seq), loop.time()
-        while seq is not None and seq <= last:
-            await self._wait_for(seq)
-            if self.position >= last:
-                break
-            if progress != (self.position, seq):
-                progress, progress_at = (self.position, seq), loop.time()
-            elif loop.time() - progress_at > PROGRESS_S:
-                raise Unavailable(
-                    f"stream {self._stream.name}: the server has delivered no message for {PROGRESS_S:g} s, "
-                    f"at message {self.position} of {last}; try again, or check what keeps the server busy"
-                )
-            seq = await self._next_seq()
-        self._caught_up_at = loop.time()
-
-    async def _next_seq(self) -> int | None:
-        """The number of the next message that was not delivered yet."""
-        found = await self._stream.get({"seq": self.position + 1, "next_by_subj": self._subject})
-        return None if found is None else found[1]
-
-    async def _wait_for(self, seq: int) -> None:
-        """Wait for a message, which may be dropped before it is delivered."""
-        loop = asyncio.get_running_loop()
-        if self.position >= seq:
-            return
-        self._moved.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S):
-                await self._moved.wait()
-        if self._starting.locked():
-            # Another task is starting delivery, which may take a while.
-            return
-        is_stalled = loop.time() - self._moved_at > self._stall_s
-        if is_stalled:
-            self._stall_s *= 2
-        if is_stalled or self._connection is None or self._connection.is_lost:
-            self.stop()
-            await self._start()
-
-    async def _start(self) -> None:
-        """Start delivery, from our position."""
-        if self._is_running():
-            return
-        async with self._starting:
-            if self._is_running():
-                return
-            connection: Connection = await self._connect()
-            behind_s = asyncio.get_running_loop().time() - self._caught_up_at
-            is_other = self._store_id != self._stream.store_id or behind_s > BEHIND_S_MAX
-            if is_other or (self._last_connection not in (None, connection) and not await self._is_same_stream()):
-                self.clear()
-                self._store_id = self._stream.store_id
-                # A load that is interrupted is resumed too, or it might never end.
-                self._caught_up_at = asyncio.get_running_loop().time()
-            self._last_connection = connection
-            delivered, self._number = connection.subscribe(self._on_message)
-            self._connection, self._name, self._delivered = connection, os.urandom(8).hex(), 0
-            config: dict[str, object] = {
-                "name": self._name,
-                "deliver_subject": delivered,
-                "ack_policy": "none",
-                "headers_only": True,
-                "flow_control": True,
-                "idle_heartbeat": 5_000_000_000,
-                "inactive_threshold": 30_000_000_000,
-                "mem_storage": True,
-                "num_replicas": 1,
-                "deliver_policy": "all",
-            }
-            if self.position:
-                config |= {"deliver_policy": "by_start_sequence", "opt_start_seq": self.position + 1}
-            if self._subject != ">":
-                config["filter_subject"] = self._subject
-            name = self._stream.name
-            request = {"stream_name": name, "config": config, "action": "create"}
-            try:
-                await self._stream.api(f"CONSUMER.CREATE.{name}.{self._name}", request)
-            except BaseException:
-                self.stop()
-                raise
-            loop = asyncio.get_running_loop()
-            self._moved_at = loop.time()
-            if self._idle_timer is None:
-                self._idle_timer = loop.call_later(IDLE_S, self._stop_if_idle)
-
-    async def _is_same_stream(self) -> bool:
-        """Whether the stream still has the message that was last delivered.
-
-        A server may come back with a backup of the stream, which has the same name and other messages under the same
-        numbers.
-        """
-        if not self.position or not self._last_header:
-            return not self.position
-        found = await self._stream.get({"seq": self.position})
-        return found is not None and _limpet_header(found[2]) == self._last_header
-
-    def _is_running(self) -> bool:
-        return self._connection is not None and not self._connection.is_lost and self._store_id == self._stream.store_id
-
-    def _on_message(self, subject: bytes, reply: bytes, headers: bytes, _: bytes) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        if headers.startswith(b"NATS/1.0 100"):
-            stalled = headers.find(b"\r\nNats-Consumer-Stalled: ")
-            if stalled >= 0:
-                reply = headers[stalled + 25 : headers.index(b"\r\n", stalled + 2)]
-            if reply:
-                connection.send(reply.decode())
-            return
-        words = reply.split(b".")
-        at = 5 if len(words) == 9 else 7
-        seq, delivered = int(words[at]), int(words[at + 1])
-        if delivered != self._delivered + 1:
-            # A message is missing in between. The next read starts delivery again from our position.
-            self.stop()
-            return
-        self._delivered = delivered
-        self.take(subject.decode(), seq, headers)
-        self.position, self._last_header = seq, _limpet_header(headers)
-        self._moved_at, self._stall_s = connection._loop.time(), STALL_S
-        self._moved.set()
-
-    def stop(self) -> None:
-        """Stop delivery."""
-        connection, self._connection = self._connection, None
-        if connection is not None and not connection.is_lost:
-            connection.unsubscribe(self._number)
-            connection.send(f"$JS.API.CONSUMER.DELETE.{self._stream.name}.{self._name}")
-        self._moved.set()
-
-    def _stop_if_idle(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._idle_timer = None
-        if self._connection is None:
-            return
-        if loop.time() - self._used_at > IDLE_S:
-            self.stop()
-        else:
-            self._caught_up_at = loop.time()
-            self._idle_timer = loop.call_later(IDLE_S, self._stop_if_idle)
+PRINTS_MAX: Final = 64
+DROPPED_MAX: Final = 64
+DOUBTS_AT_ONCE: Final = 500
+# The server is busy with the purge of a key for up to half a millisecond.
+PURGES_PER_S: Final = 200
+PURGES_MAX: Final = 2000
+# So many are under way at a time, so that other requests need not wait for all of them.
+PURGES_AT_ONCE: Final = 20
+# So often the trimming process looks for what an earlier one has left.
+COUNT_S: Final = 1800.0
 
 
 class Mirror(Follower):
-    """All entries of a namespace, without their values, and the order in which they were last changed."""
+    """All entries of a namespace, without their values, and its log."""
 
     def __init__(self, stream: NamespaceStream, connect: Callable[[], Any], notify: Callable[[], None]) -> None:
         super().__init__(stream, connect)
         self._notify = notify
+        self._resolving = asyncio.Lock()
+        self._wants_log = False
+        self._purged_at = time.monotonic()
+        self._purges = float(PURGES_MAX)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         super().clear()
-        self.floor = 0
-        self.floor_print = BEGINNING
+        self.log = Log()
+        self._has_log = False
         self.revision = 0
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
         self._keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
         self._ends: dict[EntryId, Message] = {}
-        self._log: list[tuple[int, EntryId]] = []
         self._receipts_max = RECEIPTS_MIN
-        self._is_sorted = True
+        # The highest number that no message was delivered with.
+        self._skipped = 0
+        # Messages of other programs, before which changes may have been dropped, and since when.
+        self._doubts: dict[EntryId, tuple[int, int]] = {}
+        # Whether this process was the last to raise the floor: it purges what is below, so that not all do.
+        self._is_trimmer = False
+        self._own_floor = 0
+        # Of each key, the bytes of messages below the floor that nothing needs any more.
+        self._garbage: dict[EntryId, int] = {}
+        self._counted_at: float | None = None
+        self._prints: dict[int, str] = {}
 
-    def take(self, subject: str, seq: int, headers: bytes) -> None:
+    async def choose_first(self) -> str:
+        """A process that only scans needs the last message of each key."""
+        self._has_log = self._wants_log
+        if self._has_log:
+            self.log.start = await self._stream.floor()
+        return "all" if self._has_log else "last_per_subject"
+
+    def take(self, subject: str, seq: int, headers: bytes, stored_ms: int) -> None:
         """Add a message."""
+        if seq > self.position + 1:
+            self._skipped = seq - 1
         entry_id = self._stream.subjects.entry_id(subject)
         if entry_id is None:
             if subject == self._stream.subjects.floor:
-                self.floor_print = _header(headers, b"Limpet-Floor").decode()
-                self.floor = int(self.floor_print.partition("-")[0])
+                floor_print = _header(headers, b"Limpet-Floor").decode()
+                floor = int(floor_print.partition("-")[0])
+                self._is_trimmer = floor == self._own_floor or (self._is_trimmer and floor <= self.log.floor)
+                self._raise_floor(floor, floor_print)
                 self._notify()
             return
-        family, key = entry_id
-        message = parse(key, seq, headers, None)
+        message = _parse_header(entry_id[1], seq, headers)
         self._stream.observe_time(message.at_ms)
-        heads = self.heads[family]
-        before = heads.get(key)
-        if message.held is None:
-            heads.pop(key, None)
-            self._ends[entry_id] = message
-        else:
-            heads[key] = message
-            self._ends.pop(entry_id, None)
-            if before is None:
-                self._keys[family].add(key)
-        if family == "receipt":
+        before = self._replace_last(entry_id, message)
+        if entry_id[0] == "receipt":
             self._forget_receipts()
             return
-        if family == "data":
-            self.size_bytes += _weight(message) * (message.held is not None) - (_weight(before) if before else 0)
         self.revision = max(self.revision, seq)
-        if message.op == "touch" and (before is None or before.value_seq != message.value_seq):
-            # The write before it was replaced before we followed the stream.
-            self._log.append((message.value_seq, entry_id))
-            self._is_sorted = False
-        self._log.append((seq, entry_id))
-        if len(self._log) > 64 + 4 * (sum(map(len, self.heads.values())) + len(self._ends)):
-            self._forget_stale()
+        if self._has_log and seq > self.log.start:
+            self._check_whole(entry_id, message, before)
+            self.log.append(LogItem(seq, message.at_ms or stored_ms, message.weight_bytes, entry_id))
+        if before is not None and before.seq <= self.log.floor:
+            self._add_garbage(entry_id, before.weight_bytes)
         self._notify()
+
+    def _replace_last(self, entry_id: EntryId, message: Message) -> Message | None:
+        """Set the last message of a key. Returns the one before."""
+        family, key = entry_id
+        heads = self.heads[family]
+        before = heads.get(key)
+        if family == "data":
+            held_bytes = message.weight_bytes if message.held is not None else 0
+            self.size_bytes += held_bytes - (0 if before is None else before.weight_bytes)
+        if message.held is None:
+            heads.pop(key, None)
+            ended, self._ends[entry_id] = self._ends.get(entry_id), message
+            return before or ended
+        heads[key] = message
+        if before is None:
+            self._keys[family].add(key)
+        return before or self._ends.pop(entry_id, None)
+
+    def _check_whole(self, entry_id: EntryId, message: Message, before: Message | None) -> None:
+        """Note it if changes of the key were dropped before they were delivered here."""
+        if message.prev is not None:
+            self.log.lost = max(self.log.lost, _find_lost(message, before))
+            return
+        since = max(0 if before is None else before.seq, self.log.start)
+        if self._skipped > since:
+            self._doubts.setdefault(entry_id, (since, message.seq))
 
     def _forget_receipts(self) -> None:
         """Drop receipts that the server has expired, which it does without a message."""
@@ -303,181 +148,205 @@ class Mirror(Follower):
         """The keys of a span, in their order."""
         return self._keys[family].between(span, self.heads[family])
 
-    def after(self, revision: int) -> Iterator[tuple[EntryId, Message]]:
-        """The last change of each key, and the write before a touch, of all after a revision, in their order."""
-        self._sort()
-        # A copy, because messages may come while it is read.
-        for item in self._log[self._index_after(revision) :]:
-            message = self._find_change(item)
-            if message is not None:
-                yield item[1], message
-
-    def before(self, revision: int) -> str:
-        """The fingerprint of the change at a revision, or of the last one before it that is still in the log."""
-        self._sort()
-        last = self._index_after(revision) - 1
-        for index in range(last, -1, -1):
-            message = self._find_change(self._log[index])
-            if message is not None:
-                is_kept = message.seq > self.floor
-                return fingerprint(message.change(self._log[index][1][0])) if is_kept else self.floor_print
-            if last - index > STALE_MAX:
-                # A key that is written over and over leaves many stale items.
-                self._forget_stale()
-                return self.before(revision)
-        return self.floor_print
-
-    def _sort(self) -> None:
-        if not self._is_sorted:
-            self._log.sort()
-            self._is_sorted = True
-
-    def _index_after(self, revision: int) -> int:
-        return bisect_right(self._log, revision, key=lambda item: item[0])
-
-    def _forget_stale(self) -> None:
-        self._log = [item for item in self._log if self._find_change(item) is not None]
-
-    def _find_change(self, item: tuple[int, EntryId]) -> Message | None:
-        """The change of an item of the log; None if a later write has replaced it."""
-        message = self._last_message(item[1])
-        if message is None or message.seq == item[0]:
-            return message
-        return decode_touched(message) if message.op == "touch" and message.value_seq == item[0] else None
-
     def _last_message(self, entry_id: EntryId) -> Message | None:
         return self.heads[entry_id[0]].get(entry_id[1]) or self._ends.get(entry_id)
 
+    # The log ------------------------------------------------------------------
+
+    async def load_log(self) -> Log:
+        """The log, with all that it has after its floor."""
+        self._wants_log = True
+        await self.catch_up()
+        while not self._has_log:
+            # Only the last message of each key was loaded: load all of them.
+            self.stop()
+            self.clear()
+            await self.catch_up()
+        async with self._resolving:
+            while self._doubts:
+                await self._resolve_doubts()
+        return self.log
+
+    async def _resolve_doubts(self) -> None:
+        """Look whether the stream still has all messages of keys that other programs have written."""
+        log, group = self.log, [*islice(self._doubts.items(), DOUBTS_AT_ONCE)]
+        whole = await asyncio.gather(*(self._stream.keeps_all_since(entry_id, since) for entry_id, (since, _) in group))
+        for (entry_id, (since, seq)), is_whole in zip(group, whole, strict=True):
+            if not is_whole:
+                log.lost = max(log.lost, seq - 1)
+            if self._doubts.get(entry_id) == (since, seq):
+                del self._doubts[entry_id]
+
+    async def messages_of(self, items: Sequence[LogItem]) -> list[Message]:
+        """The whole messages of changes."""
+        found = await asyncio.gather(*map(self._message_of, items))
+        messages = [message for message in found if message is not None]
+        if len(messages) < len(items):
+            lost = max(item.seq for item, message in zip(items, found, strict=True) if message is None)
+            self.log.lost = max(self.log.lost, lost)
+            raise Compacted(
+                f"the change at revision {lost} was dropped before it was read, the log starts after it",
+                oldest=self.log.oldest,
+            )
+        return messages
+
+    async def _message_of(self, item: LogItem) -> Message | None:
+        last = self._last_message(item.entry_id)
+        if last is not None and last.seq == item.seq and last.op in ("touch", "expire"):
+            # The log has no value of it.
+            return last
+        return await self._stream.at(item.entry_id, item.seq)
+
+    async def before(self, revision: int) -> str:
+        """The fingerprint of the change at a revision, or of the last one before it that is still in the log."""
+        for _ in range(DROPPED_MAX):
+            item = self.log.last_until(revision)
+            if item is None:
+                break
+            if (known := self._prints.get(item.seq)) is not None:
+                return known
+            message = self._last_message(item.entry_id)
+            if message is None or message.seq != item.seq:
+                message = await self._message_of(item)
+            if message is not None:
+                return self.remember_print(item, message)
+            # It was dropped, as one was that the server had no room for. The log goes on after it.
+            revision = item.seq - 1
+        return self.log.floor_print
+
+    def remember_print(self, item: LogItem, message: Message) -> str:
+        """The fingerprint of a change, which the next page of a reader needs again."""
+        if len(self._prints) >= PRINTS_MAX:
+            del self._prints[next(iter(self._prints))]
+        found = self._prints[item.seq] = fingerprint(message.change(item.entry_id[0]))
+        return found
+
     def status(self) -> Status:
-        """The namespace at a glance."""
-        weights = [_weight(message) for _, message in self.after(self.floor)]
+        """The namespace at a glance. The log is loaded."""
         return Status(
             store_id=self._stream.store_id,
             epoch=1,
-            revision=max(self.revision, self.floor),
-            floor=self.floor,
+            revision=max(self.revision, self.log.floor),
+            floor=self.log.oldest,
             keys=len(self.heads["data"]),
             size_bytes=self.size_bytes,
-            log_changes=len(weights),
-            log_bytes=sum(weights),
+            log_changes=len(self.log),
+            log_bytes=self.log.size_bytes,
             now_ms=self._stream.now_ms(),
             behind_ms=self._stream.behind_ms(),
         )
 
+    # Trimming -----------------------------------------------------------------
+    #
+    # First the floor is raised. Then the messages below it go, key by key, except the last one of a key: that is what
+    # the key holds. The end of a key stays for a while, for readers that were away, and then goes too.
+
     async def trim(self, window: Window) -> int:
-        """Raise the floor, and drop the ends of keys that have been below it for a while."""
+        """Raise the floor, and purge what is below it. The log is loaded. Returns how many changes were dropped."""
+        log = self.log
+        oldest = ((item.seq, item.at_ms, item.weight_bytes) for item in log.after(log.floor))
         now_ms = self._stream.now_ms()
-        logged = [*self.after(self.floor)]
-        oldest = [(message.seq, message.at_ms, _weight(message)) for _, message in logged]
-        size_bytes = sum(weight for _, _, weight in oldest)
-        dropped, _, floor = window.excess(oldest, count=len(oldest), size_bytes=size_bytes, now_ms=now_ms)
+        dropped, _, floor = window.excess(oldest, count=len(log), size_bytes=log.size_bytes, now_ms=now_ms)
         if dropped:
-            (family, _), last = logged[dropped - 1]
-            floor_print = fingerprint(last.change(family))
+            floor_print = await self.before(floor)
+            if not floor_print.startswith(f"{floor}-"):
+                # The change itself was dropped, so no position can be compared with it.
+                floor_print = f"{floor}-0-{'0' * 12}"
+            # Before it is sent: the message may be delivered here before its acknowledgement comes.
+            self._own_floor = floor
             if not await self._stream.raise_floor(floor, floor_print):
-                dropped = 0
-            elif floor > self.floor:
-                self.floor, self.floor_print = floor, floor_print
-        old = [
-            (entry_id, message)
-            for entry_id, message in self._ends.items()
-            if message.seq <= self.floor and message.at_ms < now_ms - END_MS
-        ][:ENDS_MAX]
-        await asyncio.gather(
-            *(self._stream.purge(self._stream.subjects.of(entry_id), message.seq) for entry_id, message in old)
-        )
-        for entry_id, message in old:
-            if self._ends.get(entry_id) is message:
-                del self._ends[entry_id]
+                self._own_floor = dropped = 0
+            elif log is self.log:
+                self._is_trimmer = True
+                self._raise_floor(floor, floor_print)
+        await self.purge()
         return dropped
 
+    def _raise_floor(self, floor: int, floor_print: str) -> None:
+        for item in self.log.raise_floor(floor, floor_print):
+            last = self._last_message(item.entry_id)
+            if last is None or last.seq != item.seq:
+                self._add_garbage(item.entry_id, item.weight_bytes)
 
-def _weight(message: Message) -> int:
-    """The size of a change in totals: its key and its value."""
-    key = message.entry.key
-    return message.size_bytes + (len(key) if key.isascii() else len(key.encode()))
+    def _add_garbage(self, entry_id: EntryId, weight_bytes: int) -> None:
+        if self._is_trimmer:
+            self._garbage[entry_id] = self._garbage.get(entry_id, 0) + weight_bytes
+
+    async def purge(self) -> None:
+        """Drop messages below the floor that nothing needs: of a few keys a second, the largest of the oldest."""
+        if self._is_trimmer and (self._counted_at is None or time.monotonic() - self._counted_at > COUNT_S):
+            await self._count_garbage()
+        await self.purge_more()
+
+    async def purge_more(self) -> None:
+        """Go on with a purge, if this process has begun one."""
+        if not self._is_trimmer or not self._stream.exists or self._store_id != self._stream.store_id:
+            return
+        now = time.monotonic()
+        self._purges = min(PURGES_MAX, self._purges + (now - self._purged_at) * PURGES_PER_S)
+        self._purged_at = now
+        old_ms = self._stream.now_ms() - END_MS
+        ends = [
+            (entry_id, message.seq)
+            for entry_id, message in self._ends.items()
+            if message.seq <= self.log.floor and message.at_ms < old_ms
+        ]
+        garbage = self._garbage
+        room = int(self._purges)
+        chosen = dict(ends[:room])
+        oldest = islice(garbage, 2 * PURGES_MAX)
+        for entry_id in nlargest(room - len(chosen), oldest, key=garbage.__getitem__):
+            last = self._last_message(entry_id)
+            # All up to the floor, but the last message stays if it is there.
+            chosen.setdefault(entry_id, self.log.floor if last is None else min(last.seq - 1, self.log.floor))
+        self._purges -= len(chosen)
+        purged = {entry_id: garbage.pop(entry_id) for entry_id in chosen if entry_id in garbage}
+        subjects = self._stream.subjects
+        wanted = iter(chosen.items())
+        try:
+            while group := list(islice(wanted, PURGES_AT_ONCE)):
+                await asyncio.gather(*(self._stream.purge(subjects.of(entry_id), seq) for entry_id, seq in group))
+        except BaseException:
+            garbage |= purged
+            raise
+        for entry_id, seq in chosen.items():
+            end = self._ends.get(entry_id)
+            if end is not None and end.seq <= seq:
+                del self._ends[entry_id]
+
+    async def _count_garbage(self) -> None:
+        """Find the keys of which messages below the floor are left from an earlier process."""
+        log = self.log
+        kept: dict[EntryId, int] = {}
+        for item in log.after(log.floor):
+            kept[item.entry_id] = kept.get(item.entry_id, 0) + 1
+        self._counted_at = time.monotonic()
+        for subject, count in (await self._stream.count_messages()).items():
+            entry_id = self._stream.subjects.entry_id(subject)
+            last = None if entry_id is None else self._last_message(entry_id)
+            if entry_id is None or entry_id[0] == "receipt" or last is None:
+                continue
+            if count > kept.get(entry_id, 0) + (last.seq <= log.floor):
+                self._add_garbage(entry_id, (count - 1) * last.weight_bytes)
 
 
-def _limpet_header(headers: bytes) -> bytes:
-    """The Limpet header of a message; empty where another program wrote it."""
-    at = headers.find(b"\r\nLimpet: ")
-    return b"" if at < 0 else headers[at + 2 : headers.index(b"\r\n", at + 2)]
+def _find_lost(message: Message, before: Message | None) -> int:
+    """Up to which number changes of a key were dropped between two messages that were delivered; 0 if none was."""
+    known, prev = 0 if before is None else before.seq, message.prev or 0
+    # The end of a key is dropped only after the log was trimmed up to there.
+    if prev == known or (prev == 0 and (before is None or before.held is None)):
+        return 0
+    return prev if prev > known else message.seq - 1
+
+
+def _parse_header(key: str, seq: int, headers: bytes) -> Message:
+    """A message without its body. One that cannot be parsed is reported when its key is read."""
+    try:
+        return parse(key, seq, headers, None)
+    except Corrupt:
+        return parse(key, seq, b"", None)
 
 
 def _header(headers: bytes, name: bytes) -> bytes:
     at = headers.index(b"\r\n" + name + b": ") + len(name) + 4
     return headers[at : headers.index(b"\r\n", at)]
-
-
-class Alarms(Follower):
-    """Which entries expire, and when."""
-
-    def __init__(self, stream: NamespaceStream, connect: Callable[[], Any]) -> None:
-        super().__init__(stream, connect, stream.subjects.alarms)
-        self._heap: list[tuple[int, EntryId]] = []
-        # The message number of each alarm. An alarm that is set again gets a new number, and stays one alarm.
-        self._numbers: dict[tuple[int, EntryId], int] = {}
-        self._done: dict[int, int] = {}
-        self._due_lock = asyncio.Lock()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        super().clear()
-        self._heap = []
-        self._numbers = {}
-        self._done = {}
-
-    def take(self, subject: str, seq: int, headers: bytes) -> None:
-        """Add an alarm."""
-        alarm = self._stream.subjects.parse_alarm(subject)
-        if alarm not in self._numbers:
-            heapq.heappush(self._heap, alarm)
-        self._numbers[alarm] = seq
-
-    async def due(self, limit: int) -> list[Expire]:
-        """The entries that are due now, as the writes that expire them."""
-        async with self._due_lock:
-            while True:
-                now_ms = self._stream.now_ms()
-                passed: list[tuple[int, EntryId]] = []
-                while self._heap and self._heap[0][0] <= now_ms and len(passed) < limit:
-                    passed.append(heapq.heappop(self._heap))
-                heap, numbers = self._heap, {item: self._numbers[item] for item in passed}
-                kept = passed
-                try:
-                    last = await self._stream.load_all({entry_id: None for _, entry_id in passed})
-                    # An alarm that was set again meanwhile is checked again.
-                    kept = [
-                        item
-                        for item in passed
-                        if _expires_ms(last[item[1]]) == item[0] or self._numbers.get(item) != numbers[item]
-                    ]
-                finally:
-                    for item in kept:
-                        heapq.heappush(heap, item)
-                if heap is not self._heap:
-                    # The alarms were cleared meanwhile, and are delivered again.
-                    continue
-                for item in set(passed) - set(kept):
-                    second = item[0] // 1000
-                    self._done[second] = max(numbers[item], self._done.get(second, 0))
-                    del self._numbers[item]
-                if kept or len(passed) < limit:
-                    break
-            await self._drop_done(now_ms)
-        ends = (
-            (entry_id, last[entry_id]) for expires_ms, entry_id in kept if _expires_ms(last[entry_id]) == expires_ms
-        )
-        return [Expire(entry_id[1], message.seq, entry_id[0]) for entry_id, message in ends if message is not None]
-
-    async def _drop_done(self, now_ms: int) -> None:
-        """Purge the alarms of past seconds in which no entry is left to expire."""
-        first = self._heap[0][0] // 1000 if self._heap else now_ms
-        over = [second for second in self._done if second < first and second < now_ms // 1000]
-        for second in over:
-            seq = self._done.pop(second)
-            await self._stream.purge(f"{self._stream.subjects.alarms_of(second)}>", seq)
-
-
-def _expires_ms(message: Message | None) -> int | None:
-    return None if message is None or message.held is None else message.held.expires_ms

@@ -1,7 +1,8 @@
 """The messages of a commit on NATS: how they are built, grouped and sent.
 
-A commit of one key is one conditional message. A commit of several keys, or one that must leave a receipt,
-is an atomic batch of such messages: a key that is only guarded has a message that carries just the guard.
+A commit of one key is one conditional message; where the key had expired, an atomic batch of two, of which the first
+records the expiry. A commit of several keys, or one that must leave a receipt, is an atomic batch as well: a key that
+is only guarded has a message that carries just the guard.
 
 A server without room may store the first messages of an atomic batch and not the others. So a batch begins
 with a mark under the subject of its receipt and ends with the receipt. Where the mark is still there, a part
@@ -19,17 +20,8 @@ from typing import Final
 import msgspec
 
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply
-from limpet.engines.nats.messages import (
-    EntryId,
-    Message,
-    carry_requests,
-    encode_headers,
-    encode_touched,
-    encode_value,
-    is_past_full,
-)
+from limpet.engines.nats.messages import BASE, EntryId, Message, encode_headers, encode_value
 from limpet.engines.nats.stream import (
-    BASE,
     BatchAbandoned,
     KeyChanged,
     NamespaceStream,
@@ -55,8 +47,10 @@ BATCHES_MAX: Final = 24
 GROUP_MIN: Final = 16
 GROUP_MAX: Final = 900
 SMALL_BYTES: Final = 100_000
-# How long the mark of a batch that was stored in part is kept.
-MARK_S: Final = 86_400
+# A receipt is dropped by the server a little later than it expires by our time.
+RECEIPT_MARGIN_S: Final = 5
+# A message that only carries a guard has done its work when it was stored.
+CARRIER_TTL: Final = b"Nats-TTL: 1s\r\n"
 
 _Headers = Callable[[bytes], bytes]
 """Makes the headers of a message, with some more that are known only when it is sent."""
@@ -75,12 +69,10 @@ class MaybeStored(Exception):
 class Publisher:
     """Sends the messages of one namespace, of this process."""
 
-    def __init__(self, server: Server, stream: NamespaceStream, is_settled: Callable[[str], bool]) -> None:
-        """Send for a writer; ``is_settled`` says whether a request was answered, so that it will not be retried."""
+    def __init__(self, server: Server, stream: NamespaceStream) -> None:
         self._server = server
         self._stream = stream
         self._subjects = stream.subjects
-        self._is_settled = is_settled
         self._batches = asyncio.Semaphore(BATCHES_MAX)
         self._group: list[tuple[_Outgoing, asyncio.Future[int]]] = []
         self._grouping: asyncio.Task[None] | None = None
@@ -92,53 +84,20 @@ class Publisher:
 
     # One message ----------------------------------------------------------------
 
-    def _draft(
-        self, before: Message | None, change: Change, cause: str, now_ms: int, *, has_receipt: bool = False
-    ) -> Message:
-        """The message of a change, before it has a number."""
-        lost, past = (0, "") if before is None else carry_requests(before, now_ms, self._is_settled)
-        entry, op = change.entry, change.op
-        if op in ("delete", "expire"):
-            value_seq, size_bytes = entry.revision, 0
-        else:
-            value_seq = before.value_seq if op == "touch" and before is not None else change.revision
-            size_bytes = entry.size_bytes
-        name = None if op == "expire" else cause
-        touched = encode_touched(before) if op == "touch" and before is not None else ""
-        return Message(
-            change.revision,
-            op,
-            entry,
-            value_seq,
-            0,
-            change.at_ms,
-            name,
-            size_bytes,
-            lost,
-            past,
-            touched,
-            has_receipt,
-        )
-
-    async def send_one(
-        self, batch: Batch, entry_id: EntryId, before: Message | None, outcome: Plan, cause: str, now_ms: int
-    ) -> Commit:
-        """Send the change of a commit of one key."""
-        draft = self._draft(before, outcome.changes[-1], cause, now_ms)
-        if draft.past and draft.cause is not None and is_past_full(draft.past):
-            receipt: EntryId = ("receipt", cause)
-            found = {receipt: await self._stream.last(receipt), entry_id: before}
-            named = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
-            return await self.send_all(named, receipt, found, outcome.commit, outcome.changes, now_ms)
+    async def send_one(self, entry_id: EntryId, before: Message | None, outcome: Plan, cause: str) -> Commit:
+        """Send the changes of a commit of one key."""
+        expected, changes = seq_of(before), outcome.changes
+        draft = _make_draft(changes[-1], cause, expected if len(changes) == 1 else changes[0].revision)
         kind, body = _encode_body(draft)
-        expected = seq_of(before)
-        subject = self._subjects.of(entry_id)
         connection = self._server.live_connection or await self._server.connection()
         _check_size(entry_id[1], body, draft, connection)
         alarm = None if draft.entry.expires_ms is None else self._new_alarm(entry_id, before, draft)
         # Before the entry, on the same connection: an entry without its alarm would never expire.
         alarm_ack = None if alarm is None else _send_alarm(connection, alarm)
-        if self._server.syncs:
+        subject = self._subjects.of(entry_id)
+        if len(changes) > 1:
+            number = await self._send_after_expiry(connection, subject, expected, changes[0], draft)
+        elif self._server.syncs:
             headers = _make_headers(draft, kind, expected, 0)
             # Make them once before they join a group: an error here must not fail the others.
             headers(b"")
@@ -153,6 +112,19 @@ class Publisher:
         message = _with_seq(draft, number, number)
         self._stream.cache(entry_id, message)
         return commit_of(message)
+
+    async def _send_after_expiry(
+        self, connection: Connection, subject: str, expected: int, expiry: Change, draft: Message
+    ) -> int:
+        """Send a change of a key that had expired, which is recorded first. Returns the number of the change.
+
+        Of a server without room, the expiry may be stored alone: it is true by itself.
+        """
+        kind, body = _encode_body(draft)
+        first = (subject, _make_headers(_make_draft(expiry, "", expected), "-", expected, 1), b"")
+        async with self._batches:
+            number = await self.send_batch(connection, [first, (subject, _make_headers(draft, kind, None, 0), body)])
+        return number + 1
 
     def _new_alarm(self, entry_id: EntryId, before: Message | None, draft: Message) -> str | None:
         """The subject of the alarm that an entry needs and does not have yet."""
@@ -242,36 +214,33 @@ class Publisher:
         now_ms: int,
     ) -> Commit:
         """Send the changes of a commit: after the guards on keys that it does not change, and before its receipt."""
-        # A log of the last change of each key has no room for an end that was followed by a beginning.
-        last = {(change.family, change.key): change for change in changes}
-        guarded = [entry_id for entry_id in found if entry_id != receipt and entry_id not in last]
         connection = await self._server.connection()
-        cause = batch.request_id or ""
-        drafts = {
-            entry_id: self._draft(found[entry_id], change, cause, now_ms, has_receipt=True)
-            for entry_id, change in last.items()
-        }
+        drafts = _make_drafts(changes, found, batch.request_id or "")
+        # Of a key that had expired, there are two changes; the second is what it holds.
+        last = dict(drafts)
+        guarded = [entry_id for entry_id in found if entry_id != receipt and entry_id not in last]
         alarms = {}
-        for entry_id, draft in drafts.items():
+        for entry_id, draft in last.items():
             if (alarm := self._new_alarm(entry_id, found[entry_id], draft)) is not None:
                 alarms[alarm] = _send_alarm(connection, alarm)
 
-        has_mark = is_mark(found[receipt])
+        has_mark = is_mark(found[receipt], now_ms)
         messages: list[_Outgoing] = []
         if drafts and not has_mark:
             messages.append(self._mark_message(batch, receipt, found[receipt], now_ms))
         for number, entry_id in enumerate(guarded):
             guard = _make_guard(self._subjects.of(entry_id), seq_of(found[entry_id]))
             messages.append((self._subjects.carrier(number), guard, b""))
-        offsets = {draft.seq: number for number, draft in enumerate(drafts.values(), len(messages))}
+        offsets = {draft.seq: number for number, (_, draft) in enumerate(drafts, len(messages))}
         end = len(messages) + len(drafts) - 1
-        for entry_id, draft in drafts.items():
+        for entry_id, draft in drafts:
             kind, body = _encode_body(draft)
             _check_size(entry_id[1], body, draft, connection)
-            headers = _make_headers(draft, kind, seq_of(found[entry_id]), end - offsets[draft.seq])
+            # The server refuses a guard on a subject that the same batch has written.
+            expected = seq_of(found[entry_id]) if (draft.prev or 0) < BASE else None
+            headers = _make_headers(draft, kind, expected, end - offsets[draft.seq])
             messages.append((self._subjects.of(entry_id), headers, body))
         relative = _commit_at(commit, offsets, BASE, end) if changes else commit
-        # The server refuses a guard on a subject that the same batch has written.
         expected = seq_of(found[receipt]) if has_mark or not drafts else None
         messages.append(self._receipt_message(connection, batch, receipt, expected, relative, now_ms))
 
@@ -283,15 +252,36 @@ class Publisher:
                 first = await self.send_batch(connection, messages)
         if alarms:
             await asyncio.gather(*(self._confirm_alarm(alarm, alarm_ack) for alarm, alarm_ack in alarms.items()))
-        for entry_id, draft in drafts.items():
+        for entry_id, draft in last.items():
             self._stream.cache(entry_id, _with_seq(draft, first + offsets[draft.seq], first + end))
         return _commit_at(commit, offsets, first, end) if changes else commit
 
+    async def send_expiries(self, found: dict[EntryId, Message | None], outcome: Plan) -> Commit:
+        """Send the changes of a commit that only expires entries."""
+        connection = await self._server.connection()
+        drafts = _make_drafts(outcome.changes, found, "")
+        end = len(drafts) - 1
+        messages: list[_Outgoing] = [
+            (self._subjects.of(entry_id), _make_headers(draft, "-", draft.prev, end - number), b"")
+            for number, (entry_id, draft) in enumerate(drafts)
+        ]
+        async with self._batches:
+            first = await self.send_batch(connection, messages)
+        for number, (entry_id, draft) in enumerate(drafts, first):
+            self._stream.cache(entry_id, _with_seq(draft, number, first + end))
+        return msgspec.structs.replace(outcome.commit, revision=first + end)
+
     def _mark_message(self, batch: Batch, entry_id: EntryId, before: Message | None, now_ms: int) -> _Outgoing:
-        """The mark under the subject of a receipt, for as long as a batch is stored in part."""
-        entry = Entry(entry_id[1], None, 1, BASE, BASE, now_ms, now_ms, now_ms + MARK_S * 1000, digest_of(batch))
-        headers = _make_headers(Message(BASE, "put", entry, BASE, BASE, now_ms, None), "-", seq_of(before), 0)
-        return self._subjects.of(entry_id), lambda more: headers(b"Nats-TTL: %ds\r\n%b" % (MARK_S, more)), b""
+        """The mark under the subject of a receipt, for as long as a batch is stored in part.
+
+        It stays below the receipt, and ends before it by our time: when the server has dropped the receipt, the mark
+        that may then be the last message means nothing any more.
+        """
+        receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
+        entry = Entry(entry_id[1], None, 1, BASE, BASE, now_ms, now_ms, now_ms + receipt_ms, digest_of(batch))
+        headers = _make_headers(Message(BASE, "put", entry, BASE, now_ms, None), "-", seq_of(before), 0)
+        ttl = _make_receipt_ttl(receipt_ms)
+        return self._subjects.of(entry_id), lambda more: headers(ttl + more), b""
 
     def _receipt_message(
         self,
@@ -305,12 +295,11 @@ class Publisher:
         receipt_ms = batch.receipt_ms or MADE_RECEIPT_MS
         entry = make_receipt(batch, commit, receipt_ms)
         entry = msgspec.structs.replace(entry, revision=BASE, created_revision=BASE)
-        draft = Message(BASE, "put", entry, BASE, BASE, now_ms, None)
+        draft = Message(BASE, "put", entry, BASE, now_ms, None)
         kind, body = _encode_body(draft)
         # It contains values that were taken, and whole records after a field was set.
         _check_size(entry_id[1], body, draft, connection)
-        # Rounded up, and a little longer: the server must not drop it before it expires by our time.
-        ttl = b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + 5)
+        ttl = _make_receipt_ttl(receipt_ms)
         headers = _make_headers(draft, kind, expected, 0)
         return self._subjects.of(entry_id), lambda more: headers(ttl + more), body
 
@@ -330,6 +319,32 @@ def commit_of(message: Message) -> Commit:
     return Commit(message.commit, (message.entry,), (None,), message.at_ms)
 
 
+def _make_receipt_ttl(receipt_ms: int) -> bytes:
+    """Rounded up, and a little longer: the server must not drop a receipt before it expires by our time."""
+    return b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + RECEIPT_MARGIN_S)
+
+
+def _make_draft(change: Change, cause: str, prev: int) -> Message:
+    """The message of a change, before it has a number."""
+    entry, op = change.entry, change.op
+    return Message(
+        change.revision, op, entry, 0, change.at_ms, None if op == "expire" else cause, entry.size_bytes, prev
+    )
+
+
+def _make_drafts(
+    changes: Sequence[Change], found: dict[EntryId, Message | None], cause: str
+) -> list[tuple[EntryId, Message]]:
+    """The messages of a batch, before they have numbers. The second of a key follows the first."""
+    drafts: list[tuple[EntryId, Message]] = []
+    before = {entry_id: seq_of(message) for entry_id, message in found.items()}
+    for change in changes:
+        entry_id = (change.family, change.key)
+        drafts.append((entry_id, _make_draft(change, cause, before[entry_id])))
+        before[entry_id] = change.revision
+    return drafts
+
+
 def _send_alarm(connection: Connection, alarm: str) -> asyncio.Future[tuple[bytes, bytes]]:
     """Send an alarm. If its entry is refused, nothing awaits the reply, so its error is retrieved here."""
     ack = connection.request(alarm)
@@ -341,7 +356,7 @@ def _check_size(key: str, body: bytes, draft: Message, connection: Connection) -
     if len(body) < SMALL_BYTES:
         return
     limit_bytes = int(connection.server_info.get("max_payload", 1_048_576))
-    size_bytes = len(body) + len(draft.past) + len(draft.entry.meta_json or b"") + 4_096
+    size_bytes = len(body) + len(draft.entry.meta_json or b"") + 4_096
     if size_bytes > limit_bytes:
         raise ValueTooLarge(key, size_bytes=size_bytes, limit_bytes=limit_bytes, what="message")
 
@@ -352,22 +367,11 @@ def _with_seq(draft: Message, seq: int, commit: int) -> Message:
     if draft.op in ("delete", "expire"):
         # The entry that ended keeps its own revision.
         return msgspec.structs.replace(draft, seq=seq, commit=commit)
-    value_seq = seq if draft.value_seq == draft.seq else draft.value_seq
     entry = entry_at(entry, seq, seq)
-    return Message(
-        seq,
-        draft.op,
-        entry,
-        value_seq,
-        commit,
-        draft.at_ms,
-        draft.cause,
-        draft.size_bytes,
-        draft.lost,
-        draft.past,
-        draft.touched,
-        draft.has_receipt,
-    )
+    prev = draft.prev or 0
+    if prev >= BASE:
+        prev += seq - draft.seq
+    return Message(seq, draft.op, entry, commit, draft.at_ms, draft.cause, draft.size_bytes, prev)
 
 
 def _commit_at(commit: Commit, offsets: dict[int, int], first: int, end: int) -> Commit:
@@ -386,7 +390,7 @@ def _commit_at(commit: Commit, offsets: dict[int, int], first: int, end: int) ->
 
 def _encode_body(draft: Message) -> tuple[str, bytes]:
     stored = draft.entry.stored
-    return ("-", b"") if draft.held is None or stored is None else encode_value(stored)
+    return ("-", b"") if stored is None else encode_value(stored)
 
 
 def _make_headers(draft: Message, kind: str, expected: int | None, after: int) -> _Headers:
@@ -399,7 +403,7 @@ def _make_guard(subject: str, seq: int) -> _Headers:
         f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {seq}\r\n"
         f"Nats-Expected-Last-Subject-Sequence-Subject: {subject}\r\n"
     ).encode()
-    return lambda more: text + more + b"\r\n"
+    return lambda more: text + CARRIER_TTL + more + b"\r\n"
 
 
 def _resolve(waiter: asyncio.Future[int], result: int | Exception) -> None:

@@ -1,4 +1,4 @@
-"""A namespace on NATS: one stream, whose last message of each subject is what a key holds.
+"""A namespace on NATS: one stream, whose last message of each subject is what a key holds, and the others its log.
 
 This module reads it: one key, several keys at one moment, and the time, which is the server's. The last
 message of a key is cached, so that the next write of the key need not read it. Commits are in `writer`.
@@ -19,13 +19,12 @@ import msgspec
 
 from limpet.clock import Clock
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
-from limpet.engines.nats.messages import EntryId, Message, Subjects, parse, parse_time
+from limpet.engines.nats.messages import BASE, EntryId, Message, Subjects, parse, parse_time
 from limpet.errors import Ambiguous, InvalidValue, Unavailable
 from limpet.model import Entry, Family, live
 from limpet.transition import Receipt, encode_receipt, read_receipt
 
 __all__ = [
-    "BASE",
     "BatchAbandoned",
     "HalfStored",
     "KeyChanged",
@@ -45,9 +44,8 @@ READ_S: Final = 30.0
 CLOCK_S: Final = 30.0
 KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
-
-# The revision that a plan starts from. Revisions above it are placeholders until the server has replied.
-BASE: Final = 1 << 60
+# How many messages of a key the server keeps. What the log need not keep is purged before (see `mirror`).
+KEPT_PER_KEY: Final = 100_000
 
 _KEY_CHANGED: Final = frozenset({10071, 10164})
 # The server did not get all messages of a batch, or had too many batches under way.
@@ -139,6 +137,8 @@ class NamespaceStream:
         self.subjects = Subjects(bucket)
         self.store_id = ""
         self.direct = False
+        # The highest number that was seen in a reply, below which nothing new is stored.
+        self.seen = 0
         self._server = server
         self.exists = False
         self.known: dict[EntryId, Message | None] = {}
@@ -169,7 +169,7 @@ class NamespaceStream:
             "subjects": self.subjects.all,
             "storage": self._server.storage,
             "num_replicas": self._server.replicas,
-            "max_msgs_per_subject": 1,
+            "max_msgs_per_subject": KEPT_PER_KEY,
             "discard": "new",
             "deny_delete": True,
             "allow_rollup_hdrs": True,
@@ -188,14 +188,17 @@ class NamespaceStream:
         """Check that the stream is one of ours, and learn its options and its time."""
         info = await self.info()
         config = info["config"]
-        is_ours = config.get("max_msgs_per_subject") == 1 and config.get("allow_atomic") and config.get("allow_msg_ttl")
+        is_ours = config.get("allow_atomic") and config.get("allow_msg_ttl")
         if not is_ours or {*config.get("subjects", ())} != {*self.subjects.all}:
             raise InvalidValue(
                 f"the stream {self.name} was not created by Limpet and is left unchanged: choose another bucket_prefix "
                 "or namespace; taking over such data is not supported yet"
             )
+        if config.get("max_msgs_per_subject") == 1:
+            # It was created when the log kept the last change of each key.
+            await self.api(f"STREAM.UPDATE.{self.name}", config | {"max_msgs_per_subject": KEPT_PER_KEY})
         self.direct = bool(config.get("allow_direct"))
-        self.store_id = hashlib.sha256(f"{self.name} {info['created']}".encode()).hexdigest()[:16]
+        self.store_id = self._make_id(info)
         await self._latest()
         self.exists = True
 
@@ -203,12 +206,19 @@ class NamespaceStream:
         """Read the stream's configuration and state. The server's time is taken from the reply."""
         info = await self.api(f"STREAM.INFO.{self.name}")
         self._clock = (_parse_ms(info["ts"]), time.monotonic())
+        if self.exists and self.store_id != self._make_id(info):
+            # Another stream has its name now: the next call begins anew.
+            self.reset()
         return info
+
+    def _make_id(self, info: dict[str, Any]) -> str:
+        return hashlib.sha256(f"{self.name} {info['created']}".encode()).hexdigest()[:16]
 
     def reset(self) -> None:
         """Forget what is cached: the connection broke, and the stream may be another one now."""
         self.exists = False
         self.known.clear()
+        self.seen = 0
 
     def stop(self) -> None:
         """Cancel the work in the background."""
@@ -302,6 +312,41 @@ class NamespaceStream:
         self.cache(entry_id, message)
         return message
 
+    async def at(self, entry_id: EntryId, seq: int) -> Message | None:
+        """Read the message of a key with this number; None if it was dropped."""
+        found = await self.get({"seq": seq})
+        return None if found is None else self._message(entry_id, *found[1:])
+
+    async def keeps_all_since(self, entry_id: EntryId, seq: int) -> bool:
+        """Whether all messages of a key after a number are still there. The server drops the oldest of a key first."""
+        subject = self.subjects.of(entry_id)
+        first = await self.get({"seq": 1, "next_by_subj": subject})
+        if first is None:
+            return await self.floor() <= seq
+        if first[1] <= seq:
+            return True
+        if b"\r\nNats-Rollup: " in first[2]:
+            return False
+        prev = parse(entry_id[1], first[1], first[2], None).prev
+        if prev is not None:
+            return prev <= seq
+        # Another program has created the key, or the server has dropped what was before.
+        info = await self.api(f"STREAM.INFO.{self.name}", {"subjects_filter": subject})
+        kept: int = info["config"]["max_msgs_per_subject"]
+        count: int = (info["state"].get("subjects") or {}).get(subject, 0)
+        return kept < 0 or count < kept
+
+    async def count_messages(self) -> dict[str, int]:
+        """Count the messages of each subject."""
+        counts: dict[str, int] = {}
+        while True:
+            request = {"subjects_filter": ">", "offset": len(counts)}
+            info = await self.api(f"STREAM.INFO.{self.name}", request)
+            found = info["state"].get("subjects") or {}
+            counts |= found
+            if not found or len(counts) >= info.get("total", 0):
+                return counts
+
     def _message(self, entry_id: EntryId, seq: int, headers: bytes, body: bytes) -> Message:
         message = parse(entry_id[1], seq, headers, body)
         self.observe_time(message.at_ms)
@@ -310,9 +355,12 @@ class NamespaceStream:
     def cache(self, entry_id: EntryId, message: Message | None) -> None:
         """Remember the last message of a key, so that the next write need not read it."""
         known = self.known
-        if message is not None and (message.size_bytes > KNOWN_BYTES_MAX or len(message.past) > KNOWN_BYTES_MAX):
-            known.pop(entry_id, None)
-            return
+        if message is not None:
+            if message.seq > self.seen:  # noqa: PLR1730 - max() takes longer
+                self.seen = message.seq
+            if message.size_bytes > KNOWN_BYTES_MAX:
+                known.pop(entry_id, None)
+                return
         if len(known) >= KNOWN_MAX and entry_id not in known:
             del known[next(iter(known))]
         known[entry_id] = message
@@ -328,15 +376,15 @@ class NamespaceStream:
         """Read the live entries of these keys, all at one moment."""
         if len(keys) == 1:
             message = await self.last((family, keys[0]))
-            if family == "receipt" and is_mark(message):
+            if family == "receipt" and is_mark(message, self.now_ms()):
                 raise Ambiguous(f"a part of the batch of request {keys[0]!r} is stored", request_id=keys[0])
             held = entry_in(message)
             return [held if held is None or held.expires_ms is None else live(held, self.now_ms())]
         entry_ids = [(family, key) for key in dict.fromkeys(keys)]
         found = await self._read_snapshot(entry_ids)
-        if family == "receipt" and (half := [entry_id[1] for entry_id in entry_ids if is_mark(found[entry_id])]):
-            raise Ambiguous(f"a part of the batch of request {half[0]!r} is stored", request_id=half[0])
         now_ms = self.now_ms()
+        if family == "receipt" and (half := [one[1] for one, message in found.items() if is_mark(message, now_ms)]):
+            raise Ambiguous(f"a part of the batch of request {half[0]!r} is stored", request_id=half[0])
         entries = {entry_id[1]: live(entry_in(message), now_ms) for entry_id, message in found.items()}
         return [entries[key] for key in keys]
 
@@ -384,7 +432,8 @@ class NamespaceStream:
         if found is not None and int(found[3]) >= floor:
             return False
         expected = 0 if found is None else found[1]
-        headers = f"NATS/1.0\r\nNats-Expected-Last-Subject-Sequence: {expected}\r\nLimpet-Floor: {floor_print}\r\n\r\n"
+        guard = f"Nats-Expected-Last-Subject-Sequence: {expected}\r\nNats-Rollup: sub\r\n"
+        headers = f"NATS/1.0\r\n{guard}Limpet-Floor: {floor_print}\r\n\r\n"
         connection = await self._server.connection()
         try:
             await await_ack(connection.request(self.subjects.floor, b"%d" % floor, headers.encode()))
@@ -437,9 +486,10 @@ def _resolve_receipt(message: Message) -> Message:
     return msgspec.structs.replace(message, entry=kept)
 
 
-def is_mark(receipt: Message | None) -> bool:
-    """Whether this is the mark of a batch, which its receipt has not replaced: the batch is stored in part."""
-    return receipt is not None and receipt.held is not None and receipt.held.stored is None
+def is_mark(receipt: Message | None, now_ms: int) -> bool:
+    """Whether this is the mark of a batch without a receipt after it: the batch is stored in part."""
+    held = None if receipt is None else live(receipt.held, now_ms)
+    return held is not None and held.stored is None
 
 
 def entry_in(message: Message | None) -> Entry | None:

@@ -3,13 +3,14 @@
 A commit is planned on the last messages of its keys, and its messages carry their numbers as a condition
 (see `publisher`). If another writer was faster, the commit is planned again on the keys as they are now.
 
-When the reply to a write was lost, the write is looked up in the key itself, which carries the requests that
-changed it recently, and in its receipt. It may be retried for a minute and a half. Both are kept longer.
+When the reply to a write was lost, the write is looked up in its receipt, and in the messages of its keys, each of
+which names the request that made it. If some of those were dropped meanwhile, the result is unknown.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import time
@@ -21,10 +22,10 @@ import msgspec
 
 from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.nats.connection import ApiError
-from limpet.engines.nats.messages import EntryId, Message, find_request
+from limpet.engines.nats.follower import RangeReader
+from limpet.engines.nats.messages import BASE, EntryId, Message, parse
 from limpet.engines.nats.publisher import MADE_RECEIPT_MS, MaybeStored, Publisher, commit_of, digest_of
 from limpet.engines.nats.stream import (
-    BASE,
     BatchAbandoned,
     HalfStored,
     KeyChanged,
@@ -38,16 +39,16 @@ from limpet.engines.nats.stream import (
     seqs_of,
 )
 from limpet.errors import Ambiguous
-from limpet.model import Batch, Commit, Delete, Entry, Expire, Family, Put, Refusal, Write, live
+from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Refusal, Write, live
 from limpet.retry import jitter_s
-from limpet.transition import plan
+from limpet.transition import plan, recall
 
 __all__ = ["Writer"]
 
 # How often a request is sent that gets no reply, and one that the server has no room to process.
 LOST_MAX: Final = 3
 ABANDONED_MAX: Final = 64
-# How long a request may be retried. Its traces are kept longer, because clocks differ a little.
+# For so long the messages of a key that has ended since are certainly there.
 RETRY_MS: Final = 90_000
 UNSETTLED_MAX: Final = 16_384
 
@@ -68,7 +69,7 @@ class Writer:
         # Requests without a reply, and when they were first sent by this process.
         self._unsettled: dict[str, int | None] = {}
         self._turns: dict[EntryId, deque[asyncio.Future[None]]] = {}
-        self.publisher = Publisher(server, stream, self._is_settled)
+        self.publisher = Publisher(server, stream)
 
     def stop(self) -> None:
         """Cancel the work in the background."""
@@ -87,17 +88,19 @@ class Writer:
                 return await self._commit_one(batch, entry_id)
             finally:
                 self._release_turn(entry_id)
-        if _only_expires(batch):
-            return await self._expire(batch)
         taken: list[EntryId] = []
         try:
-            for entry_id in sorted((write.family, write.key) for write in batch.writes):
+            for entry_id in sorted({(write.family, write.key) for write in batch.writes}):
                 await self._take_turn(entry_id)
                 taken.append(entry_id)
-            return await self._commit_all(batch)
+            if not _only_expires(batch):
+                return await self._commit_all(batch)
+            with contextlib.suppress(KeyChanged, BatchAbandoned, MaybeStored, ReplyLost):
+                return await self._expire_together(batch)
         finally:
             for entry_id in taken:
                 self._release_turn(entry_id)
+        return await self._expire_each(batch)
 
     async def _take_turn(self, entry_id: EntryId) -> None:
         """Wait for the turn of a key: of two commits that are planned at once, the second would be rejected."""
@@ -129,9 +132,10 @@ class Writer:
         cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
         attempts = _Attempts(batch.retry_since)
         must_supersede = batch.retry_since is not None
+        answer: Commit | Refusal
         known = batch.retry_since is None and entry_id in self._stream.known
         message = self._stream.known[entry_id] if known else None
-        now_ms = 0
+        now_ms = since = 0
         while True:
             try:
                 if must_supersede:
@@ -142,8 +146,9 @@ class Writer:
                 if may_be_superseded(batch):
                     await self._check_not_superseded(cause)
                 if attempts.since is not None:
-                    answer = await self._find_answer(batch, cause, entry_id, message, attempts.since)
-                    if answer is not None:
+                    earlier = await self._find_answer(batch, cause, {entry_id: message}, attempts.since)
+                    if earlier is not None:
+                        answer = earlier
                         break
                     attempts.raise_refusal()
                 now_ms = self._commit_time(message)
@@ -155,12 +160,13 @@ class Writer:
                         continue
                     answer = outcome if isinstance(outcome, Refusal) else await self._unchanged(outcome.commit)
                     break
+                since = max(seq_of(message), self._stream.seen)
                 attempts.start_clock()
-                answer = await self.publisher.send_one(batch, entry_id, message, outcome, cause, now_ms)
+                answer = await self.publisher.send_one(entry_id, message, outcome, cause)
                 self._server.notify(self._stream.namespace)
                 break
             except Exception as error:
-                await self._prepare_retry(error, attempts, cause, seq_of(message), now_ms)
+                await self._prepare_retry(error, attempts, cause, since, now_ms)
             known = False
         self._unsettled.pop(cause, None)
         return answer
@@ -210,42 +216,54 @@ class Writer:
             self._unsettled[cause] = first_sent_ms
 
     async def _find_answer(
-        self, batch: Batch, cause: str, entry_id: EntryId, message: Message | None, since: int
-    ) -> Commit | Refusal | None:
-        """The result of an earlier attempt whose reply may have been lost; None if it was not applied."""
-        mine = None if message is None else find_request(message, cause)
-        if mine is None:
-            # Read the receipt after the key. If the request is applied in between, the key has changed, and the
-            # conditional publish based on this read will be rejected. In the other order, other writers might have
-            # changed the key since, whose messages do not carry a request with a receipt.
-            receipt: EntryId = ("receipt", cause)
-            found = {receipt: await self._stream.last(receipt), entry_id: message}
-            named = msgspec.structs.replace(batch, request_id=cause, receipt_ms=MADE_RECEIPT_MS)
-            now_ms = self._commit_time(*found.values())
-            if is_mark(found[receipt]):
-                return await self._complete(named, receipt, found, now_ms)
-            earlier = _replay_receipt(named, found[receipt], since, now_ms)
-            if earlier is None:
-                await self._check_remembered(cause, since, 0 if message is None else message.lost)
-            return earlier
-        write = batch.writes[0]
-        if isinstance(write, Put) and mine.entry.stored is None:
-            meta = write.meta_json if isinstance(write.meta_json, bytes) else None
-            entry = msgspec.structs.replace(mine.entry, stored=write.stored, meta_json=meta)
-            mine = msgspec.structs.replace(mine, entry=entry)
-        return msgspec.structs.replace(commit_of(mine), replayed=True)
+        self, batch: Batch, cause: str, found: dict[EntryId, Message | None], since: int
+    ) -> Commit | None:
+        """The result of an earlier attempt, from the messages of its keys; None if it was not applied.
 
-    async def _check_remembered(self, cause: str, since: int, lost: int = 0) -> None:
+        ``found`` has the last message of each key that is written.
+        """
+        named = msgspec.structs.replace(batch, request_id=cause)
+        changes: list[Change] = []
+        for entry_id, message in found.items():
+            if message is not None and message.seq > since:
+                changes += await self._read_changes(entry_id, cause, since, message)
+        last = max(changes, key=lambda change: change.revision, default=None)
+        if last is not None and last.revision != last.commit:
+            # The last change of the batch is missing: it was stored in part, or its key has been purged.
+            raise RequestForgotten
+        earlier = recall(named, changes, lambda family, key: entry_in(found[family, key]))
+        if earlier is None:
+            for entry_id, message in found.items():
+                await self._check_remembered(cause, entry_id, message, since)
+        return earlier
+
+    async def _read_changes(self, entry_id: EntryId, cause: str, since: int, last: Message) -> list[Change]:
+        """The changes of a key that a request has made after a number."""
+        messages = [last]
+        if last.cause != cause:
+            subject, key = self._subjects.of(entry_id), entry_id[1]
+            found = await RangeReader(self._stream, self._server.connection, since, last.seq, subject).read()
+            seqs = [seq for _, seq, headers, _ in found if parse(key, seq, headers, None).cause == cause]
+            read = await asyncio.gather(*(self._stream.at(entry_id, seq) for seq in seqs))
+            if None in read:
+                raise RequestForgotten
+            messages = [message for message in read if message is not None]
+        # With the value of a touch, which its message has.
+        return [
+            Change(message.op, message.entry, message.seq, message.commit, message.at_ms, message.cause, entry_id[0])
+            for message in messages
+        ]
+
+    async def _check_remembered(self, cause: str, entry_id: EntryId, message: Message | None, since: int) -> None:
         """Refuse to apply a request that may have been applied and forgotten."""
-        first_sent_ms = self._unsettled.get(cause)
-        if first_sent_ms is None:
-            # Another process sent it first, at an unknown time.
-            is_forgotten = lost > since
-        else:
+        if message is not None and message.seq <= since:
+            return
+        if message is None and (first_sent_ms := self._unsettled.get(cause)) is not None:
             # Read the server's time: this host may have been suspended meanwhile.
             await self._stream.info()
-            is_forgotten = self._stream.now_ms() - first_sent_ms > RETRY_MS
-        if is_forgotten:
+            if self._stream.now_ms() - first_sent_ms <= RETRY_MS:
+                return
+        if not await self._stream.keeps_all_since(entry_id, since):
             raise RequestForgotten
 
     # A paused server may deliver a first attempt after its retry ran elsewhere. The retry writes a superseded mark
@@ -264,10 +282,6 @@ class Writer:
         if await self._stream.get({"last_by_subj": self._subjects.superseded(cause)}) is not None:
             raise superseded_error()
 
-    def _is_settled(self, cause: str) -> bool:
-        """Whether a request is this process's own and was answered, so that it will not be retried."""
-        return cause.startswith(self._name) and cause not in self._unsettled
-
     def _commit_time(self, *messages: Message | None) -> int:
         """The time of a commit: never before its keys' last messages, whose writers may have a clock that is ahead."""
         now_ms = self._stream.now_ms()
@@ -280,7 +294,19 @@ class Writer:
         """A commit that changed nothing gets the latest revision."""
         return msgspec.structs.replace(commit, revision=await self._stream.revision())
 
-    async def _expire(self, batch: Batch) -> Commit:
+    async def _expire_together(self, batch: Batch) -> Commit:
+        """Expire entries as one batch, which needs no receipt: each expiry is true by itself."""
+        found = await self._stream.load_all((write.family, write.key) for write in batch.writes)
+        now_ms = self._commit_time(*found.values())
+        outcome = plan(batch, _finder(found), now_ms=now_ms, revision=BASE)
+        assert not isinstance(outcome, Refusal)
+        if not outcome.changes:
+            return await self._unchanged(outcome.commit)
+        commit = await self.publisher.send_expiries(found, outcome)
+        self._server.notify(self._stream.namespace)
+        return commit
+
+    async def _expire_each(self, batch: Batch) -> Commit:
         """Expire each entry by itself: another sweeper that was faster has done the same."""
         each = [msgspec.structs.replace(batch, writes=(write,)) for write in batch.writes]
         commits = [one for one in await asyncio.gather(*map(self.commit, each)) if isinstance(one, Commit)]
@@ -297,8 +323,9 @@ class Writer:
         entry_ids = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
         attempts = _Attempts(batch.retry_since)
         must_supersede = batch.retry_since is not None
+        written = [(write.family, write.key) for write in batch.writes]
         found: dict[EntryId, Message | None] = {}
-        now_ms = 0
+        now_ms = since = 0
         while True:
             try:
                 if must_supersede:
@@ -308,7 +335,7 @@ class Writer:
                 if may_be_superseded(batch):
                     await self._check_not_superseded(request_id)
                 now_ms = self._commit_time(*found.values())
-                if is_mark(found[receipt]):
+                if is_mark(found[receipt], now_ms):
                     if attempts.since is None:
                         attempts.since = seq_of(found[receipt]) - 1
                     answer = await self._complete(named, receipt, found, now_ms)
@@ -317,10 +344,12 @@ class Writer:
                 attempts.raise_refusal()
                 if attempts.since is not None:
                     earlier = _replay_receipt(named, found[receipt], attempts.since, now_ms)
+                    if earlier is None:
+                        last = {entry_id: found[entry_id] for entry_id in written}
+                        earlier = await self._find_answer(named, request_id, last, attempts.since)
                     if earlier is not None:
                         answer = earlier
                         break
-                    await self._check_remembered(request_id, attempts.since)
                 outcome = plan(named, _finder(found), now_ms=now_ms, revision=BASE)
                 if isinstance(outcome, Refusal) or outcome.commit.replayed:
                     answer = outcome if isinstance(outcome, Refusal) else outcome.commit
@@ -332,13 +361,13 @@ class Writer:
                     answer = commit = await self._unchanged(commit)
                     if batch.receipt_ms is None:
                         break
+                since = max(self._stream.seen, *(seq for _, seq in seqs_of(found)))
                 attempts.start_clock()
                 answer = await self.publisher.send_all(named, receipt, found, commit, outcome.changes, now_ms)
                 if outcome.changes:
                     self._server.notify(self._stream.namespace)
                 break
             except Exception as error:
-                since = max((seq for _, seq in seqs_of(found)), default=0)
                 await self._prepare_retry(error, attempts, request_id, since, now_ms)
         self._unsettled.pop(request_id, None)
         return answer
@@ -361,12 +390,10 @@ class Writer:
         for write in batch.writes:
             entry_id = (write.family, write.key)
             message = found[entry_id]
-            if message is None or message.seq < mark.seq:
+            if message is None or message.seq < mark.seq or _only_expired(message, mark):
                 rest.append(write)
             elif message.cause != batch.request_id:
                 raise HalfStored(receipt[1], f"{write.key!r} has been written since; read the keys and decide again")
-            elif isinstance(write, Delete) and write.take:
-                raise HalfStored(receipt[1], f"the value of {write.key!r} is gone; read the keys and decide again")
             else:
                 stored[entry_id] = message
         remaining = msgspec.structs.replace(batch, guards=(), writes=tuple(rest), receipt_ms=None)
@@ -430,8 +457,6 @@ def _is_lone(batch: Batch) -> bool:
     if len(batch.writes) != 1 or batch.receipt_ms is not None:
         return False
     write = batch.writes[0]
-    if type(write) is Delete and write.take:
-        return False
     return not batch.guards or all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
 
 
@@ -440,6 +465,11 @@ def _only_expires(batch: Batch) -> bool:
     if not batch.writes or batch.guards or batch.receipt_ms is not None:
         return False
     return all(type(write) is Expire for write in batch.writes)
+
+
+def _only_expired(message: Message, mark: Message) -> bool:
+    """Whether a key has only expired since the mark of a batch: the batch itself records that before it writes it."""
+    return message.op == "expire" and message.prev is not None and message.prev < mark.seq
 
 
 def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: int) -> Commit | Refusal | None:

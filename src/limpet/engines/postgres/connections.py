@@ -87,7 +87,7 @@ class PostgresConnections(ServerEngine):
         has_sessions: bool = True,
         return_to_caller: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
-        self.traits = Traits(engine="postgres", durability="disk", log="every", clock="server", inline=False)
+        self.traits = Traits(engine="postgres", durability="disk", clock="server", inline=False)
         self.taken: tuple[str, ...] = ()
         super().__init__(connect, display_name)
         self._return_to_caller = return_to_caller

@@ -274,10 +274,15 @@ class PostgresEngine(PostgresConnections):
         # transaction nothing could follow when they refuse.
         if puts is None or namespace not in self._latest or self._has_odd_defaults:
             return await self._commit_planned(namespace, group, since)
+        # They tell nothing of what is there where a guard fails, which is likely while others write the same entry.
+        if self._committer.is_contended(namespace, (ticket.batch for ticket in group)):
+            return await self._commit_planned(namespace, group, since)
         results = await self._put_on_server(namespace, group, puts, since)
         left_out = [ticket for ticket, result in zip(group, results, strict=True) if result is None]
         if not left_out:
             return cast("Sequence[CommitResult]", results)
+        for ticket in left_out:
+            self._committer.note_left_out(namespace, ticket.batch)
         try:
             later = iter(await self._commit_planned(namespace, left_out, since))
         except Exception as error:

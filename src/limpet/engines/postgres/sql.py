@@ -1,7 +1,7 @@
 """The statements of the PostgreSQL engine. ``{schema}`` stands for the quoted schema of the tables.
 
-A commit runs in functions on the server (``limpet_put``, ``limpet_put_one``, ``limpet_commit``, ``limpet_hold`` and
-``limpet_apply``), which the migrations create. Everything else is plain SQL and stands here.
+A commit runs in functions on the server (``limpet_put``, ``limpet_put_one`` and ``limpet_apply``), which the migrations
+create. Everything else is plain SQL and stands here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ PUT: Final = (
     " $12, $13, $14, $15, $16)"
 )
 PUT_ONE: Final = "SELECT * FROM {schema}.limpet_put_one($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14)"
-APPLY: Final = f"SELECT * FROM {{schema}}.limpet_apply({', '.join(f'${number}' for number in range(1, 34))})"
+APPLY: Final = f"SELECT * FROM {{schema}}.limpet_apply({', '.join(f'${number}' for number in range(1, 36))})"
 CHANGES_OF_REQUEST: Final = (
     f"SELECT {LOG_COLUMNS} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision > $2 AND cause = $3"
 )

@@ -27,15 +27,16 @@ def encode_units(units: Sequence[Unit]) -> list[list[Any]]:
         )
         for unit in units
     ]
-    read: list[tuple[str, ...]] = []
+    read: list[tuple[str | None, ...]] = []
     written: list[tuple[str | None, ...]] = []
     for number, unit in enumerate(units, 1):
         name = str(number)
         for (family, key), expected in unit.expected.items():
             flags = str(expected.has_expired), str(expected.needs_value)
-            read.append((name, family, key, str(expected.revision), *flags))
+            times = str(expected.updated_ms), digits(expected.expires_ms)
+            read.append((name, family, key, str(expected.revision), *times, *flags))
         written += _encode_rows(name, unit)
-    return [*columns_from_rows(counters, 4), *columns_from_rows(read, 6), *columns_from_rows(written, 19)]
+    return [*columns_from_rows(counters, 4), *columns_from_rows(read, 8), *columns_from_rows(written, 19)]
 
 
 def _encode_rows(name: str, unit: Unit) -> list[tuple[str | None, ...]]:

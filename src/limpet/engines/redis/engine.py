@@ -1,10 +1,9 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
-One script on the server decides a group of batches as `limpet.transition.plan` would, so a group is one
-round trip and no reader sees it half applied. The conformance suite holds it to `plan`. Single writes have
-a short way through the script, which leaves everything unusual to the long way. The script never decodes a
-value: a guard on a member of a JSON object is checked here, and the batch is sent again with a guard on the
-revision of the entry that was checked.
+Batches are planned here, by `limpet.commit.committer`. One script on the server compares what a plan has read and
+writes what it leaves, so that no reader sees a group half applied. Single writes have a short way through the script:
+it decides them as `limpet.transition.plan` would, a test holds it to that, and it leaves everything unusual to a plan.
+The script never decodes a value.
 
 The log is a stream whose ids are revisions. Entries expire by our own rule and the server's time: a key
 that Redis expires by itself would leave no change in the log.
@@ -155,7 +154,7 @@ class RedisEngine(ServerEngine):
         replicas: int = 0,
         test_clock: bool = False,
     ) -> None:
-        self.traits = Traits(engine="redis", durability="none", log="every", clock="server", inline=False)
+        self.traits = Traits(engine="redis", durability="none", clock="server", inline=False)
         self._pool = pool
         self._script, self._script_hash = load_script(test_clock=test_clock)
         self._has_hash_tag = has_hash_tag
@@ -164,17 +163,20 @@ class RedisEngine(ServerEngine):
         self._replication_ids: dict[Connection, str] = {}
         self._store_id, self._epoch = "", 1
         self.in_cluster = False
-        # Namespaces in which a lone write is under way, or whose last commits came several at a time.
-        self._busy: set[str] = set()
         # Namespaces in which the short way has left everything, and how many groups go the long way before it is tried
         # again.
         self._unusual: dict[str, int] = {}
         # Namespaces whose last read met an entry that a plain command cannot read.
         self._needs_script: set[str] = set()
         self._committer = Committer(self, display_name)
+        super().__init__(self._connect_to_server, display_name)
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        # Namespaces in which a lone write is under way, or whose last commits came several at a time.
+        self._busy: set[str] = set()
         # One plan at a time for a namespace: of two on the same entry, the second would be stale.
         self._planning: dict[str, asyncio.Lock] = {}
-        super().__init__(self._connect_to_server, display_name)
 
     # The eight primitives, but for those that are shared ------------------------
 
@@ -368,6 +370,7 @@ class RedisEngine(ServerEngine):
     def commit(self, namespace: str, batch: Batch) -> Coroutine[Any, Any, Commit | Refusal]:
         """See `Engine.commit`."""
         is_lone = namespace not in self._busy and namespace not in self._commits and not self._replicas
+        is_lone = is_lone and not (batch.guards and self._committer.is_contended(namespace, [batch]))
         item = encode_item(batch) if is_lone and namespace not in self._unusual else None
         return super().commit(namespace, batch) if item is None else self._write_alone(namespace, batch, item)
 
@@ -411,11 +414,11 @@ class RedisEngine(ServerEngine):
         if reply[0] == b"superseded":
             raise superseded_error()
         try:
-            (commit,) = self._decode_written(namespace, [batch], reply)
+            (result,) = self._decode_written(namespace, [batch], reply)
         except ReplyLost as error:
             raise self._ambiguous(f"{name}.1", since, error.__cause__) from error
-        if commit is not None:
-            return commit
+        if result is not None:
+            return result
         # A batch with an id of its own goes the long way.
         return await super().commit(namespace, msgspec.structs.replace(batch, request_id=new_request_id()))
 
@@ -426,7 +429,8 @@ class RedisEngine(ServerEngine):
         long_groups = self._unusual.pop(namespace, 0)
         if long_groups > 1:
             self._unusual[namespace] = long_groups - 1
-        items = {} if long_groups else find_items(batches)
+        # Where processes contend for an entry, the committer gives them their turns.
+        items = {} if long_groups or self._committer.is_contended(namespace, batches) else find_items(batches)
         results: list[CommitResult | None] = [None] * len(group)
         if items:
             written = await self._write_items(namespace, items, [batches[number] for number in items], since)
@@ -458,21 +462,23 @@ class RedisEngine(ServerEngine):
         except ReplyLost as error:
             return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
 
-    def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> list[Commit | None]:
-        """The commits of batches that went the short way; None for each that was left."""
+    def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> list[Commit | Refusal | None]:
+        """The results of batches that went the short way; None for each that was left."""
         if reply[0] == b"left":
             self._unusual[namespace] = UNUSUAL_GROUPS
             return [None] * len(batches)
         try:
-            commits = decode_written(batches, *reply[1:])
+            results = decode_written(batches, *reply[1:])
         except Exception as error:
             # It was applied. A reply that cannot be decoded counts as a lost one.
             raise ReplyLost from error
-        for batch, commit in zip(batches, commits, strict=True):
-            if commit is not None:
-                self._committer.learn(namespace, batch, commit)
-        self._record_revision(namespace, max((one.revision for one in commits if one is not None), default=0))
-        return commits
+        for batch, result in zip(batches, results, strict=True):
+            if isinstance(result, Commit):
+                self._committer.learn(namespace, batch, result)
+            elif isinstance(result, Refusal):
+                self._committer.note_refused(namespace, batch, result)
+        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
+        return results
 
     async def _commit_long(self, namespace: str, group: Sequence[Batch], since: int) -> Sequence[CommitResult]:
         """Plan batches of any kind here, and let the server compare and write."""

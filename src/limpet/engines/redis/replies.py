@@ -15,12 +15,14 @@ from limpet.codec import Stored
 from limpet.errors import Corrupt
 from limpet.model import (
     BEGINNING,
+    KEEP,
     Add,
     Batch,
     Change,
     Commit,
     Entry,
     Put,
+    Refusal,
     fingerprint,
 )
 
@@ -134,20 +136,31 @@ def decode_fingerprint(logged: list[bytes] | None) -> str:
 
 def decode_written(
     batches: list[Batch], at_ms: int, revision: int, packed: bytes, texts: list[bytes]
-) -> list[Commit | None]:
-    """The commits of items that were applied one after the other; None for each that was left."""
-    commits: list[Commit | None] = []
+) -> list[Commit | Refusal | None]:
+    """The results of items that were decided one after the other; None for each that was left."""
+    results: list[Commit | Refusal | None] = []
     numbers, entries = _unpack_numbers(packed), iter(texts)
     for batch, version, created, created_ms in zip(batches, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+        write = batch.writes[0]
         if not version:
-            commits.append(None)
+            results.append(_decode_refusal(batch, next(entries), at_ms) if created else None)
             continue
         revision += 1
-        write = batch.writes[0]
-        if type(write) is Put:
+        if type(write) is Put and write.ttl_ms is KEEP:
+            kept = decode_entry(write.key, next(entries), with_value=False)
+            entry = msgspec.structs.replace(kept, stored=write.stored)
+        elif type(write) is Put:
             entry = Entry(write.key, write.stored, version, revision, created, created_ms, at_ms, None, None)
         else:
             with_value = type(write) is Add or not batch.is_brief
             entry = decode_entry(write.key, next(entries), with_value=with_value)
-        commits.append(Commit(revision, (entry,), (None,), at_ms))
-    return commits
+        results.append(Commit(revision, (entry,), (None,), at_ms))
+    return results
+
+
+def _decode_refusal(batch: Batch, text: bytes, at_ms: int) -> Refusal:
+    """The refusal of an item whose expectation did not hold, from the entry that was found or an empty text."""
+    (guard,), (write,) = batch.guards, batch.writes
+    with_value = type(write) is Put or not batch.is_brief
+    found = decode_entry(guard.key, text, with_value=with_value) if text else None
+    return Refusal("guard", guard.key, found, at_ms, guard=guard)

@@ -51,8 +51,6 @@ Item = tuple[str, Any, Any]
 _STEP_LIMIT: Final = 10**15
 _FIELDS_MAX: Final = 100
 
-_KEEP_MS: Final = -1
-_NEVER_MS: Final = -2
 _NO_SUCH_NUMBER: Final = -1
 _TEST_CLOCK_BLOCK: Final = re.compile(rb"^ *-- test clock: begin\n.*?^ *-- test clock: end\n", re.MULTILINE | re.DOTALL)
 _pack = msgspec.msgpack.Encoder().encode
@@ -73,8 +71,8 @@ def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
 def encode_item(batch: Batch) -> Item | None:
     """A batch of a single write as an item; None if the script has no short way for it.
 
-    It has one for a put of a JSON value that neither expires nor has meta, perhaps with an expected revision; for an
-    add; and for a patch, perhaps with an expected field.
+    It has one for a put of a JSON value that neither expires nor has meta, or that keeps both as they are, perhaps with
+    an expected revision; for an add; and for a patch, perhaps with an expected field.
     """
     try:
         return _encode_single(batch)
@@ -94,10 +92,7 @@ def _encode_single(batch: Batch) -> Item | None:
         return None
     condition = guards[0].condition if guards else None
     if type(write) is Put:
-        expected, stored = _encode_revision(condition), write.stored
-        is_usual = write.ttl_ms is None and write.meta_json is None and expected is not None
-        is_json = isinstance(stored, bytes) and stored[:1] != b"\0"
-        return (write.key, stored.decode(), expected) if is_usual and is_json else None  # type: ignore[union-attr]
+        return _encode_put(write, condition)
     if type(write) is Add:
         is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and condition is None
         is_usual = is_usual and type(write.by) is int and abs(write.by) < _STEP_LIMIT
@@ -138,6 +133,16 @@ def _encode_revision(condition: Condition | None) -> int | Literal[False] | None
     if condition is ABSENT:
         return 0
     return condition.number if type(condition) is Revision and _exact(condition.number) > 0 else None
+
+
+def _encode_put(put: Put, condition: Condition | None) -> Item | None:
+    """A put, and the revision that it expects: in a list, if it keeps the expiry and the meta of the entry."""
+    expected, stored = _encode_revision(condition), put.stored
+    if expected is None or not isinstance(stored, bytes) or stored[:1] == b"\0":
+        return None
+    if put.ttl_ms is KEEP and put.meta_json is KEEP:
+        return put.key, stored.decode(), [expected]
+    return (put.key, stored.decode(), expected) if put.ttl_ms is None and put.meta_json is None else None
 
 
 def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> Item:

@@ -123,14 +123,15 @@ end
 -- The short way of single writes -----------------------------------------------------------------------------
 --
 -- An item is a batch of one write of data: a put of a JSON value (a text) that never expires, an add (a number), or a
--- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none. A patch may expect a field:
--- its name and what it holds, or the name alone if it must not be there.
+-- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none; in a table, if it keeps the
+-- expiry and the meta of the entry. A patch may expect a field: its name and what it holds, or the name alone if it must
+-- not be there.
 --
--- Only the usual case is decided here, and in one round trip, whatever the caller knows. An item that meets anything else is
--- left and nothing is written for it: an entry that has expired, that a put would keep from expiring, or of another
--- kind; an expectation that does not hold; a number or a record that becomes too large; a Redis key that is not ours.
--- So are later items on its key. The caller commits what is left. In a namespace with indexes or marks of superseded
--- requests all are left.
+-- Only the usual case is decided here, and in one round trip, whatever the caller knows. If what an item expects does not
+-- hold, it is refused, and the caller gets what was found. An item that meets anything else is left and nothing is
+-- written for it: an entry that has expired, that a put would keep from expiring, or of another kind; a number or a
+-- record that becomes too large; a Redis key that is not ours. So are later items on its key. The caller commits what is
+-- left. In a namespace with indexes or marks of superseded requests all are left.
 
 local left = {}
 
@@ -176,10 +177,13 @@ local function load_record(key, old)
     return not record.err and record
 end
 
--- The size of a record after a patch, and its fields as one text.
+-- The size of a record after a patch, and its fields as one text; or, in the third place, what was found instead of what
+-- the patch expects: without the fields if its caller does not need them.
 local function patch_short(key, old, kind, size, patch, expected)
-    local fields, must_exist, most = patch[1], patch[2], patch[3]
-    if old and kind ~= RECORD or not old and (must_exist or expected) then
+    local fields, must_exist, most, is_brief = unpack(patch)
+    if not old and expected then
+        return nil, nil, ''
+    elseif old and kind ~= RECORD or not old and must_exist then
         return nil
     end
     local record = load_record(key, old)
@@ -190,7 +194,7 @@ local function patch_short(key, old, kind, size, patch, expected)
     if expected then
         local at = places[expected[1]]
         if expected[2] ~= (at and record[at + 1]) then
-            return nil
+            return nil, nil, is_brief and old or old .. join_fields(record)
         end
     end
     for i = 1, #fields, 2 do
@@ -249,19 +253,28 @@ local function write_items(keys, values, expected, found, group)
             version, old_revision, created, created_ms, _, expires_ms, old_size, meta_bytes, kind =
                 struct.unpack(HEAD, old)
         end
-        local size, text
-        local is_usual = not left[key] and (expires_ms == 0 or expires_ms > now and form ~= 'string')
+        local size, text, other
+        local keeps = form == 'string' and type(wanted) == 'table'
+        if keeps then
+            wanted = wanted[1]
+        end
+        local is_usual = not left[key] and (expires_ms == 0 or expires_ms > now)
         if is_usual and form == 'string' then
-            if kind ~= RECORD and (not wanted or wanted == old_revision) then
-                size, text, meta_bytes = #value, value, 0
+            if kind ~= RECORD and wanted and wanted ~= old_revision then
+                other = old or ''
+            elseif kind ~= RECORD and (keeps or expires_ms == 0) then
+                size, text, meta_bytes = #value, value, keeps and meta_bytes or 0
             end
         elseif is_usual and form == 'number' then
             text = add_short(old, kind, HEAD_BYTES + meta_bytes + 1, value)
             size = text and #text
         elseif is_usual then
-            size, text = patch_short(key, old, kind, old_size, value, wanted)
+            size, text, other = patch_short(key, old, kind, old_size, value, wanted)
         end
-        if not size then
+        if other then
+            texts[#texts + 1] = other
+            reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = 0, 1, 0
+        elseif not size then
             left[key] = true
             reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = 0, 0, 0
         else
@@ -274,10 +287,10 @@ local function write_items(keys, values, expected, found, group)
             end
             local entry = head .. text
             numbers[n], logged[2 * n - 1], logged[2 * n] = i, key, entry
-            if form ~= 'string' then
+            if form ~= 'string' or keeps then
                 -- The caller knows the value that it has put. The last part of a patch says whether its caller does not
                 -- need the record.
-                texts[#texts + 1] = is_patch and value[4] and head or entry
+                texts[#texts + 1] = (keeps or is_patch and value[4]) and head or entry
             end
             if is_patch then
                 patched[#patched + 1] = i
@@ -352,10 +365,6 @@ end
 local function load_entry(family, key)
     local packed = call('HGET', base .. family, key)
     return packed and decode(key, packed)
-end
-
-local function live(entry, at_ms)
-    return entry and (entry.expires_ms == 0 or entry.expires_ms > at_ms) and entry
 end
 
 -- The time of a call that only reads, taken once; and whether it saw an entry expired that expires after the recorded
@@ -624,8 +633,12 @@ local function show(family, key, needs_value)
     local _, _, _, _, _, _, size, meta_bytes, kind = struct.unpack(HEAD, packed)
     if not needs_value and size > SMALL_BYTES then
         return '-' .. sub(packed, 1, HEAD_BYTES + meta_bytes)
+    elseif kind ~= RECORD then
+        return '+' .. packed
     end
-    return '+' .. (kind == RECORD and packed .. join_fields(call('HGETALL', prefix .. key)) or packed)
+    -- If another program has replaced the hash, that concerns only a plan that needs the fields.
+    local fields = (needs_value and call or redis.pcall)('HGETALL', prefix .. key)
+    return fields.err and '-' .. packed or '+' .. packed .. join_fields(fields)
 end
 
 local function is_as_read(family, key, revision, is_expired, now)
@@ -712,7 +725,7 @@ local function keep(kept, first, now)
     end
     revision, expires_ms = resolve_revision(revision, first), resolve_time(expires_ms, now)
     local head = struct.pack(HEAD, 1, revision, revision, now, now, expires_ms, #body, 0, BYTES)
-    call('SET', base .. 'receipt:' .. key, head .. body, 'PX', expires_ms - now)
+    call('SET', base .. 'receipt:' .. key, head .. body, 'PX', math.max(1, expires_ms - now))
 end
 
 local function apply_unit(unit, now)

@@ -16,6 +16,7 @@ import threading
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from limpet.engines.sqlite.rows import READ, RECORDED_MS, NamespaceCounters, to_entry
+from limpet.engines.sqlite.turns import NextWriter
 from limpet.model import Entry, StoredFamily
 
 if TYPE_CHECKING:
@@ -193,6 +194,7 @@ class WalHeader:
         self._map: mmap.mmap | None = None
         with contextlib.suppress(OSError, ValueError):
             self._map = mmap.mmap(descriptor, mmap.PAGESIZE, prot=mmap.PROT_READ)
+        self.next_writer = NextWriter.at(descriptor)
 
     @classmethod
     def join(cls, connection: Connection) -> WalHeader | None:
@@ -207,7 +209,7 @@ class WalHeader:
             status = os.stat(path)
             header = cls._headers.get((status.st_dev, status.st_ino))
             if header is None:
-                header = cls._headers[status.st_dev, status.st_ino] = cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                header = cls._headers[status.st_dev, status.st_ino] = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except OSError:
             return None
         if header._map is None:

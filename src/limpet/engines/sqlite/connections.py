@@ -46,6 +46,7 @@ class Connections:
         paused: Whether no use may begin, because of a fork or a close. Changed under `pause_lock`.
         pause_lock: Held for as long as a pause lasts.
         threads: The open connections, each with the thread that reads on it; None for the writer's.
+        busy_s: How long to wait for a lock of another connection.
     """
 
     def __init__(self, path: str, synchronous: str, cached: CachedFile, *, may_switch: bool) -> None:
@@ -54,6 +55,7 @@ class Connections:
         self.paused = False
         self.pause_lock = threading.Lock()
         self.threads: dict[Connection, threading.Thread | None] = {}
+        self.busy_s = BUSY_TIMEOUT_MS / 1000
         self._readers = threading.local()
         self._synchronous = synchronous
         self._cached = cached
@@ -145,7 +147,7 @@ class Connections:
     def _connect(self, reads: bool) -> Connection:
         connection = sqlite3.connect(
             self.path,
-            timeout=BUSY_TIMEOUT_MS / 1000,
+            timeout=self.busy_s,
             isolation_level=None,
             check_same_thread=False,
             factory=Connection,
@@ -168,6 +170,9 @@ class Connections:
                 connection.execute("PRAGMA query_only = ON")
             # The first read opens the WAL index, of which the cache maps the header.
             connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+            if not reads:
+                # It waits for its turn by itself (turns.py), and once it has begun it waits for no other connection.
+                connection.execute("PRAGMA busy_timeout = 0")
         except BaseException:
             connection.close()
             raise

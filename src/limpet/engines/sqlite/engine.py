@@ -119,7 +119,7 @@ class SqliteEngine:
         self, path: str, synchronous: str, clock: Clock, *, migrates: bool = False, may_switch: bool = False
     ) -> None:
         durability: Durability = "process" if synchronous == "normal" else "disk"
-        self.traits = Traits(engine="sqlite", durability=durability, log="every", clock="host", inline=True)
+        self.traits = Traits(engine="sqlite", durability=durability, clock="host", inline=True)
         self.taken: tuple[str, ...] = ()
         self._path = os.path.abspath(path)
         self._synchronous = synchronous

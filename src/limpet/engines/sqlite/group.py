@@ -38,6 +38,7 @@ from limpet.engines.sqlite.rows import (
     to_change,
     to_entry,
 )
+from limpet.engines.sqlite.turns import WriterTurns
 from limpet.engines.wakeup import Wakeup
 from limpet.errors import Ambiguous, Closed
 from limpet.model import Batch, Change, Commit, Entry, Refusal, StoredFamily
@@ -88,6 +89,7 @@ class GroupWriter:
         self._cached = cached
         self._wakeup = wakeup
         self._now_ms = now_ms
+        self._turns = WriterTurns()
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -245,11 +247,11 @@ class GroupWriter:
     # Transactions ---------------------------------------------------------------
 
     def begin(self) -> Connection:
-        """Begin a write transaction. The caller holds the lock."""
+        """Begin a write transaction, in turn with other processes. The caller holds the lock."""
         try:
             if self.connection is None:
                 self.connection = self._connections.connect()
-            self.connection.execute("BEGIN IMMEDIATE")
+            self._turns.begin(self.connection, self._cached.wal, self._connections.busy_s)
         except sqlite3.Error as error:
             raise self._connections.translate(error) from error
         return self.connection
