@@ -32,7 +32,7 @@ class CopiedEngine(KeyValueEngine):
 
     def __init__(self, name: str, clock: Clock) -> None:
         self._name = name
-        super().__init__(f"copied:{name}", Traits("copied", "none", "every", "host", inline=False), clock)
+        super().__init__(f"copied:{name}", Traits("copied", "none", "host", inline=False), clock)
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[Snapshot]:
