@@ -40,7 +40,7 @@ from limpet.commit.committer import ReplyLost
 from limpet.commit.group import Counters, EntryId, GroupPlan, NotApplied, commit_error
 from limpet.commit.log import check_after
 from limpet.engines.server_engine import CommitResult, GroupingEngine, ReadResult, Ticket
-from limpet.errors import Contention, Corrupt, Unavailable, ValueTooLarge
+from limpet.errors import Corrupt, Unavailable, ValueTooLarge
 from limpet.keys import PAGE_BYTES, Span
 from limpet.model import (
     BEGINNING,
@@ -301,7 +301,10 @@ class KeyValueEngine(GroupingEngine):
                 self._record_revision(namespace, planned.head.counters.revision)
                 return planned.outcomes
             await asyncio.sleep(jitter_s(time.monotonic() - started_at))
-        raise Contention(namespace, attempts=ATTEMPTS_MAX)
+        raise Unavailable(
+            f"{self._display_name}: other processes were faster {ATTEMPTS_MAX:,} times in namespace {namespace!r}, and "
+            "nothing changed; try again"
+        )
 
     async def _plan(self, namespace: str, batches: Sequence[Batch], causes: Sequence[str]) -> _Planned:
         """Plan a group on what is stored now."""
