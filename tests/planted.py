@@ -212,7 +212,7 @@ def seen_expiry_is_not_recorded() -> None:
 
 def expected_revision_is_not_compared() -> None:
     """Redis: the short way puts a value over any revision."""
-    _edit_script((rb"wanted == old_revision", b"wanted ~= nil"))
+    _edit_script((rb"wanted ~= old_revision", b"wanted == nil"))
 
 
 def patches_are_counted_wrong() -> None:
