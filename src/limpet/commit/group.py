@@ -148,7 +148,9 @@ class GroupPlan:
     def _check_request(self, batch: Batch, request_id: str) -> Commit | LimpetError | None:
         """What became of a request that was sent before: its earlier result, or the error of a superseded one."""
         if batch.retry_since is not None:
-            earlier = recall(batch, self._find_changes(batch.retry_since, request_id), self.find)
+            # Another retry of it may be in this group, and not in the log yet.
+            together = [change for change, _ in self.changes if change.cause == request_id]
+            earlier = recall(batch, [*self._find_changes(batch.retry_since, request_id), *together], self.find)
             if earlier is None:
                 self._keep("superseded", make_mark(request_id, self._now_ms))
             return earlier

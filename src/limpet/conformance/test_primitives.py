@@ -797,6 +797,24 @@ async def test_a_retry_finds_its_first_attempt_in_the_log(primitives: Primitives
     assert await primitives.image() == before
 
 
+async def test_retries_of_one_request_that_come_together_are_applied_once(primitives: Primitives) -> None:
+    """A request that was applied before returns its first result and changes nothing.
+
+    A caller that gave up waiting for its retry sends another, and an engine may commit both in one group.
+    """
+    await primitives.must_commit(put("n", 1))
+    since = (await primitives.status()).revision
+
+    commits = await asyncio.gather(
+        *(primitives.must_commit(Add("n", 5), request_id="request-1", retry_since=since) for _ in range(4))
+    )
+
+    assert sorted(commit.replayed for commit in commits) == [False, True, True, True]
+    assert len({(commit.revision, commit.entries, commit.at_ms) for commit in commits}) == 1
+    assert [only(commit).value for commit in commits] == [6] * 4
+    assert (await primitives.status()).revision == commits[0].revision
+
+
 async def test_a_retry_that_was_not_applied_is_applied(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
     await primitives.must_commit(put("n", 1))
