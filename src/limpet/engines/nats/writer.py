@@ -473,7 +473,10 @@ def _only_expired(message: Message, mark: Message) -> bool:
 
 
 def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: int) -> Commit | Refusal | None:
-    """The result of a retry from the receipt that it left after ``since``, also if the receipt has expired."""
+    """The result of a retry from the receipt that it left after ``since``.
+
+    Also if the receipt has expired, but only of a batch that changed something: the log has its changes.
+    """
     if receipt is None or receipt.held is None or receipt.seq <= since:
         return None
     named = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
@@ -481,7 +484,9 @@ def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: i
     if isinstance(outcome, Refusal):
         # Another request had this id: it is refused now, not at the time of the receipt, unless that has expired.
         return None if live(receipt.held, now_ms) is None else msgspec.structs.replace(outcome, at_ms=now_ms)
-    return outcome.commit
+    commit = outcome.commit
+    has_changed = any(commit.entries) or any(commit.ended)
+    return commit if has_changed or live(receipt.held, now_ms) is not None else None
 
 
 def _finder(found: dict[EntryId, Message | None]) -> Callable[[Family, str], Entry | None]:
