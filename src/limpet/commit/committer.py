@@ -39,7 +39,7 @@ from limpet.model import (
     StoredFamily,
     Version,
 )
-from limpet.request_ids import new_request_id
+from limpet.request_ids import new_request_id, request_group
 from limpet.retry import JITTER_S_MAX, jitter_s
 
 __all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale", "Storage", "Unit"]
@@ -258,18 +258,21 @@ class Committer:
     async def _search_log(self, namespace: str, name: str, pending: list[_Member]) -> None:
         """Find what retries have done earlier.
 
-        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. One with a
-        receipt does not look for marks, and the receipt is compared with what the plan has read.
+        Each leaves its mark first: its first attempt is then in the log already, or comes to nothing. What another
+        retry of it does meanwhile makes another mark, which is compared with this one. One with a receipt does not look
+        for marks, and the receipt is compared with what the plan has read.
         """
-        retries = [one for one in pending if one.batch.retry_since is not None and one.batch.request_id is not None]
-        marks = [make_mark(one.cause, NOW) for one in retries if one.batch.receipt_ms is None and not one.is_marked]
-        if marks:
-            kept: dict[EntryId, Entry] = {("superseded", mark.key): mark for mark in marks}
+        retries = [one for one in pending if one.is_retry]
+        unmarked = [one for one in retries if one.batch.receipt_ms is None and one.mark_revision is None]
+        if unmarked:
+            kept: dict[EntryId, Entry] = {one.mark_id: make_mark(one.cause, NOW) for one in unmarked}
             (reply,) = await self._storage.apply(namespace, name, [Unit({}, [], kept, Counters(BASE))])
             if isinstance(reply, LimpetError):
                 raise reply
+            assert isinstance(reply, Moment), "nothing is expected"
+            for one in unmarked:
+                one.mark_revision = reply.revision
         for member in retries:
-            member.is_marked = True
             assert member.batch.retry_since is not None
             # Each time before it is planned: another retry of it may be applied in between.
             member.logged = await self._storage.find_changes(namespace, member.batch.retry_since, member.cause)
@@ -286,7 +289,7 @@ class Committer:
                 known.correct(reply)
                 has_lost = known.note_contended(one.unit, reply)
                 for member in one.members:
-                    member.found, member.has_lost, member.is_stale = reply.found, has_lost, True
+                    member.note_stale(reply, has_lost=has_lost)
                 refused = _refuse(known, one.members, reply)
                 results |= refused
                 stale += [member for member in one.members if member.position not in refused]
@@ -446,7 +449,8 @@ class _Member:
 
     Attributes:
         logged: What a retry has found of itself in the log.
-        is_marked: Whether its first attempt is superseded.
+        is_retry: Whether it may have been applied before.
+        mark_revision: The revision of that mark when the log was last searched; None before the mark was left.
         found: What the last attempt has found.
         is_stale: Whether an attempt has failed.
         needs_value: Entries whose value is needed, beside those that the batch itself names.
@@ -459,12 +463,25 @@ class _Member:
         self.batch = batch
         self.cause = cause
         self.logged: list[Change] = []
-        self.is_marked = False
+        self.is_retry = batch.retry_since is not None and batch.request_id is not None
+        self.mark_revision: int | None = None
         self.is_stale = False
         self.found: dict[EntryId, Head] = {}
         self.needs_value: Iterable[EntryId] = ()
         self.has_lost = False
         self.is_alone = False
+
+    @property
+    def mark_id(self) -> EntryId:
+        """The mark by which the first attempt of a retry is superseded."""
+        return "superseded", request_group(self.cause)
+
+    def note_stale(self, stale: Stale, *, has_lost: bool) -> None:
+        """Note that an attempt has failed, and what it has found."""
+        self.found, self.has_lost, self.is_stale = stale.found, has_lost, True
+        mark = stale.found.get(self.mark_id) if self.is_retry else None
+        if mark is not None:
+            self.mark_revision = None if mark.entry is None else mark.entry.revision
 
 
 class _PlannedUnit:
@@ -482,6 +499,9 @@ class _PlannedUnit:
         self._plan = GroupPlan(self._load, lambda _, cause: logged.get(cause, ()), Counters(BASE), NOW)
         self.outcomes = [self._add(member) for member in members]
         plan = self._plan
+        for member in members:
+            if member.mark_revision is not None and member.mark_id in plan.kept:
+                self._expect_mark(member.mark_id, member.mark_revision)
         self.unit = Unit(self._expected, plan.changes, plan.kept, plan.counters)
 
     def _add(self, member: _Member) -> CommitResult:
@@ -490,6 +510,11 @@ class _PlannedUnit:
         except Exception as error:
             # A batch that cannot be planned fails alone.
             return commit_error(member.batch, error)
+
+    def _expect_mark(self, mark_id: EntryId, revision: int) -> None:
+        # Of several batches that share a mark, one may have searched the log before the others.
+        earlier = self._expected.get(mark_id)
+        self._expected[mark_id] = Expected(revision if earlier is None else min(revision, earlier.revision))
 
     def _load(self, family: StoredFamily, key: str) -> Entry | None:
         entry_id: EntryId = (family, key)
@@ -566,6 +591,9 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
         if batch.request_id is not None:
             named.setdefault(("receipt", batch.request_id), []).append(member)
             written.add(("receipt", batch.request_id))
+        if member.is_retry:
+            named.setdefault(member.mark_id, []).append(member)
+            written.add(member.mark_id)
     for entry_id in written:
         first, *others = named[entry_id]
         for other in others:

@@ -815,6 +815,39 @@ async def test_retries_of_one_request_that_come_together_are_applied_once(primit
     assert (await primitives.status()).revision == commits[0].revision
 
 
+@pytest.mark.parametrize("guarded", [False, True], ids=["plain", "guarded"])
+async def test_attempts_of_one_request_through_two_handles_are_applied_once(
+    open_store: OpenStore, guarded: bool
+) -> None:
+    """A request that was applied before returns its first result and changes nothing.
+
+    Its first attempt and two retries meet, in any order, with deletes that undo what they have done.
+    """
+    handles = [Primitives(await open_store(sweep=False)) for _ in range(2)]
+    await handles[0].must_commit(put("n", 1))
+    chance = random.Random(7)
+
+    async def send(handle: Primitives, pause_ms: int, write: Write, options: dict[str, Any]) -> None:
+        await asyncio.sleep(pause_ms / 1000)
+        with contextlib.suppress(TransientError):
+            await handle.commit(write, **options)
+
+    for number in range(12):
+        request_id, key = f"request-{number}", f"key-{number}"
+        guards = (Guard(key, ABSENT),) if guarded else ()
+        writes: list[Write] = [put(key, 1), Add(key, 1), Patch(key, {"a": b"1"})]
+        write = chance.choice(writes)
+        first: dict[str, Any] = {"request_id": request_id, "guards": guards}
+        retry = {**first, "retry_since": (await handles[0].status()).revision}
+        sent: list[tuple[Write, dict[str, Any]]]
+        sent = [(write, first), (write, retry), (write, retry), (Delete(key), {}), (Delete(key), {})]
+        chance.shuffle(sent)
+
+        await asyncio.gather(*(send(chance.choice(handles), chance.randrange(5), *one) for one in sent))
+
+        assert sum(change.cause == request_id for change in await handles[0].log()) <= 1
+
+
 async def test_a_retry_that_was_not_applied_is_applied(primitives: Primitives) -> None:
     """A request that was applied before returns its first result and changes nothing."""
     await primitives.must_commit(put("n", 1))
@@ -847,6 +880,25 @@ async def test_a_late_retry_is_not_applied_again(open_store: OpenStore, elapse: 
 
     assert again.replayed
     assert await primitives.image() == before
+
+
+async def test_a_retry_of_what_changed_nothing_runs_again_after_its_receipt(
+    primitives: Primitives, elapse: Elapse
+) -> None:
+    """A request that was applied before returns its first result and changes nothing.
+
+    A batch that only checks leaves nothing but its receipt. When that has expired, a retry checks again.
+    """
+    await primitives.must_commit(put("a"))
+    options: dict[str, Any] = {"guards": (Guard("a", PRESENT),), "request_id": "request-1", "receipt_ms": 300}
+    first = await primitives.must_commit(**options)
+    assert await primitives.must_commit(**options, retry_since=0) == msgspec.structs.replace(first, replayed=True)
+    await elapse(0.4)
+
+    again = await primitives.must_commit(**options, retry_since=0)
+
+    assert not again.replayed
+    assert again.at_ms > first.at_ms
 
 
 async def test_a_guarded_retry_is_not_refused_by_its_own_first_attempt(primitives: Primitives) -> None:

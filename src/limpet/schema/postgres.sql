@@ -160,7 +160,7 @@ BEGIN
         WHERE t.namespace = ns AND t.family = r.family AND t.key = r.key OFFSET 0
     ) AS e ON true
     WHERE coalesce(e.expires_ms <= now_ms, false) <> r.has_expired OR r.revision <> coalesce(
-        e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 ELSE -1 END
+        e.revision, CASE WHEN r.family = 'superseded' THEN (taken.superseded -> r.key ->> 1)::bigint END, -1
     -- A server that lost its last writes gives their revisions again. Then the times differ.
     ) OR e.updated_ms <> r.updated_ms OR e.revision >= 0 AND e.expires_ms IS DISTINCT FROM r.expires_ms;
 
@@ -234,7 +234,13 @@ BEGIN
             SELECT sum(f.changes) AS changes, sum(f.keys) AS keys, sum(f.size_bytes) AS size_bytes,
                 sum(f.log_bytes) AS log_bytes
             FROM fresh f
-        ) AS s, (SELECT jsonb_object_agg(p.key, now_ms) AS marks FROM planned p WHERE p.family = 'superseded') AS m
+        ) AS s, (
+            -- A mark has its time, and the latest revision: it is another one whenever a retry has made a change.
+            SELECT jsonb_object_agg(p.key, jsonb_build_array(now_ms, (
+                SELECT taken.revision + sum(f.changes) FROM fresh f
+            ))) AS marks
+            FROM planned p WHERE p.family = 'superseded'
+        ) AS m
         WHERE n.namespace = ns AND s.changes IS NOT NULL;
         has_written := FOUND;
     END IF;
@@ -256,7 +262,8 @@ BEGIN
         RETURN QUERY
         SELECT r.unit, NULL::bigint, now_ms, r.family, r.key, e.kind,
             CASE WHEN r.needs_value OR e.size_bytes <= 2048 THEN e.stored END,
-            e.version, coalesce(e.revision, CASE WHEN r.family = 'superseded' AND taken.superseded ? r.key THEN 1 END),
+            e.version,
+            coalesce(e.revision, CASE WHEN r.family = 'superseded' THEN (taken.superseded -> r.key ->> 1)::bigint END),
             e.created_revision, e.created_ms, e.updated_ms, e.expires_ms, e.meta, e.size_bytes
         FROM unnest(read_units::int[], read_families, read_keys, read_values::boolean[])
             AS r (unit, family, key, needs_value)

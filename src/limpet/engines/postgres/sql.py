@@ -125,8 +125,8 @@ DROP_RECEIPTS: Final = (
 )
 FORGET_SUPERSEDED: Final = (
     "UPDATE {schema}.limpet_namespaces SET superseded = ("
-    "SELECT jsonb_object_agg(name, at_ms) FROM jsonb_each(superseded) AS one (name, at_ms)"
-    " WHERE at_ms::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND superseded IS NOT NULL"
+    "SELECT jsonb_object_agg(name, mark) FROM jsonb_each(superseded) AS one (name, mark)"
+    " WHERE (mark ->> 0)::bigint >= {schema}.limpet_now_ms() - 3600000) WHERE namespace = $1 AND superseded IS NOT NULL"
 )
 
 # Opening and maintenance ------------------------------------------------------

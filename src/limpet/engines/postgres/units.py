@@ -13,8 +13,6 @@ from limpet.model import Entry, StoredFamily
 
 __all__ = ["decode_replies", "encode_units"]
 
-_MARK = Entry("", b"null", 1, 1, 1, 0, 0)
-
 
 def encode_units(units: Sequence[Unit]) -> list[list[Any]]:
     """Columns of the units, of what they have read, and of what they write."""
@@ -93,6 +91,6 @@ def _decode_head(family: StoredFamily, key: str, row: Sequence[Any]) -> Head:
     if revision is None:
         return Head()
     if family == "superseded":
-        return Head(_MARK, 0)
+        return Head(Entry(key, b"null", 1, revision, 0, 0, 0), 0)
     entry = entry_from_row((key, None if stored is None else kind, stored, version, revision, *rest))
     return Head(resolve_receipt(entry) if family == "receipt" and stored is not None else entry, size_bytes)

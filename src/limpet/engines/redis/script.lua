@@ -643,8 +643,8 @@ end
 
 local function is_as_read(family, key, revision, is_expired, now)
     if family == 'superseded' then
-        local has_mark = counters.superseded > 0 and call('HEXISTS', superseded_key, key) == 1
-        return (has_mark and 1 or -1) == revision
+        local mark = counters.superseded > 0 and call('HGET', superseded_key, key)
+        return revision == (mark and tonumber(mark:match('%d+$')) or -1)
     end
     local packed = load_packed(family, key)
     if not packed then
@@ -715,11 +715,12 @@ local function apply_row(row, first, now)
     append_change(op, family, key, revision, last, cause, text, now)
 end
 
--- Store a receipt, or the mark of a superseded request.
+-- Store a receipt, or the mark of a superseded request. A mark has its time, and the latest revision: it is another one
+-- whenever a retry of the request has made a change.
 local function keep(kept, first, now)
     local family, key, revision, expires_ms, body = unpack(kept)
     if family == 'superseded' then
-        call('HSET', superseded_key, key, now)
+        call('HSET', superseded_key, key, format('%d %d', now, counters.revision))
         counters.superseded = 1
         return
     end
@@ -1039,7 +1040,7 @@ function verb.trim()
     if counters.superseded > 0 then
         local names = call('HGETALL', superseded_key)
         for i = 1, #names, 2 do
-            if now - names[i + 1] > 3600000 then
+            if now - names[i + 1]:match('^%d+') > 3600000 then
                 call('HDEL', superseded_key, names[i])
             end
         end

@@ -21,7 +21,6 @@ from limpet.model import Change, Entry
 
 __all__ = ["decode_reply", "encode_units"]
 
-_MARK = Entry("", b"null", 1, 1, 1, 0, 0)
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -109,7 +108,8 @@ def _decode_head(entry_id: EntryId, text: bytes | None) -> Head:
     if text is None:
         return Head()
     if family == "superseded":
-        return Head(_MARK, 0)
+        at_ms, _, revision = text.partition(b" ")
+        return Head(Entry(key, b"null", 1, int(revision), 0, int(at_ms), int(at_ms)), 0)
     entry, size_bytes = decode_entry(key, text[1:], with_value=text[:1] == b"+"), decode_size(text[1:])
     if family == "receipt" and entry.stored is not None:
         entry = resolve_receipt(entry)
