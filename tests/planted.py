@@ -19,8 +19,8 @@ import msgspec
 
 from limpet import hub, model, transition
 from limpet.commit import group as commit_group
-from limpet.commit.group import GroupPlan
 from limpet.engines import memory
+from limpet.engines.memory_namespace import Namespace
 from limpet.engines.nats import alarms, log
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
@@ -51,14 +51,14 @@ def version_not_restarting() -> None:
 
 def revision_reused() -> None:
     """A delete gives its revision back."""
-    right = memory._Namespace.apply
+    right = Namespace._store
 
-    def wrong(self: Any, group: GroupPlan) -> None:
-        right(self, group)
-        if any(change.op == "delete" for change, _ in group.changes):
+    def wrong(self: Any, change: Change) -> None:
+        right(self, change)
+        if change.op == "delete":
             self.counters.revision -= 1
 
-    memory._Namespace.apply = wrong
+    Namespace._store = wrong
 
 
 def early_expiry() -> None:
@@ -131,14 +131,18 @@ def lock_without_fence_check() -> None:
 
 def receipt_in_a_second_step() -> None:
     """The write first, its receipt with the next commit that happens to come."""
-    right, late = memory._Namespace.apply, dict[int, dict[Any, Entry]]()
+    right, late = Namespace.commit, dict[int, dict[str, Entry]]()
 
-    def wrong(self: Any, group: GroupPlan) -> None:
-        owed, late[id(self)] = late.get(id(self), {}), dict(group.kept)
-        group.kept = owed
-        right(self, group)
+    def wrong(self: Any, batch: Batch, now_ms: int) -> Any:
+        receipts = self.map["receipt"]
+        receipts |= late.pop(id(self), {})
+        earlier = dict(receipts)
+        outcome = right(self, batch, now_ms)
+        late[id(self)] = {key: entry for key, entry in receipts.items() if key not in earlier}
+        self.map["receipt"] = earlier
+        return outcome
 
-    memory._Namespace.apply = wrong
+    Namespace.commit = wrong
 
 
 def late_request_is_done() -> None:
@@ -164,12 +168,12 @@ def rewritten_entry_is_due() -> None:
 
 def log_page_without_its_past() -> None:
     """Memory: a page of the log does not say which change it follows, so another history is taken for the same."""
-    right = memory.MemoryEngine._log_page
+    right = memory.MemoryEngine._read_log
 
     def wrong(self: Any, *args: Any) -> LogPage:
         return msgspec.structs.replace(right(self, *args), before=model.BEGINNING)
 
-    memory.MemoryEngine._log_page = wrong
+    memory.MemoryEngine._read_log = wrong
 
 
 def stale_cache() -> None:
@@ -184,12 +188,12 @@ def expired_entry_comes_back() -> None:
 
 
 def superseded_request_is_done() -> None:
-    """PostgreSQL: a retry leaves no mark, so that a first attempt that comes after it is applied."""
+    """PostgreSQL: a first attempt does not look for the mark of its retry, and is applied after it."""
     right = postgres.encode_units
 
     def wrong(units: Sequence[Any]) -> list[list[Any]]:
         for unit in units:
-            unit.kept = {entry_id: entry for entry_id, entry in unit.kept.items() if entry_id[0] != "superseded"}
+            unit.expected = {entry_id: one for entry_id, one in unit.expected.items() if entry_id[0] != "superseded"}
         return right(units)
 
     postgres.encode_units = wrong
@@ -268,7 +272,7 @@ def recall_reads_the_first_changes() -> None:
         following = [change for change in self.log if change.revision > after]
         return [change for change in following[:20] if change.cause == request_id]
 
-    memory._Namespace.find_changes = wrong
+    Namespace.find_changes = wrong
 
 
 def recall_reads_the_latest_changes() -> None:

@@ -74,12 +74,13 @@ class Counters(msgspec.Struct, gc=False):
         self.log_bytes += change_bytes
         if change.family != "data":
             return
+        has_ended = change.op in ("delete", "expire")
         if before_bytes is not None:
-            self.keys -= 1
-            self.size_bytes -= before_bytes
-        if change.after is not None:
-            self.keys += 1
+            self.size_bytes += -before_bytes if has_ended else change_bytes - before_bytes
+            self.keys -= has_ended
+        elif not has_ended:
             self.size_bytes += change_bytes
+            self.keys += 1
 
 
 _NOTHING: Final[Mapping[EntryId, Entry]] = MappingProxyType({})

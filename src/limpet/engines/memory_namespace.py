@@ -1,0 +1,210 @@
+"""One namespace in memory: the map and the log, and the map's keys in order of name and of expiry.
+
+The memory engine holds its lock around every call that reads more than one entry or writes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from limpet.clock import Clock
+from limpet.commit.group import Counters, GroupPlan, find_plain_put
+from limpet.commit.log import check_after
+from limpet.engines.sorted_keys import SortedKeys
+from limpet.errors import LimpetError
+from limpet.keys import Span
+from limpet.model import (
+    BEGINNING,
+    FAMILIES,
+    Batch,
+    Change,
+    Commit,
+    Entry,
+    Expire,
+    Family,
+    LogPage,
+    Refusal,
+    StoredFamily,
+    Window,
+    fingerprint,
+    live,
+)
+from limpet.transition import Plan, plan, plan_put
+
+__all__ = ["Namespace"]
+
+_Expiry = tuple[int, Family, str, int]
+"""When an entry expires, its family and key, and its revision. Out of date once the entry has another revision."""
+
+_UNLOGGED: Final[tuple[StoredFamily, ...]] = ("receipt", "superseded")
+"""The families that a commit writes without a change in the log."""
+
+
+class Namespace:
+    """The state of one namespace.
+
+    Attributes:
+        is_halfway: Whether some changes of a batch are in the map, and others not yet.
+    """
+
+    def __init__(self, store_id: str) -> None:
+        self._store_id = store_id
+        self.counters = Counters()
+        self.floor = 0
+        self.floor_print = BEGINNING
+        self.map: dict[StoredFamily, dict[str, Entry]] = {family: {} for family in (*FAMILIES, *_UNLOGGED)}
+        self.sorted_keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
+        self.expiries: list[_Expiry] = []
+        self.log: list[Change] = []
+        self.is_halfway = False
+        self._latest_ms = 0
+
+    def now_ms(self, clock: Clock) -> int:
+        """The time of the namespace: the clock's, or the latest time it has had if that is later."""
+        now_ms = clock.now_ms()
+        if now_ms > self._latest_ms:  # noqa: PLR1730 - max() takes longer than reading the clock
+            self._latest_ms = now_ms
+        return self._latest_ms
+
+    def find(self, family: StoredFamily, key: str) -> Entry | None:
+        """The entry under a key, expired or not."""
+        return self.map[family].get(key)
+
+    # Committing ---------------------------------------------------------------
+
+    def commit(self, batch: Batch, now_ms: int) -> Commit | Refusal | LimpetError:
+        """Commit a batch, and return its outcome."""
+        if batch.request_id is not None:
+            return self._commit_request(batch, now_ms)
+        # Without a request id there is no retry, no mark and no receipt: the plan is all there is to a batch.
+        put = find_plain_put(batch)
+        current = None if put is None else self.map[put.family].get(put.key)
+        if put is not None and (current is None or current.expires_ms is None):
+            planned: Plan | Refusal = plan_put(put, current, now_ms, self.counters.revision + 1, None)
+        else:
+            planned = plan(batch, self.find, now_ms=now_ms, revision=self.counters.revision)
+        if isinstance(planned, Refusal):
+            return planned
+        if len(planned.changes) == 1:
+            (change,) = planned.changes
+            self._count(change, change.entry.weight_bytes)
+            self._store(change)
+            return planned.commit
+        # Weigh all before the first is stored: if one cannot be weighed, the batch fails and leaves nothing here.
+        weighed = [(change, change.entry.weight_bytes) for change in planned.changes]
+        self.is_halfway = True
+        for change, weight_bytes in weighed:
+            self._count(change, weight_bytes)
+            self._store(change)
+        self.is_halfway = False
+        return planned.commit
+
+    def _commit_request(self, batch: Batch, now_ms: int) -> Commit | Refusal | LimpetError:
+        group = GroupPlan(self.find, self.find_changes, self.counters, now_ms)
+        outcome = group.add(batch, None)
+        self.is_halfway = len(group.changes) > 1
+        for change, _ in group.changes:
+            self._store(change)
+        self.is_halfway = False
+        for (family, key), entry in group.kept.items():
+            self.map[family][key] = entry
+        return outcome
+
+    def will_change(self, batch: Batch, now_ms: int) -> bool:
+        """Whether a batch will use a revision."""
+        trial = GroupPlan(self.find, self.find_changes, msgspec.structs.replace(self.counters), now_ms)
+        trial.add(batch, None)
+        return bool(trial.changes)
+
+    def find_changes(self, after: int, request_id: str) -> Iterable[Change]:
+        """The changes after a revision that a request made."""
+        log = itertools.islice(self.log, self._find_first(after), None)
+        return (change for change in log if change.cause == request_id)
+
+    def _count(self, change: Change, weight_bytes: int) -> None:
+        before = self.map[change.family].get(change.entry.key)
+        self.counters.count(change, None if before is None else before.weight_bytes, weight_bytes)
+
+    def _store(self, change: Change) -> None:
+        self.log.append(change)
+        family, entry = change.family, change.entry
+        key, entries = entry.key, self.map[family]
+        if change.after is None:
+            entries.pop(key, None)
+            return
+        if key not in entries:
+            self.sorted_keys[family].add(key)
+        entries[key] = entry
+        if entry.expires_ms is not None:
+            heapq.heappush(self.expiries, (entry.expires_ms, family, key, entry.revision))
+
+    # The log and what has expired ----------------------------------------------
+
+    def read_log(self, after: int, span: Span | None, limit: int) -> LogPage:
+        """See `Engine.changes`."""
+        check_after(after, floor=self.floor, revision=self.counters.revision)
+        first = self._find_first(after)
+        before = fingerprint(self._with_cause(self.log[first - 1])) if first else self.floor_print
+        if not limit:
+            return LogPage([], after, before)
+        log: Iterable[Change] = itertools.islice(self.log, first, None)
+        if span is not None:
+            log = (change for change in log if change.family == "data" and change.key in span)
+        found = [self._with_cause(change) for change in itertools.islice(log, limit)]
+        return LogPage(found, found[-1].revision if len(found) == limit else self.counters.revision, before)
+
+    def find_due(self, now_ms: int, limit: int) -> list[Expire]:
+        """See `Engine.due`."""
+        due: list[_Expiry] = []
+        while self.expiries and self.expiries[0][0] <= now_ms and len(due) < limit:
+            item = heapq.heappop(self.expiries)
+            if self._is_current(item):
+                due.append(item)
+        for item in due:
+            heapq.heappush(self.expiries, item)
+        return [Expire(key, revision, family) for _, family, key, revision in due]
+
+    def trim(self, window: Window, now_ms: int) -> int:
+        """See `Engine.trim`."""
+        for unlogged in _UNLOGGED:
+            kept = self.map[unlogged]
+            for key in [key for key, entry in kept.items() if live(entry, now_ms) is None]:
+                del kept[key]
+        for family in self.sorted_keys:
+            self.sorted_keys[family].tidy(self.map[family])
+        # Items of entries that were written again would otherwise stay until they are due.
+        if len(self.expiries) > 64 + 2 * sum(len(entries) for entries in self.map.values()):
+            self.expiries = [item for item in self.expiries if self._is_current(item)]
+            heapq.heapify(self.expiries)
+        counters = self.counters
+        oldest = ((change.revision, change.at_ms, change.entry.weight_bytes) for change in self.log)
+        dropped, freed_bytes, floor = window.excess(
+            oldest, count=counters.log_changes, size_bytes=counters.log_bytes, now_ms=now_ms
+        )
+        if dropped:
+            self.floor, self.floor_print = floor, fingerprint(self._with_cause(self.log[dropped - 1]))
+            del self.log[:dropped]
+            counters.log_changes -= dropped
+            counters.log_bytes -= freed_bytes
+        return dropped
+
+    def _find_first(self, after: int) -> int:
+        """The place in the log of the first change after a revision."""
+        return bisect_right(self.log, after, key=lambda change: change.revision)
+
+    def _is_current(self, item: _Expiry) -> bool:
+        """Whether this is still when the entry expires. One that was written again has another item."""
+        entry = self.find(item[1], item[2])
+        return entry is not None and entry.revision == item[3]
+
+    def _with_cause(self, change: Change) -> Change:
+        """The change with its cause. A commit without a request id gets one from its revision when it is read."""
+        if change.cause is not None or change.op == "expire":
+            return change
+        return msgspec.structs.replace(change, cause=f"{self._store_id}-{change.commit:x}")
