@@ -46,6 +46,7 @@ __all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale"
 
 KNOWN_MAX: Final = 16_384
 KNOWN_BYTES_MAX: Final = 2_048
+NAMESPACES_MAX: Final = 1_024
 CONTENDED_S: Final = 0.5
 """How long an entry counts as contended after another process was faster."""
 ABSENT_REVISION: Final = -1
@@ -153,6 +154,9 @@ class Committer:
         """What this process knows of the entries of a namespace."""
         found = self._known.get(namespace)
         if found is None:
+            if len(self._known) >= NAMESPACES_MAX:
+                # Nothing is answered from it, so that to forget costs no more than a second round trip.
+                del self._known[next(iter(self._known))]
             found = self._known[namespace] = KnownEntries()
         return found
 
