@@ -39,8 +39,10 @@ def version_not_restarting() -> None:
     """A key that is created again goes on counting from its earlier life."""
     right, latest = transition._make_entry, dict[str, int]()
 
-    def wrong(write: Any, stored: Any, current: Entry | None, *rest: Any) -> Entry:
-        entry = right(write, stored, current, *rest)
+    def wrong(write: Any, current: Entry | None, *rest: Any) -> Entry | Refusal:
+        entry = right(write, current, *rest)
+        if isinstance(entry, Refusal):
+            return entry
         if current is None and write.key in latest:
             entry = msgspec.structs.replace(entry, version=latest[write.key] + 1)
         latest[write.key] = entry.version
@@ -53,8 +55,8 @@ def revision_reused() -> None:
     """A delete gives its revision back."""
     right = Namespace._store
 
-    def wrong(self: Any, change: Change) -> None:
-        right(self, change)
+    def wrong(self: Any, change: Change, weight_bytes: int) -> None:
+        right(self, change, weight_bytes)
         if change.op == "delete":
             self.counters.revision -= 1
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from limpet import codec
+from limpet.errors import Corrupt
 from limpet.model import (
     ABSENT,
     KEEP,
@@ -383,6 +384,14 @@ WANTED = with_receipt(
     Delete("gone"),
 )
 BEFORE = finding(entry(b"5", key="n"), entry({"e": b"0"}, key="r"), entry(key="t"), entry(key="u"))
+
+
+def test_a_receipt_that_cannot_be_read_is_corrupt() -> None:
+    """A receipt may be damaged, or of another version of Limpet: nothing is known of its request then."""
+    damaged = Entry("r1", b"\0\xc1", 1, 1, 1, NOW, NOW, NOW + 600_000)
+
+    with pytest.raises(Corrupt, match="receipt of request 'r1'"):
+        read_receipt(damaged)
 
 
 def test_a_receipt_is_an_entry_with_its_own_time() -> None:

@@ -12,13 +12,14 @@ write recreates the key first, one that is put before the write's own change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 import msgspec
 
 from limpet import codec
 from limpet.codec import Stored
+from limpet.errors import Corrupt
 from limpet.model import (
     ABSENT,
     KEEP,
@@ -45,7 +46,21 @@ from limpet.model import (
     live,
 )
 
-__all__ = ["Find", "Plan", "Receipt", "encode_receipt", "make_receipt", "plan", "plan_put", "read_receipt", "recall"]
+__all__ = [
+    "Find",
+    "Plan",
+    "Receipt",
+    "encode_receipt",
+    "find_plain_write",
+    "find_values_read",
+    "make_receipt",
+    "omit_puts",
+    "plan",
+    "plan_write",
+    "read_receipt",
+    "recall",
+    "restore_puts",
+]
 
 Find = Callable[[Family, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
@@ -67,7 +82,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class _WriteRefused(Exception):
-    """Raised inside a write; `plan` turns it into a `Refusal`."""
+    """Raised inside a write; `_make_entry` turns it into a `Refusal`."""
 
     def __init__(self, reason: Reason, found: Entry | None, needs: str = "", size_bytes: int = 0) -> None:
         self.reason, self.found, self.needs, self.size_bytes = reason, found, needs, size_bytes
@@ -88,7 +103,12 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
             return Refusal("guard", guard.key, found, now_ms, guard=guard)
 
     cause = cause or batch.request_id
-    changes: list[Change] = []
+    if len(batch.writes) == 1 and batch.receipt_ms is None and isinstance(batch.writes[0], _VALUE_WRITES):
+        current = find(batch.writes[0].family, batch.writes[0].key)
+        if current is None or current.expires_ms is None:
+            return plan_write(batch.writes[0], current, batch.value_bytes_max, now_ms, revision + 1, cause)
+    # What each change needs but the last revision of the commit, which is known only at the end.
+    drafts: list[tuple[Op, Entry, int, str | None, Family]] = []
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
     for write in batch.writes:
@@ -100,57 +120,72 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
         if isinstance(write, _VALUE_WRITES):
             if stored is not None and current is None:
                 revision += 1
-                changes.append(_make_expiry(stored, revision, now_ms, family))
+                # No request caused it, so it has no cause.
+                drafts.append(("expire", stored.without_value(), revision, None, family))
             revision += 1
-            try:
-                stored_after = _make_value(write, current, batch.value_bytes_max)
-            except _WriteRefused as why:
-                return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
-            after = _make_entry(write, stored_after, current, now_ms, revision)
-            op: Op = "patch" if isinstance(write, Patch) else "put"
-            changes.append(Change(op, after, revision, revision, now_ms, cause, family))
+            made = _make_entry(write, current, batch.value_bytes_max, now_ms, revision)
+            if isinstance(made, Refusal):
+                return made
+            after = made
+            drafts.append(("patch" if isinstance(write, Patch) else "put", after, revision, cause, family))
         elif isinstance(write, Touch):
             if current is not None:
                 revision += 1
                 after = _touch(write, current, now_ms, revision)
-                changes.append(Change("touch", after, revision, revision, now_ms, cause, family))
+                drafts.append(("touch", after, revision, cause, family))
         elif isinstance(write, Delete):
             if current is not None:
                 revision += 1
                 before = current if write.take else current.without_value()
-                changes.append(Change("delete", before, revision, revision, now_ms, cause, family))
+                drafts.append(("delete", before, revision, cause, family))
         elif stored is not None and current is None and stored.revision == write.revision:
             revision += 1
-            changes.append(_make_expiry(stored, revision, now_ms, family))
-            before = changes[-1].entry
+            before = stored.without_value()
+            drafts.append(("expire", before, revision, None, family))
         entries.append(after)
         ended.append(before)
 
-    if len(changes) > 1:
-        # Every change names the last revision of its commit, which is known only now.
-        changes = [msgspec.structs.replace(change, commit=revision) for change in changes]
+    changes = tuple([Change(op, entry, own, revision, now_ms, by, family) for op, entry, own, by, family in drafts])
     # A batch that changes nothing uses no revision; its commit has the latest one.
     commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
     receipt = None if batch.receipt_ms is None else make_receipt(batch, commit, batch.receipt_ms)
-    return Plan(commit, tuple(changes), receipt)
+    return Plan(commit, changes, receipt)
 
 
-def plan_put(put: Put, current: Entry | None, now_ms: int, revision: int, cause: str | None) -> Plan:
-    """Decide what one put without a guard does: to an entry that is live or absent, as the change of this revision.
+def plan_write(
+    write: Put | Add | Patch, current: Entry | None, bytes_max: int, now_ms: int, revision: int, cause: str | None
+) -> Plan | Refusal:
+    """Decide what one write of a value does: to an entry that is live or absent, as the change of this revision.
 
-    It is what `plan` returns for a batch of this put alone.
+    It is what `plan` returns for a batch of this write alone.
     """
-    after = _make_entry(put, put.stored, current, now_ms, revision)
-    change = Change("put", after, revision, revision, now_ms, cause, put.family)
+    after = _make_entry(write, current, bytes_max, now_ms, revision)
+    if isinstance(after, Refusal):
+        return after
+    op: Op = "patch" if isinstance(write, Patch) else "put"
+    change = Change(op, after, revision, revision, now_ms, cause, write.family)
     return Plan(Commit(revision, (after,), (None,), now_ms), (change,))
 
 
 _VALUE_WRITES: Final = (Put, Add, Patch)
 
 
-def _make_expiry(expired: Entry, revision: int, now_ms: int, family: Family) -> Change:
-    """Make the change that ends an expired entry. No request caused it, so it has no cause."""
-    return Change("expire", expired.without_value(), revision, revision, now_ms, None, family)
+def find_plain_write(batch: Batch) -> Put | Add | Patch | None:
+    """The only write of a batch, if that sets a value and the batch has neither a guard nor a request id."""
+    if batch.request_id is not None or batch.guards or len(batch.writes) != 1:
+        return None
+    write = batch.writes[0]
+    return write if isinstance(write, _VALUE_WRITES) else None
+
+
+def find_values_read(batch: Batch) -> Iterator[tuple[Family, str]]:
+    """The entries whose values `plan` looks at, or returns. Of others it looks at the rest of the entry alone."""
+    for write in batch.writes:
+        if isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take):
+            yield write.family, write.key
+    for guard in batch.guards:
+        if isinstance(guard.condition, Equals | FieldEquals):
+            yield guard.family, guard.key
 
 
 def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None:
@@ -204,15 +239,17 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
             return condition is PRESENT
 
 
-def _make_value(write: Put | Add | Patch, current: Entry | None, bytes_max: int) -> Stored:
-    """Make the value after a write that sets one."""
-    if isinstance(write, Put):
-        return write.stored
-    return _add(write, current) if isinstance(write, Add) else _patch(write, current, bytes_max)
-
-
-def _make_entry(write: Put | Add | Patch, stored: Stored, current: Entry | None, now_ms: int, revision: int) -> Entry:
+def _make_entry(
+    write: Put | Add | Patch, current: Entry | None, bytes_max: int, now_ms: int, revision: int
+) -> Entry | Refusal:
     """Make the entry after a write that sets a value."""
+    try:
+        if isinstance(write, Put):
+            stored: Stored = write.stored
+        else:
+            stored = _add(write, current) if isinstance(write, Add) else _patch(write, current, bytes_max)
+    except _WriteRefused as why:
+        return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:
         return Entry(
@@ -282,12 +319,25 @@ _decode_receipt = msgspec.msgpack.Decoder(Receipt).decode
 
 def make_receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
     """Make the receipt of a batch."""
+    return encode_receipt(_request_id(batch), batch.digest, omit_puts(commit, batch), receipt_ms)
+
+
+def omit_puts(commit: Commit, batch: Batch) -> Commit:
+    """A commit without the values that its batch has put."""
     entries = tuple(
         entry.without_value() if entry is not None and isinstance(write, Put) else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
-    kept = msgspec.structs.replace(commit, entries=entries)
-    return encode_receipt(_request_id(batch), batch.digest, kept, receipt_ms)
+    return msgspec.structs.replace(commit, entries=entries)
+
+
+def restore_puts(commit: Commit, batch: Batch) -> Commit:
+    """A commit with the values that its batch has put."""
+    entries = tuple(
+        msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
+        for entry, write in zip(commit.entries, batch.writes, strict=True)
+    )
+    return msgspec.structs.replace(commit, entries=entries)
 
 
 def encode_receipt(request_id: str, digest: bytes, commit: Commit, receipt_ms: int) -> Entry:
@@ -305,7 +355,10 @@ def _request_id(batch: Batch) -> str:
 def read_receipt(entry: Entry) -> Receipt:
     """Decode a receipt."""
     assert isinstance(entry.stored, bytes)
-    return _decode_receipt(entry.stored[1:])
+    try:
+        return _decode_receipt(entry.stored[1:])
+    except msgspec.DecodeError as error:
+        raise Corrupt(f"the receipt of request {entry.key!r} cannot be read; use another request id") from error
 
 
 def _replay(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
@@ -313,8 +366,4 @@ def _replay(batch: Batch, entry: Entry, now_ms: int) -> Plan | Refusal:
     receipt = read_receipt(entry)
     if receipt.digest != batch.digest:
         return Refusal("stale_request", entry.key, None, now_ms)
-    entries = tuple(
-        msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
-        for entry, write in zip(receipt.commit.entries, batch.writes, strict=True)
-    )
-    return Plan(msgspec.structs.replace(receipt.commit, entries=entries, replayed=True), ())
+    return Plan(msgspec.structs.replace(restore_puts(receipt.commit, batch), replayed=True), ())

@@ -24,16 +24,13 @@ from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.errors import Ambiguous, LimpetError, Unavailable
 from limpet.model import (
-    Add,
     Batch,
     Change,
     Commit,
-    Delete,
     Entry,
     Equals,
     FieldEquals,
     HeldBy,
-    Patch,
     Refusal,
     Revision,
     StoredFamily,
@@ -41,6 +38,7 @@ from limpet.model import (
 )
 from limpet.request_ids import new_request_id, request_group
 from limpet.retry import JITTER_S_MAX, jitter_s
+from limpet.transition import find_values_read
 
 __all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale", "Storage", "Unit"]
 
@@ -569,14 +567,8 @@ def _read_all(members: list[_Member]) -> dict[EntryId, Expected]:
 
 
 def _find_needed_values(member: _Member) -> Iterable[EntryId]:
-    """The entries whose values decide what a batch does, or are part of its result."""
-    batch = member.batch
-    for write in batch.writes:
-        if isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take):
-            yield write.family, write.key
-    for guard in batch.guards:
-        if isinstance(guard.condition, Equals | FieldEquals):
-            yield guard.family, guard.key
+    """The entries whose values the plan of a batch needs, or its caller."""
+    yield from find_values_read(member.batch)
     yield from member.needs_value
 
 

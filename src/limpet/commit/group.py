@@ -14,9 +14,9 @@ import msgspec
 
 from limpet.commit.receipts import make_mark, may_be_superseded, superseded_error
 from limpet.errors import InvalidValue, LimpetError
-from limpet.model import Batch, Change, Commit, Entry, Guard, Put, Refusal, StoredFamily, Write, live
+from limpet.model import Add, Batch, Change, Commit, Entry, Guard, Patch, Put, Refusal, StoredFamily, Write, live
 from limpet.request_ids import request_group
-from limpet.transition import plan, plan_put, recall
+from limpet.transition import find_plain_write, plan, plan_write, recall
 
 __all__ = [
     "Counters",
@@ -26,7 +26,6 @@ __all__ = [
     "Load",
     "NotApplied",
     "commit_error",
-    "find_plain_put",
     "is_fault_of_one",
 ]
 
@@ -38,14 +37,6 @@ Load = Callable[[StoredFamily, str], Entry | None]
 
 FindChanges = Callable[[int, str], Iterable[Change]]
 """Reads the log: the changes after a revision that a request made."""
-
-
-def find_plain_put(batch: Batch) -> Put | None:
-    """The only write of a batch, if that is a put without a guard and the batch has no request id."""
-    if batch.request_id is not None or batch.guards or len(batch.writes) != 1:
-        return None
-    put = batch.writes[0]
-    return put if type(put) is Put else None
 
 
 class Counters(msgspec.Struct, gc=False):
@@ -126,11 +117,11 @@ class GroupPlan:
         ``cause`` is the request id that the changes get in the log.
         """
         now_ms = self._now_ms
-        put = find_plain_put(batch)
-        if put is not None:
-            current = self.find(put.family, put.key)
+        write = find_plain_write(batch)
+        if write is not None:
+            current = self.find(write.family, write.key)
             if current is None or current.expires_ms is None:
-                return self._add_put(put, current, cause)
+                return self._add_write(write, current, batch.value_bytes_max, cause)
         if batch.request_id is not None:
             earlier = self._check_request(batch, batch.request_id)
             if earlier is not None:
@@ -159,10 +150,14 @@ class GroupPlan:
             return superseded_error()
         return None
 
-    def _add_put(self, put: Put, current: Entry | None, cause: str | None) -> Commit:
-        """Add a put without a guard: the most frequent batch, and the shortest way through the rules."""
+    def _add_write(
+        self, write: Put | Add | Patch, current: Entry | None, bytes_max: int, cause: str | None
+    ) -> Commit | Refusal:
+        """Add one write without a guard: the most frequent batch, and the shortest way through the rules."""
         counters = self.counters
-        planned = plan_put(put, current, self._now_ms, counters.revision + 1, cause)
+        planned = plan_write(write, current, bytes_max, self._now_ms, counters.revision + 1, cause)
+        if isinstance(planned, Refusal):
+            return planned
         (change,) = planned.changes
         self._apply(change, change.entry.weight_bytes)
         counters.at_ms = self._now_ms

@@ -32,7 +32,6 @@ from limpet.model import (
     Batch,
     Change,
     Commit,
-    Delete,
     Entry,
     Equals,
     Expire,
@@ -55,7 +54,7 @@ from limpet.model import (
 )
 from limpet.request_ids import new_request_id
 from limpet.retry import jitter_s
-from limpet.transition import encode_receipt, plan, read_receipt
+from limpet.transition import encode_receipt, find_values_read, plan, read_receipt
 from limpet.turns import Turns
 
 __all__ = ["EncryptedEngine"]
@@ -612,17 +611,11 @@ def _next_cursor(family: Family, cursor: str | None) -> str | None:
 
 
 def _deciding_entries(batch: Batch) -> list[_EntryId]:
-    """The entries whose values decide what a batch does, in an order that is the same for all callers."""
-    # A value that is taken is decrypted before it is deleted, in case that fails.
-    entry_ids = {
-        (write.family, write.key)
-        for write in batch.writes
-        if isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take)
-    }
-    entry_ids |= {
-        (guard.family, guard.key) for guard in batch.guards if isinstance(guard.condition, Equals | FieldEquals)
-    }
-    return sorted(entry_id for entry_id in entry_ids if entry_id[0] not in _PLAIN_FAMILIES)
+    """The entries whose values decide what a batch does, in an order that is the same for all callers.
+
+    A value that is taken is decrypted before it is deleted, in case that fails.
+    """
+    return sorted({entry_id for entry_id in find_values_read(batch) if entry_id[0] not in _PLAIN_FAMILIES})
 
 
 def _encrypt_write(ring: Ring, namespace: str, write: Write, stored: Stored | None) -> Write:

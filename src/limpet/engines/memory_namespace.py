@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from limpet.clock import Clock
-from limpet.commit.group import Counters, GroupPlan, find_plain_put
+from limpet.commit.group import Counters, GroupPlan
 from limpet.commit.log import check_after
 from limpet.engines.sorted_keys import SortedKeys
 from limpet.errors import LimpetError
@@ -35,7 +35,7 @@ from limpet.model import (
     fingerprint,
     live,
 )
-from limpet.transition import Plan, plan, plan_put
+from limpet.transition import find_plain_write, plan, plan_write
 
 __all__ = ["Namespace"]
 
@@ -83,34 +83,31 @@ class Namespace:
         if batch.request_id is not None:
             return self._commit_request(batch, now_ms)
         # Without a request id there is no retry, no mark and no receipt: the plan is all there is to a batch.
-        put = find_plain_put(batch)
-        current = None if put is None else self.map[put.family].get(put.key)
-        if put is not None and (current is None or current.expires_ms is None):
-            planned: Plan | Refusal = plan_put(put, current, now_ms, self.counters.revision + 1, None)
+        write, revision = find_plain_write(batch), self.counters.revision
+        current = None if write is None else self.map[write.family].get(write.key)
+        if write is not None and (current is None or current.expires_ms is None):
+            planned = plan_write(write, current, batch.value_bytes_max, now_ms, revision + 1, None)
         else:
-            planned = plan(batch, self.find, now_ms=now_ms, revision=self.counters.revision)
+            planned = plan(batch, self.find, now_ms=now_ms, revision=revision)
         if isinstance(planned, Refusal):
             return planned
         if len(planned.changes) == 1:
             (change,) = planned.changes
-            self._count(change, change.entry.weight_bytes)
-            self._store(change)
+            self._store(change, change.entry.weight_bytes)
             return planned.commit
         # Weigh all before the first is stored: if one cannot be weighed, the batch fails and leaves nothing here.
         weighed = [(change, change.entry.weight_bytes) for change in planned.changes]
         self.is_halfway = True
         for change, weight_bytes in weighed:
-            self._count(change, weight_bytes)
-            self._store(change)
+            self._store(change, weight_bytes)
         self.is_halfway = False
         return planned.commit
 
     def _commit_request(self, batch: Batch, now_ms: int) -> Commit | Refusal | LimpetError:
-        group = GroupPlan(self.find, self.find_changes, self.counters, now_ms)
-        outcome = group.add(batch, None)
+        group, outcome = self._plan_request(batch, now_ms)
         self.is_halfway = len(group.changes) > 1
-        for change, _ in group.changes:
-            self._store(change)
+        for change, weight_bytes in group.changes:
+            self._store(change, weight_bytes)
         self.is_halfway = False
         for (family, key), entry in group.kept.items():
             self.map[family][key] = entry
@@ -118,27 +115,27 @@ class Namespace:
 
     def will_change(self, batch: Batch, now_ms: int) -> bool:
         """Whether a batch will use a revision."""
-        trial = GroupPlan(self.find, self.find_changes, msgspec.structs.replace(self.counters), now_ms)
-        trial.add(batch, None)
-        return bool(trial.changes)
+        return bool(self._plan_request(batch, now_ms)[0].changes)
+
+    def _plan_request(self, batch: Batch, now_ms: int) -> tuple[GroupPlan, Commit | Refusal | LimpetError]:
+        group = GroupPlan(self.find, self.find_changes, msgspec.structs.replace(self.counters), now_ms)
+        return group, group.add(batch, None)
 
     def find_changes(self, after: int, request_id: str) -> Iterable[Change]:
         """The changes after a revision that a request made."""
         log = itertools.islice(self.log, self._find_first(after), None)
         return (change for change in log if change.cause == request_id)
 
-    def _count(self, change: Change, weight_bytes: int) -> None:
-        before = self.map[change.family].get(change.entry.key)
-        self.counters.count(change, None if before is None else before.weight_bytes, weight_bytes)
-
-    def _store(self, change: Change) -> None:
-        self.log.append(change)
+    def _store(self, change: Change, weight_bytes: int) -> None:
         family, entry = change.family, change.entry
         key, entries = entry.key, self.map[family]
+        before = entries.get(key)
+        self.counters.count(change, None if before is None else before.weight_bytes, weight_bytes)
+        self.log.append(change)
         if change.after is None:
             entries.pop(key, None)
             return
-        if key not in entries:
+        if before is None:
             self.sorted_keys[family].add(key)
         entries[key] = entry
         if entry.expires_ms is not None:
