@@ -4,6 +4,9 @@ Everything here is a frozen value, compared by content and safe to share. Nothin
 waits, logs or reads the time. Values are msgspec structs, which are built in C: an entry
 costs a tenth of a frozen dataclass, and entries are made on every read. They hold nothing
 that could point back at them, so the garbage collector need not walk through them (gc=False).
+
+They are also what is stored of a commit and sent to a server, encoded as msgpack. An entry, a batch and an outcome
+are arrays there; what is one of several kinds begins with the name of its kind (its tag). Members are added at the end.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from hashlib import blake2b
-from typing import Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
 
 from limpet import codec
 from limpet.codec import Kind, Stored
 from limpet.errors import InvalidValue
-from limpet.keys import TESTS_MAX
+from limpet.keys import TESTS_MAX, VALUE_BYTES_MAX
 
 __all__ = [
     "ABSENT",
@@ -81,16 +84,16 @@ Op = Literal["put", "patch", "touch", "delete", "expire"]
 
 
 class Sentinel(Enum):
-    """Constants that a caller may give in place of a value."""
+    """Constants that a caller may give in place of a value. Encoded, each is its number."""
 
-    ABSENT = "ABSENT"
-    PRESENT = "PRESENT"
-    KEEP = "KEEP"
-    UNCHANGED = "UNCHANGED"
-    ANY = "ANY"
+    ABSENT = -1
+    PRESENT = -2
+    KEEP = -3
+    UNCHANGED = -4
+    ANY = -5
 
     def __repr__(self) -> str:
-        return f"limpet.{self.value}"
+        return f"limpet.{self.name}"
 
 
 ABSENT: Final = Sentinel.ABSENT
@@ -104,13 +107,22 @@ UNCHANGED: Final = Sentinel.UNCHANGED
 ANY: Final = Sentinel.ANY
 """No expectation: the default of ``expect``."""
 
-Keep = Literal[Sentinel.KEEP]
+if TYPE_CHECKING:
+    Absent = Literal[Sentinel.ABSENT]
+    Existence = Literal[Sentinel.ABSENT, Sentinel.PRESENT]
+    Keep = Literal[Sentinel.KEEP]
+    Ttl = int | Keep | None
+else:
+    # What msgspec decodes. It knows enums but no single members of one: `limpet.checks` refuses the others. Beside
+    # integers it knows no enum at all, so KEEP stays a number there: see `limpet.protocol.engine_msgpack.decode_batch`.
+    Absent = Existence = Keep = Sentinel
+    Ttl = int | None
 
 
 # What is stored ---------------------------------------------------------------
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class Entry(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What is stored under a key.
 
     Attributes:
@@ -199,7 +211,7 @@ def live(entry: Entry | None, now_ms: int) -> Entry | None:
 # What is requested: guards ----------------------------------------------------
 
 
-class Version(msgspec.Struct, frozen=True, gc=False):
+class Version(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="version"):
     """Expect this version of the key. Restarts at 1 when a key is created again."""
 
     number: int
@@ -208,7 +220,7 @@ class Version(msgspec.Struct, frozen=True, gc=False):
         return f"version {self.number}"
 
 
-class Revision(msgspec.Struct, frozen=True, gc=False):
+class Revision(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="revision"):
     """Expect the entry of this revision. Safe across delete and recreation."""
 
     number: int
@@ -217,7 +229,7 @@ class Revision(msgspec.Struct, frozen=True, gc=False):
         return f"revision {self.number}"
 
 
-class Equals(msgspec.Struct, frozen=True, gc=False):
+class Equals(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="equals"):
     """Expect exactly this value. Build it with `limpet.equals`."""
 
     stored: Stored
@@ -226,11 +238,11 @@ class Equals(msgspec.Struct, frozen=True, gc=False):
         return "a certain value"
 
 
-class FieldEquals(msgspec.Struct, frozen=True, gc=False):
+class FieldEquals(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="field"):
     """Expect this field to hold this value, or not to exist."""
 
     name: str
-    stored: bytes | Literal[Sentinel.ABSENT]
+    stored: bytes | Absent
 
     def __str__(self) -> str:
         return (
@@ -238,7 +250,7 @@ class FieldEquals(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-class HeldBy(msgspec.Struct, frozen=True, gc=False):
+class HeldBy(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="held"):
     """Expect the lock to be held under this fencing token: the revision that acquired it."""
 
     token: int
@@ -247,10 +259,10 @@ class HeldBy(msgspec.Struct, frozen=True, gc=False):
         return f"token {self.token}"
 
 
-Condition = Literal[Sentinel.ABSENT, Sentinel.PRESENT] | Version | Revision | Equals | FieldEquals | HeldBy
+Condition = Existence | Version | Revision | Equals | FieldEquals | HeldBy
 
 
-class Guard(msgspec.Struct, frozen=True, gc=False):
+class Guard(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A condition on a key, checked in the same commit as the writes it protects."""
 
     key: str
@@ -261,39 +273,39 @@ class Guard(msgspec.Struct, frozen=True, gc=False):
 # What is requested: writes ----------------------------------------------------
 
 
-class Put(msgspec.Struct, frozen=True, gc=False):
+class Put(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="put"):
     """Replace the whole value."""
 
     key: str
     stored: Stored
-    ttl_ms: int | Keep | None = None
+    ttl_ms: Ttl = None
     meta_json: bytes | Keep | None = None
     family: Family = "data"
 
 
-class Add(msgspec.Struct, frozen=True, gc=False):
+class Add(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="add"):
     """Add to an integer. A missing key counts as zero."""
 
     key: str
     by: int
-    ttl_ms: int | Keep | None = KEEP
+    ttl_ms: Ttl = KEEP
     meta_json: bytes | Keep | None = KEEP
     family: Family = "data"
 
 
-class Patch(msgspec.Struct, frozen=True, gc=False):
+class Patch(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="patch"):
     """Write and clear single fields of a record, leaving the others as they are."""
 
     key: str
     fields: Mapping[str, bytes]
     unset: tuple[str, ...] = ()
     if_exists: bool = False
-    ttl_ms: int | Keep | None = KEEP
+    ttl_ms: Ttl = KEEP
     meta_json: bytes | Keep | None = KEEP
     family: Family = "data"
 
 
-class Touch(msgspec.Struct, frozen=True, gc=False):
+class Touch(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="touch"):
     """Change only when the entry expires. None means never."""
 
     key: str
@@ -301,7 +313,7 @@ class Touch(msgspec.Struct, frozen=True, gc=False):
     family: Family = "data"
 
 
-class Delete(msgspec.Struct, frozen=True, gc=False):
+class Delete(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="delete"):
     """End the entry. With ``take``, the commit returns its value."""
 
     key: str
@@ -309,7 +321,7 @@ class Delete(msgspec.Struct, frozen=True, gc=False):
     family: Family = "data"
 
 
-class Expire(msgspec.Struct, frozen=True, gc=False):
+class Expire(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="expire"):
     """End the entry of this revision if it has expired; otherwise do nothing."""
 
     key: str
@@ -320,7 +332,7 @@ class Expire(msgspec.Struct, frozen=True, gc=False):
 Write = Put | Add | Patch | Touch | Delete | Expire
 
 
-class Batch(msgspec.Struct, frozen=True, gc=False):
+class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Guards and writes that happen together or not at all.
 
     Attributes:
@@ -339,14 +351,14 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     digest: bytes = b""
     receipt_ms: int | None = None
     retry_since: int | None = None
-    value_bytes_max: int = 1_000_000
+    value_bytes_max: int = VALUE_BYTES_MAX
     is_brief: bool = False
 
 
 # What happened ----------------------------------------------------------------
 
 
-class Change(msgspec.Struct, frozen=True, gc=False):
+class Change(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What happened to one key.
 
     ``entry`` is the entry after a put, patch or touch. After a delete or expire it is
@@ -391,7 +403,7 @@ BEGINNING: Final = "0-0-000000000000"
 """The fingerprint of the state before the first change."""
 
 
-class Commit(msgspec.Struct, frozen=True, gc=False):
+class Commit(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="commit"):
     """An accepted batch.
 
     Attributes:
@@ -412,7 +424,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
 Reason = Literal["guard", "stale_request", "type", "size", "overflow", "missing"]
 
 
-class Refusal(msgspec.Struct, frozen=True, gc=False):
+class Refusal(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="refusal"):
     """A refused batch: nothing changed. Carries the entry found, so that the caller need not read again."""
 
     reason: Reason

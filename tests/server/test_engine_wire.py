@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -159,6 +160,65 @@ def test_a_batch_arrives_as_it_was_sent(batch: Batch) -> None:
     assert wire.decode_batch(wire.encode_batch(batch)) == batch
 
 
+def test_constants_arrive_as_themselves() -> None:
+    """Engines compare them by identity."""
+    guards = (Guard("a", ABSENT), Guard("b", PRESENT), Guard("c", FieldEquals("f", ABSENT)))
+    writes = (Put("a", b"1", KEEP, KEEP), Add("b", 1), Patch("c", {}))
+    found = wire.decode_batch(wire.encode_batch(Batch(guards, writes, "r")))
+
+    assert [found.guards[0].condition, found.guards[1].condition] == [ABSENT, PRESENT]
+    assert found.guards[2].condition == FieldEquals("f", ABSENT)
+    assert all(
+        isinstance(write, Put | Add | Patch) and write.ttl_ms is write.meta_json is KEEP for write in found.writes
+    )
+
+
+def test_a_record_may_be_any_mapping() -> None:
+    batch = Batch((), (Put("k", MappingProxyType({"f": b"1"})),), "r")
+
+    assert wire.decode_batch(wire.encode_batch(batch)) == Batch((), (Put("k", {"f": b"1"}),), "r")
+
+
+PUT_ARRAY = ["put", "k", b"1", None, None, "data"]
+ENVELOPE = ["r", b"", None, None, 1_000_000, False]
+NOT_A_BATCH: dict[str, Any] = {
+    "an object": {"guards": [], "writes": []},
+    "no writes": [[]],
+    "a write of no kind": [[], [["hunter2", "k"]], *ENVELOPE],
+    "a write that is an object": [[], [{"type": "put", "key": "k"}], *ENVELOPE],
+    "a write without its value": [[], [PUT_ARRAY[:2]], *ENVELOPE],
+    "a key that is a number": [[], [["put", 7, *PUT_ARRAY[2:]]], *ENVELOPE],
+    "a value that is text": [[], [["put", "k", "hunter2", *PUT_ARRAY[3:]]], *ENVELOPE],
+    "a time that is text": [[], [["put", "k", b"1", "hunter2"]], *ENVELOPE],
+    "a time that is true": [[], [["put", "k", b"1", True]], *ENVELOPE],
+    "a meta that is true": [[], [["put", "k", b"1", None, True]], *ENVELOPE],
+    "a meta of no constant": [[], [["put", "k", b"1", None, 7]], *ENVELOPE],
+    "a family that there is not": [[], [[*PUT_ARRAY[:5], "hunter2 - at home"]], *ENVELOPE],
+    "a guard of no kind": [[["k", ["hunter2", 1], "data"]], [], *ENVELOPE],
+    "a guard of no constant": [[["k", 7, "data"]], [], *ENVELOPE],
+    "a guard of no field": [[["k", ["field", "f", None], "data"]], [], *ENVELOPE],
+    "an outcome": ["commit", 1, [], [], 1],
+}
+
+
+@pytest.mark.parametrize("name", NOT_A_BATCH)
+def test_what_is_no_batch_is_refused_by_its_place(name: str) -> None:
+    with pytest.raises(InvalidValue, match="the message does not have the expected form") as refused:
+        wire.decode_batch(packed(NOT_A_BATCH[name]))
+
+    assert not any(word in str(refused.value) for word in ("hunter2", "home"))
+
+
+def test_an_outcome_of_another_batch_is_refused() -> None:
+    batch, other = Batch((), (PUT,), "r"), Batch((Guard("k", ABSENT),), (), "r")
+    commit, refusal = Commit(1, (), (), 1), Refusal("guard", "k", None, 1, other.guards[0])
+
+    with pytest.raises(InvalidValue, match="other writes"):
+        wire.decode_outcome(wire.encode_outcome(commit, other), batch)
+    with pytest.raises(InvalidValue, match="a guard that the batch does not have"):
+        wire.decode_outcome(wire.encode_outcome(refusal, other), batch)
+
+
 @st.composite
 def commits(draw: st.DrawFn) -> tuple[Batch, Commit]:
     """A batch and what a server could answer: after a put the value is the one that was put."""
@@ -274,6 +334,11 @@ NOT_ALLOWED: dict[str, Batch] = {
     "a version below zero": Batch((Guard("k", Version(-1)),), (PUT,), "r"),
     "a version beyond 64 bits": Batch((Guard("k", Version(2**64 - 1)),), (PUT,), "r"),
     "a token beyond 64 bits": Batch((Guard("k", HeldBy(2**64 - 1), "lock"),), (PUT,), "r"),
+    "a guard of another constant": Batch((Guard("k", KEEP),), (PUT,), "r"),  # type: ignore[arg-type]
+    "a field of another constant": Batch((Guard("k", FieldEquals("f", PRESENT)),), (PUT,), "r"),  # type: ignore[arg-type]
+    "a time to live of another constant": Batch((), (Put("k", b"1", ABSENT),), "r"),  # type: ignore[arg-type]
+    "a time to keep that a touch has not": Batch((), (Touch("k", KEEP),), "r"),  # type: ignore[arg-type]
+    "a meta of another constant": Batch((), (Put("k", b"1", None, ABSENT),), "r"),  # type: ignore[arg-type]
     "no request id": Batch((), (PUT,)),
     "a request id that is no key": Batch((), (PUT,), ""),
     "a digest of any length": Batch((), (PUT,), "r", bytes(65)),

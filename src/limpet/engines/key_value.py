@@ -31,7 +31,7 @@ import uuid
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -495,7 +495,7 @@ class _Rows:
 
     def read_due(self, expiry: bytes, value: bytes) -> Expire:
         family, _, key = expiry[len(self._prefix) + 9 :].decode().partition("\0")
-        return msgspec.convert({"key": key, "revision": _decode(value, int, "an expiry"), "family": family}, Expire)
+        return Expire(key, _decode(value, int, "an expiry"), cast("Family", family))
 
 
 def _name(family: StoredFamily, key: str) -> bytes:
