@@ -362,7 +362,7 @@ BEGIN
         -- All that the log needs: an item of an array is found by going through those before it.
         RETURNING coalesce(kept[e.revision - before], e.revision - before)::int AS n, e.family, e.key, e.kind, e.stored,
             e.size_bytes, e.version, e.revision, e.created_revision, e.created_ms, e.expires_ms, e.meta,
-            CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
+            CASE WHEN e.created_revision < e.revision THEN e.replaced_bytes ELSE 0 END AS replaced_bytes
     ), logged AS (
         INSERT INTO {schema}.limpet_changes
         SELECT ns, w.revision, w.revision + coalesce(lasts[w.n]::bigint - w.n, 0), now_ms, 'put', w.family,
@@ -372,7 +372,8 @@ BEGIN
     ), counted AS (
         UPDATE {schema}.limpet_namespaces t SET keys = t.keys + s.keys, size_bytes = t.size_bytes + s.size_bytes
         FROM (
-            SELECT count(*) FILTER (WHERE w.version = 1) AS keys, sum(w.size_bytes - w.replaced_bytes) AS size_bytes
+            SELECT count(*) FILTER (WHERE w.created_revision = w.revision) AS keys,
+                sum(w.size_bytes - w.replaced_bytes) AS size_bytes
             FROM written w WHERE w.family = 'data' AND w.size_bytes <> w.replaced_bytes
             HAVING count(*) > 0
         ) AS s
@@ -423,10 +424,10 @@ BEGIN
         expires_ms = excluded.expires_ms, meta = excluded.meta, replaced_bytes = e.size_bytes
     WHERE (e.expires_ms IS NULL OR e.expires_ms > now_ms) AND (expected IS NULL OR e.revision = expected)
     RETURNING e.version, e.created_revision, e.created_ms,
-        weight - CASE WHEN e.version > 1 THEN e.replaced_bytes ELSE 0 END
+        weight - CASE WHEN e.created_revision < e.revision THEN e.replaced_bytes ELSE 0 END
     INTO new_version, first_revision, first_ms, grown;
-    -- If an entry was expected and there was none, this has just made one, of version 1.
-    IF NOT FOUND OR new_version = 1 AND expected > 0 THEN
+    -- If an entry was expected and there was none, this has just made one.
+    IF NOT FOUND OR first_revision = new_revision AND expected > 0 THEN
         RAISE EXCEPTION 'limpet: what has expired, or is not as expected, is for limpet_apply' USING ERRCODE = 'LP001';
     END IF;
 
@@ -436,7 +437,7 @@ BEGIN
     );
     IF grown <> 0 AND fam = 'data' THEN
         UPDATE {schema}.limpet_namespaces n
-        SET keys = n.keys + (new_version = 1)::int, size_bytes = n.size_bytes + grown
+        SET keys = n.keys + (first_revision = new_revision)::int, size_bytes = n.size_bytes + grown
         WHERE n.namespace = ns;
     END IF;
     PERFORM pg_notify(channel, ns);
