@@ -17,6 +17,7 @@ from collections import deque
 from typing import Final, Literal
 
 from limpet.clock import Clock
+from limpet.commit.log import check_after
 from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
@@ -373,10 +374,7 @@ def _find_start(after: str | int | None, status: Status, prefix: str) -> tuple[i
         if _FINGERPRINT.fullmatch(known) is None:
             raise Compacted("the position does not identify its change, so it cannot be compared with the log")
         after = int(known.partition("-")[0])
-    if after < status.floor:
-        raise Compacted(f"revision {after} was trimmed, the log starts after {status.floor}", oldest=status.floor)
-    if after > status.revision:
-        raise Compacted(f"revision {after} lies ahead of this store, which is at {status.revision}")
+    check_after(after, floor=status.floor, revision=status.revision)
     return after, known
 
 

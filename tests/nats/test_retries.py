@@ -12,9 +12,9 @@ import pytest
 import limpet
 from limpet.codec import encode
 from limpet.engines.nats.connection import NoResponders
-from limpet.engines.nats.messages import EntryId, Message
+from limpet.engines.nats.messages import BASE, EntryId, Message, encode_headers
 from limpet.errors import Ambiguous
-from limpet.model import Add, Batch, Put
+from limpet.model import Add, Batch, Commit, Entry, Put
 from tests.engines import unique
 from tests.nats.support import engine_of, proxy_of, server, stream_of, writer_of
 from tests.proxy import Proxy
@@ -277,3 +277,22 @@ async def test_a_write_to_a_key_whose_old_messages_are_gone_is_found(
 
     assert await doing == 1005
     assert await other.get("hot") == 1008
+
+
+async def test_a_retry_after_the_mark_of_its_batch_has_ended_searches_the_log(
+    stores: tuple[limpet.Store, limpet.Store],
+) -> None:
+    """A mark that the server still has, but that has ended by our time, is no receipt: it was read as one."""
+    store, _ = stores
+    since, now_ms = (await store.put("a", 0)).revision, stream_of(store).now_ms()
+    ended = Entry("half", None, 1, BASE, BASE, now_ms - 2, now_ms - 2, now_ms - 1, b'"00"')
+    headers = encode_headers(Message(BASE, "put", ended, BASE, now_ms - 2, None), "-", 0)
+    connection = await engine_of(store).connection()
+    await connection.request(stream_of(store).subjects.of(("receipt", "half")), b"", headers)
+
+    batch = Batch((), (Put("a", b"1"), Put("b", b"1")), request_id="half", retry_since=since)
+    outcome = await writer_of(store).commit(batch)
+
+    assert isinstance(outcome, Commit)
+    assert not outcome.replayed
+    assert await store.get("b") == 1

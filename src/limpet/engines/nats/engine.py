@@ -23,6 +23,7 @@ from urllib.parse import unquote, urlsplit
 from nats.errors import Error as DriverError
 
 from limpet.clock import Clock
+from limpet.commit.log import check_after
 from limpet.engines.nats.alarms import Alarms
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
 from limpet.engines.nats.log import LogItem
@@ -30,7 +31,7 @@ from limpet.engines.nats.mirror import Mirror
 from limpet.engines.nats.stream import KeyChanged, NamespaceStream, ReplyLost
 from limpet.engines.nats.writer import Writer
 from limpet.engines.wakeup import Wakeup
-from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, PermissionDenied, Unavailable
+from limpet.errors import Closed, InvalidValue, LimpetError, PermissionDenied, Unavailable
 from limpet.keys import Span
 from limpet.model import (
     Batch,
@@ -304,10 +305,7 @@ class NatsEngine:
     async def _read_log(self, handle: _NamespaceHandle, after: int, limit: int, span: Span | None) -> LogPage:
         mirror, log = handle.mirror, handle.mirror.log
         revision = max(mirror.revision, log.floor)
-        if after < log.oldest:
-            raise Compacted(f"revision {after} was trimmed, the log starts after {log.oldest}", oldest=log.oldest)
-        if after > revision:
-            raise Compacted(f"revision {after} lies ahead of this store, which is at {revision}")
+        check_after(after, floor=log.oldest, revision=revision)
         if not limit:
             return LogPage([], after, await mirror.before(after))
         items: list[LogItem] = []

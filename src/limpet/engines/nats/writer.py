@@ -41,7 +41,7 @@ from limpet.engines.nats.stream import (
 from limpet.errors import Ambiguous
 from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Refusal, Write, live
 from limpet.retry import jitter_s
-from limpet.transition import plan, recall
+from limpet.transition import Plan, plan, recall
 
 __all__ = ["Writer"]
 
@@ -351,13 +351,15 @@ class Writer:
                         answer = earlier
                         break
                 outcome = plan(named, _finder(found), now_ms=now_ms, revision=BASE)
+                if _needs_one_moment(outcome, batch):
+                    again = await self._stream.load_all(entry_ids)
+                    if any(seq_of(again[entry_id]) != seq_of(message) for entry_id, message in found.items()):
+                        continue
                 if isinstance(outcome, Refusal) or outcome.commit.replayed:
                     answer = outcome if isinstance(outcome, Refusal) else outcome.commit
                     break
                 commit = outcome.commit
                 if not outcome.changes:
-                    if seqs_of(await self._stream.load_all(entry_ids)) != seqs_of(found):
-                        continue
                     answer = commit = await self._unchanged(commit)
                     if batch.receipt_ms is None:
                         break
@@ -460,6 +462,16 @@ def _is_lone(batch: Batch) -> bool:
     return not batch.guards or all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
 
 
+def _needs_one_moment(outcome: Plan | Refusal, batch: Batch) -> bool:
+    """Whether an outcome that sends nothing depends on several keys, each of which was read at its own moment.
+
+    What is sent is compared by the server. A receipt, or the first guard, refuses by itself.
+    """
+    if isinstance(outcome, Refusal):
+        return outcome.reason != "stale_request" and (outcome.guard is None or outcome.guard != batch.guards[0])
+    return not outcome.changes and not outcome.commit.replayed
+
+
 def _only_expires(batch: Batch) -> bool:
     """Whether a batch is a sweeper's: no write in it depends on another."""
     if not batch.writes or batch.guards or batch.receipt_ms is not None:
@@ -477,7 +489,8 @@ def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: i
 
     Also if the receipt has expired, but only of a batch that changed something: the log has its changes.
     """
-    if receipt is None or receipt.held is None or receipt.seq <= since:
+    if receipt is None or receipt.held is None or receipt.held.stored is None or receipt.seq <= since:
+        # There is none, or it is the mark of a batch that was stored in part, which has ended: see `is_mark`.
         return None
     named = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
     outcome = plan(named, _always(receipt.held), now_ms=receipt.at_ms, revision=BASE)
