@@ -271,7 +271,8 @@ async def test_a_table_that_is_away_gives_nothing_away(server: Server, schema: s
         await other.execute(f'ALTER TABLE "{schema}".away RENAME TO limpet_changes')
         async with asyncio.timeout(120):
             # The stream goes on by itself when the table is back.
-            assert (await server.http("PUT", "/v1/shop/entries/after", json=1)).status_code == 201
+            put = await server.http("PUT", "/v1/shop/entries/after", json=1)
+            assert put.status_code == 201, put.text
             async for line in lines:
                 server.answers.append(line)
                 if line.startswith("event:"):
