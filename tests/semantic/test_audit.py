@@ -155,10 +155,11 @@ async def test_an_expiry_leaves_a_row_with_what_it_was_for(kept: SemanticStore) 
 async def test_a_copy_goes_when_its_key_was_written_for_good(kept: SemanticStore) -> None:
     engine, name = kept.store._session.engine, kept.store.name
     brief = SemanticStore(kept.store, audit=audit(grace_s=60))
-    await put(brief, {"token": "t"}, semantics={**CHECKPOINT, "ttlSeconds": 0.1})
+    # Long enough to be written again before that, also on a slow machine.
+    await put(brief, {"token": "t"}, semantics={**CHECKPOINT, "ttlSeconds": 2})
     assert await engine.read(name, [f"live/{KEY}"], family="recoverable") != [None]
     await put(brief, {"token": "u"})
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(2.05)
     await brief.seal()
 
     assert await engine.read(name, [f"live/{KEY}"], family="recoverable") == [None]

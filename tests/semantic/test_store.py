@@ -452,6 +452,25 @@ async def test_what_expired_can_be_recovered_for_a_while(kept: SemanticStore) ->
             await kept.recover(key, writer="operator")
 
 
+async def test_what_another_process_has_recorded_meanwhile_is_recovered(
+    store: limpet.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two processes that record an expiry, one is second: it said that there is nothing to recover."""
+    kept, other = SemanticStore(store), SemanticStore(store)
+    monkeypatch.setattr(kept._copies, "check_later", lambda *_: None)
+    await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": SHORT_S})
+    await gone(kept, KEY)
+    record = kept._copies.record_expiry
+
+    async def record_second(key: str, live: limpet.Entry) -> bool:
+        assert await other._copies.record_expiry(key, live)
+        return await record(key, live)
+
+    monkeypatch.setattr(kept._copies, "record_expiry", record_second)
+
+    assert (await kept.recover(KEY, writer="operator")).value == {"n": 1}
+
+
 async def test_what_ended_otherwise_is_not_recovered(kept: SemanticStore) -> None:
     """A copy of what expired, or would have, is no copy of what was put since."""
     await put(kept, {"n": 1}, semantics={**CHECKPOINT, "ttlSeconds": 60})

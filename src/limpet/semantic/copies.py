@@ -202,11 +202,9 @@ class RecoverableCopies(BackgroundTask):
     async def recoverable(self, key: str) -> Entry | None:
         """The copy of an entry that expired; None when it can no longer be recovered."""
         (copies,) = await self.load([key])
-        if (
-            copies.live is not None
-            and await self._store.entry(key) is None
-            and await self.record_expiry(key, copies.live)
-        ):
+        if copies.live is not None and await self._store.entry(key) is None:
+            await self.record_expiry(key, copies.live)
+            # Read again in any case: if another process was first, it has moved the copy.
             (copies,) = await self.load([key])
         return copies.expired
 
