@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from limpet.commit import committer
-from limpet.commit.committer import Stale, Unit
 from limpet.commit.relative import Moment
+from limpet.commit.storage import Stale, Unit
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.engines.sql_indexes import quoted

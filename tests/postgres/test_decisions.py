@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from limpet.commit.committer import Committer, Stale, Unit
+from limpet.commit.committer import Committer
 from limpet.commit.relative import Moment
+from limpet.commit.storage import Stale, Unit
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.engine import PostgresEngine
 from limpet.engines.postgres.rows import entry_from_row

@@ -13,125 +13,25 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Final, Protocol
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
 
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
+from limpet.commit.known import KnownEntries, expects_version, find_named
 from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
+from limpet.commit.storage import UNKNOWN_REVISION, Apply, Expected, Head, Hold, ReplyLost, Stale, Storage, Unit
 from limpet.errors import Ambiguous, LimpetError, Unavailable
-from limpet.model import (
-    Batch,
-    Change,
-    Commit,
-    Entry,
-    Equals,
-    FieldEquals,
-    HeldBy,
-    Refusal,
-    Revision,
-    StoredFamily,
-    Version,
-)
+from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal, Revision, StoredFamily
 from limpet.request_ids import new_request_id, request_group
 from limpet.retry import JITTER_S_MAX, jitter_s
 from limpet.transition import find_values_read
 
-__all__ = ["CommitResult", "Committer", "Expected", "Head", "ReplyLost", "Stale", "Storage", "Unit"]
+__all__ = ["CommitResult", "Committer"]
 
-KNOWN_MAX: Final = 16_384
-KNOWN_BYTES_MAX: Final = 2_048
 NAMESPACES_MAX: Final = 1_024
-CONTENDED_S: Final = 0.5
-"""How long an entry counts as contended after another process was faster."""
-ABSENT_REVISION: Final = -1
-"""Expected where there is no entry. Not 0, which the receipt of a request that changes nothing may have."""
-UNKNOWN_REVISION: Final = -2
-"""Expected of an entry that must be read, in any case."""
 
 CommitResult = Commit | Refusal | LimpetError
-
-
-class Head(msgspec.Struct, frozen=True, gc=False):
-    """What is stored under a key: an entry, perhaps without its value, and its weight; no entry for an absent key."""
-
-    entry: Entry | None = None
-    weight_bytes: int = 0
-
-
-class Expected(msgspec.Struct, frozen=True, gc=False):
-    """What a plan has read.
-
-    Attributes:
-        revision: The revision of the entry, `ABSENT_REVISION` or `UNKNOWN_REVISION`.
-        has_expired: Whether the entry has expired, by the time of the engine.
-        needs_value: Whether the reply must have the value if the entry is another.
-        updated_ms: When the entry was updated, and
-        expires_ms: when it expires. A server that lost its last writes gives their revisions again, to others.
-    """
-
-    revision: int = ABSENT_REVISION
-    has_expired: bool = False
-    needs_value: bool = False
-    updated_ms: int = 0
-    expires_ms: int | None = None
-
-
-class Unit(msgspec.Struct, gc=False):
-    """Batches that depend on each other: they are applied together or not at all.
-
-    Revisions and times are those of a plan: see `limpet.commit.relative`.
-
-    Attributes:
-        expected: What the plan has read.
-        changes: The changes, in the order of their revisions, each with its weight.
-        kept: Receipts and marks of superseded requests, which leave no change in the log.
-        counters: What the changes add to the counters of the namespace; the revision is the last one that is used.
-    """
-
-    expected: dict[EntryId, Expected]
-    changes: list[tuple[Change, int]]
-    kept: Mapping[EntryId, Entry]
-    counters: Counters
-
-
-class Stale(msgspec.Struct, frozen=True, gc=False):
-    """A unit that was not applied, because an entry is not as expected: what is there for each that differs."""
-
-    found: dict[EntryId, Head]
-    now_ms: int
-
-
-class ReplyLost(Exception):
-    """A request was sent and its reply was lost: it may have been applied. Its cause is the error."""
-
-
-class Storage(Protocol):
-    """What the committer needs of an engine."""
-
-    async def apply(self, namespace: str, name: str, units: Sequence[Unit]) -> Sequence[Moment | Stale | LimpetError]:
-        """Apply each unit whose entries are all as expected, and return when that was.
-
-        ``name`` is the name of the request: if a superseded mark has it, nothing is applied. The revisions of a unit
-        follow its moment's without a gap. A unit without changes is only compared. An error in place of a unit means
-        that this one was not applied. An error that is raised means that nothing was applied; `ReplyLost` means that
-        this is unknown.
-        """
-        ...
-
-    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
-        """The changes of a request in the log after a revision."""
-        ...
-
-
-Apply = Callable[[str, Sequence[Unit]], Awaitable[Sequence[Moment | Stale | LimpetError]]]
-"""Applies units to a namespace, under a name: `Storage.apply` of one namespace."""
-
-Hold = Callable[[str], AbstractAsyncContextManager[Apply]]
-"""Keeps other writers from a namespace, so that what is read does not change before it is written."""
 
 
 class Committer:
@@ -158,38 +58,10 @@ class Committer:
             found = self._known[namespace] = KnownEntries()
         return found
 
-    def learn(self, namespace: str, batch: Batch, commit: Commit) -> None:
-        """Remember the entries that a batch has left which was committed in another way."""
-        known = self.known(namespace)
-        for write, entry in zip(batch.writes, commit.entries, strict=True):
-            if entry is None or entry.stored is None:
-                known.drop((write.family, write.key))
-            else:
-                known.set((write.family, write.key), Head(entry, entry.weight_bytes))
-
     def is_contended(self, namespace: str, batches: Iterable[Batch]) -> bool:
         """Whether a guarded one of the batches names a contended entry."""
         known = self._known.get(namespace)
         return known is not None and any(batch.guards and known.names_contended(batch) for batch in batches)
-
-    def note_left_out(self, namespace: str, batch: Batch) -> None:
-        """Note that an entry had not the revision that a batch expects, which was sent in another way.
-
-        If this process itself wrote the entry since, no other is known to contend for it.
-        """
-        known = self.known(namespace)
-        for guard in batch.guards:
-            entry = known.find((guard.family, guard.key)).entry
-            condition = guard.condition
-            if isinstance(condition, Revision) and entry is not None and entry.revision <= condition.number:
-                known.contend([(guard.family, guard.key)])
-
-    def note_refused(self, namespace: str, batch: Batch, refusal: Refusal) -> None:
-        """Note that a batch was refused which was sent in another way, and remember the entry found."""
-        self.note_left_out(namespace, batch)
-        guard, found = refusal.guard, refusal.found
-        if guard is not None and found is not None and found.stored is not None:
-            self.known(namespace).set((guard.family, guard.key), Head(found, found.weight_bytes))
 
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
@@ -203,16 +75,28 @@ class Committer:
         An error that is raised means that nothing was applied. ``is_wanted`` says whether the caller of a batch, by its
         position, still waits: if not, a batch that was not applied yet is dropped.
         """
+        known = self.known(namespace)
+        named = {entry_id for batch in batches for entry_id in find_named(batch)}
+        await known.reserve(named)
+        try:
+            if known.has_won(batches):
+                # The others have just lost. Without a pause they would lose again: this process is the first to know
+                # what it has written.
+                await asyncio.sleep(self._round_trip_s)
+            return await self._commit_reserved(namespace, batches, since, is_wanted)
+        finally:
+            known.release(named)
+
+    async def _commit_reserved(
+        self, namespace: str, batches: Sequence[Batch], since: int, is_wanted: Callable[[int], bool]
+    ) -> Sequence[CommitResult]:
+        """Commit batches whose entries no other request of this process names."""
         name = new_request_id()
         pending = [
             _Member(position, batch, batch.request_id or f"{name}.{position + 1}")
             for position, batch in enumerate(batches)
         ]
         results: dict[int, CommitResult] = {}
-        if self.known(namespace).has_won(batches):
-            # The others have just lost. Without a pause they would lose again: this process is the first to know what
-            # it has written.
-            await asyncio.sleep(self._round_trip_s)
         while pending:
             started_at = time.monotonic()
             try:
@@ -241,7 +125,7 @@ class Committer:
         """Send the batches once. Returns the results of those that were applied, and the others."""
         known = self.known(namespace)
         await self._search_log(namespace, name, pending)
-        if self._hold is None or not known.is_contended(pending):
+        if self._hold is None or not _is_helped_by_hold(known, pending):
             return await self._plan_and_apply(functools.partial(self._storage.apply, namespace), name, known, pending)
         try:
             async with self._hold(namespace) as apply:
@@ -305,14 +189,14 @@ class Committer:
                 else:
                     results[one.members[0].position] = reply
                 continue
-            known.advance(one.unit, reply)
+            stored = known.advance(one.unit, reply)
             for member, outcome in zip(one.members, one.outcomes, strict=True):
                 if isinstance(outcome, Refusal) and outcome.found is not None and outcome.found.stored is None:
                     # The caller gets the entry found with its value, which was too large to be known.
                     member.needs_value = one.unit.expected.keys()
                     stale.append(member)
                     continue
-                result = _resolve(outcome, reply)
+                result = _resolve(outcome, reply, stored)
                 if isinstance(result, Refusal) and _has_come_true(result):
                     member.found = {}
                     stale.append(member)
@@ -328,7 +212,7 @@ class Committer:
         results: dict[int, CommitResult] = {}
         for one in pending:
             try:
-                (results[one.position],) = await self.commit(namespace, [one.batch], since)
+                (results[one.position],) = await self._commit_reserved(namespace, [one.batch], since, lambda _: True)
             except Exception as own:
                 results[one.position] = commit_error(one.batch, own)
         return results
@@ -336,111 +220,6 @@ class Committer:
     def _ambiguous(self, request_id: str, since: int, error: ReplyLost) -> Ambiguous:
         text = f"cannot tell whether {self._display_name} took the commit: {type(error.__cause__).__name__}"
         return Ambiguous(text, request_id=request_id, since=since)
-
-
-class KnownEntries:
-    """What this process has last seen of the entries of a namespace, and of its time. Any of it may be out of date."""
-
-    def __init__(self) -> None:
-        self._heads: dict[EntryId, Head] = {}
-        # Until when each entry counts as contended.
-        self._contended: dict[EntryId, float] = {}
-        # Contended entries that this process was the last to write, as far as it knows.
-        self._won: set[EntryId] = set()
-        self._seen_ms = 0
-        self._seen_at = 0.0
-
-    def find(self, entry_id: EntryId) -> Head:
-        """The entry as it was last seen; absent if it was never seen."""
-        return self._heads.get(entry_id, _ABSENT)
-
-    def now_ms(self) -> int:
-        """About the time of the server: the last that was seen, and what has passed since."""
-        return self._seen_ms + int((time.monotonic() - self._seen_at) * 1000)
-
-    def set(self, entry_id: EntryId, head: Head) -> None:
-        """Remember an entry, with its value if that is small."""
-        heads = self._heads
-        if entry_id[0] in ("receipt", "superseded"):
-            # Each is of use once at most.
-            return
-        if head.entry is not None and head.weight_bytes > KNOWN_BYTES_MAX:
-            head = Head(head.entry.without_value(), head.weight_bytes)
-        if len(heads) >= KNOWN_MAX and entry_id not in heads:
-            del heads[next(iter(heads))]
-        heads[entry_id] = head
-
-    def drop(self, entry_id: EntryId) -> None:
-        """Forget an entry."""
-        self._heads.pop(entry_id, None)
-
-    def correct(self, stale: Stale) -> None:
-        """Learn what is there instead of what was expected."""
-        self._see_time(stale.now_ms)
-        for entry_id, head in stale.found.items():
-            self.set(entry_id, head)
-
-    def advance(self, unit: Unit, moment: Moment) -> None:
-        """Learn what a unit has left."""
-        self._see_time(moment.now_ms)
-        for change, weight_bytes in unit.changes:
-            after = change.after
-            head = _ABSENT if after is None else Head(moment.resolve(after), weight_bytes)
-            entry_id: EntryId = (change.family, change.entry.key)
-            self.set(entry_id, head)
-            if entry_id in self._contended:
-                self._won.add(entry_id)
-
-    def note_contended(self, unit: Unit, stale: Stale) -> bool:
-        """Note the entries that have changed under a unit, and return whether there are any.
-
-        One that was only not known yet is not among them.
-        """
-        changed = []
-        for entry_id, expected in unit.expected.items():
-            found = stale.found.get(entry_id, _ABSENT).entry
-            if expected.revision >= 0 and (found is None or found.revision != expected.revision):
-                changed.append(entry_id)
-        self.contend(changed)
-        return bool(changed)
-
-    def contend(self, entry_ids: Iterable[EntryId]) -> None:
-        """Let entries count as contended for a while."""
-        until = time.monotonic() + CONTENDED_S
-        self._contended.update((entry_id, until) for entry_id in entry_ids)
-
-    def has_won(self, batches: Iterable[Batch]) -> bool:
-        """Whether this process was the last to write a contended entry that one of the batches expects as it is.
-
-        Says so once for each time.
-        """
-        if not self._won:
-            return False
-        found = any(
-            _expects_version(batch) and not self._won.isdisjoint(_find_named(batch)) and self.names_contended(batch)
-            for batch in batches
-        )
-        self._won.clear()
-        return found
-
-    def names_contended(self, batch: Batch) -> bool:
-        """Whether a batch names a contended entry."""
-        if not self._contended:
-            return False
-        now = time.monotonic()
-        self._contended = {entry_id: until for entry_id, until in self._contended.items() if until > now}
-        return any(entry_id in self._contended for entry_id in _find_named(batch))
-
-    def is_contended(self, members: Iterable[_Member]) -> bool:
-        """Whether one of the batches names a contended entry, and holding it helps that batch."""
-        return any(
-            self.names_contended(member.batch)
-            for member in members
-            if member.is_stale or not _expects_version(member.batch)
-        )
-
-    def _see_time(self, now_ms: int) -> None:
-        self._seen_ms, self._seen_at = now_ms, time.monotonic()
 
 
 # Planning -------------------------------------------------------------------------
@@ -529,7 +308,9 @@ class _PlannedUnit:
         is_unknown = needs_value and entry.stored is None
         revision = UNKNOWN_REVISION if is_unknown else entry.revision
         self._expected[entry_id] = Expected(revision, has_expired, needs_value, entry.updated_ms, entry.expires_ms)
-        self._plan.weights[entry_id] = head.weight_bytes
+        if entry.stored is None:
+            assert head.weight_bytes is not None, "an entry without its value has its weight"
+            self._plan.weights[entry_id] = head.weight_bytes
         return as_planned(entry, has_expired=has_expired)
 
 
@@ -546,14 +327,13 @@ def _refuse(known: KnownEntries, members: list[_Member], stale: Stale) -> dict[i
     return results
 
 
-def _find_named(batch: Batch) -> Iterable[EntryId]:
-    """The entries that a batch names."""
-    return ((one.family, one.key) for one in (*batch.writes, *batch.guards))
-
-
-def _expects_version(batch: Batch) -> bool:
-    """Whether a batch is refused if another writer was faster. Then holding only keeps the others waiting."""
-    return any(isinstance(guard.condition, Revision | Version | Equals | FieldEquals) for guard in batch.guards)
+def _is_helped_by_hold(known: KnownEntries, members: Iterable[_Member]) -> bool:
+    """Whether one of the batches names a contended entry, and holding it helps that batch."""
+    return any(
+        known.names_contended(member.batch)
+        for member in members
+        if member.is_stale or not expects_version(member.batch)
+    )
 
 
 def _read_all(members: list[_Member]) -> dict[EntryId, Expected]:
@@ -562,7 +342,7 @@ def _read_all(members: list[_Member]) -> dict[EntryId, Expected]:
     return {
         entry_id: Expected(UNKNOWN_REVISION, needs_value=entry_id in needed)
         for member in members
-        for entry_id in _find_named(member.batch)
+        for entry_id in find_named(member.batch)
     }
 
 
@@ -581,7 +361,7 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
     written: set[EntryId] = set()
     for member in members:
         batch = member.batch
-        for entry_id in _find_named(batch):
+        for entry_id in find_named(batch):
             named.setdefault(entry_id, []).append(member)
         written.update((write.family, write.key) for write in batch.writes)
         if batch.request_id is not None:
@@ -604,9 +384,9 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
     return list(units.values())
 
 
-def _resolve(outcome: CommitResult, moment: Moment) -> CommitResult:
+def _resolve(outcome: CommitResult, moment: Moment, stored: Mapping[int, Entry]) -> CommitResult:
     if isinstance(outcome, Commit):
-        return moment.resolve_commit(outcome)
+        return moment.resolve_commit(outcome, stored)
     return moment.resolve_refusal(outcome) if isinstance(outcome, Refusal) else outcome
 
 
@@ -621,6 +401,3 @@ def _has_come_true(refusal: Refusal) -> bool:
 def _dropped() -> LimpetError:
     """The result of a batch whose caller is gone, which no caller sees."""
     return Unavailable("the caller no longer waits for this commit, which was not applied")
-
-
-_ABSENT: Final = Head()

@@ -7,6 +7,8 @@ as live. When the plan was applied, `Moment` turns all of it into what the serve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -28,6 +30,9 @@ def as_planned(entry: Entry | None, *, has_expired: bool) -> Entry | None:
     return msgspec.structs.replace(entry, expires_ms=entry.expires_ms + KEPT)
 
 
+_NONE: Final[Mapping[int, Entry]] = MappingProxyType({})
+
+
 class Moment(msgspec.Struct, frozen=True, gc=False):
     """When a plan was applied: after which revision, and at what time."""
 
@@ -46,24 +51,24 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
 
     def resolve(self, entry: Entry) -> Entry:
         """An entry of the plan as it was stored."""
+        revision, created_revision = entry.revision, entry.created_revision
+        created_ms, updated_ms, expires_ms = entry.created_ms, entry.updated_ms, entry.expires_ms
         return Entry(
             entry.key,
             entry.stored,
             entry.version,
-            self.find_revision(entry.revision),
-            self.find_revision(entry.created_revision),
-            self.find_time(entry.created_ms),
-            self.find_time(entry.updated_ms),
-            None if entry.expires_ms is None else self.find_time(entry.expires_ms),
+            revision if revision < BASE else self.find_revision(revision),
+            created_revision if created_revision < BASE else self.find_revision(created_revision),
+            created_ms if created_ms < NOW else self.find_time(created_ms),
+            updated_ms if updated_ms < NOW else self.find_time(updated_ms),
+            None if expires_ms is None else self.find_time(expires_ms),
             entry.meta_json,
         )
 
-    def _resolve_all(self, entries: tuple[Entry | None, ...]) -> tuple[Entry | None, ...]:
-        return tuple(None if entry is None else self.resolve(entry) for entry in entries)
-
-    def resolve_commit(self, commit: Commit) -> Commit:
-        """A commit of the plan as it happened."""
-        entries, ended = self._resolve_all(commit.entries), self._resolve_all(commit.ended)
+    def resolve_commit(self, commit: Commit, stored: Mapping[int, Entry] = _NONE) -> Commit:
+        """A commit of the plan as it happened. ``stored`` has entries of it, by identity, that are resolved already."""
+        entries = tuple([one and (stored.get(id(one)) or self.resolve(one)) for one in commit.entries])
+        ended = tuple([one and self.resolve(one) for one in commit.ended])
         return Commit(
             self.find_revision(commit.revision), entries, ended, self.find_time(commit.at_ms), commit.replayed
         )

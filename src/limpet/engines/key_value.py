@@ -36,9 +36,9 @@ from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 import msgspec
 
 from limpet.clock import Clock
-from limpet.commit.committer import ReplyLost
 from limpet.commit.group import Counters, EntryId, GroupPlan, NotApplied, commit_error
 from limpet.commit.log import check_after
+from limpet.commit.storage import ReplyLost
 from limpet.engines.server_engine import CommitResult, GroupingEngine, ReadResult, Ticket
 from limpet.errors import Corrupt, Unavailable, ValueTooLarge
 from limpet.keys import PAGE_BYTES, Span

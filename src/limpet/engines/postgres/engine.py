@@ -26,10 +26,11 @@ from urllib.parse import parse_qsl, urlencode
 import asyncpg
 
 from limpet.clock import Clock
-from limpet.commit.committer import Apply, Committer, ReplyLost, Stale, Unit
+from limpet.commit.committer import Committer
 from limpet.commit.group import NotApplied
 from limpet.commit.log import check_after
 from limpet.commit.relative import Moment, resolve_receipt
+from limpet.commit.storage import Apply, ReplyLost, Stale, Unit
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.connections import CONNECT_S, PostgresConnections, connect
 from limpet.engines.postgres.errors import DRIVER_ERRORS, is_about_one_row, is_connection_lost, translate_error
@@ -175,9 +176,12 @@ class PostgresEngine(PostgresConnections):
         return_to_caller: Callable[[Any], Awaitable[None]] | None = None,
     ) -> None:
         super().__init__(connect, schema, display_name, has_sessions=has_sessions, return_to_caller=return_to_caller)
-        self._committer = Committer(self, display_name, self._hold)
         self._indexed: set[tuple[str, str]] = set()
         self._indexed_until = 0.0
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        self._committer = Committer(self, self._display_name, self._hold)
 
     # The eight primitives, except those that `ServerEngine` has -----------------
 
@@ -282,7 +286,7 @@ class PostgresEngine(PostgresConnections):
         if not left_out:
             return cast("Sequence[CommitResult]", results)
         for ticket in left_out:
-            self._committer.note_left_out(namespace, ticket.batch)
+            self._committer.known(namespace).note_left_out(ticket.batch)
         try:
             later = iter(await self._commit_planned(namespace, left_out, since))
         except Exception as error:
@@ -315,9 +319,10 @@ class PostgresEngine(PostgresConnections):
                     for position, ticket in with_last_positions(group)
                 ]
             raise self._translate_not_applied(error) from error
+        known = self._committer.known(namespace)
         for ticket, result in zip(group, results, strict=True):
             if result is not None:
-                self._committer.learn(namespace, ticket.batch, result)
+                known.learn(ticket.batch, result)
         self._record_revision(namespace, max((one.revision for one in results if one is not None), default=0))
         return results
 

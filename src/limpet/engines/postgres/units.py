@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from limpet.commit.committer import Head, Stale, Unit
 from limpet.commit.group import EntryId
 from limpet.commit.relative import BASE, Moment, resolve_receipt
+from limpet.commit.storage import Head, Stale, Unit
 from limpet.engines.postgres.rows import columns_from_rows, decode_json, digits, encode_value, entry_from_row
 from limpet.model import Entry, StoredFamily
 

@@ -29,10 +29,11 @@ import msgspec
 from redis import exceptions
 
 from limpet.clock import Clock
-from limpet.commit.committer import Committer, ReplyLost, Stale, Unit
+from limpet.commit.committer import Committer
 from limpet.commit.log import check_after
 from limpet.commit.receipts import superseded_error
 from limpet.commit.relative import Moment, resolve_receipt
+from limpet.commit.storage import ReplyLost, Stale, Unit
 from limpet.engine import Engine
 from limpet.engines.redis.connection import REPLY_S, Connection, connect, create_pool, read_durability, read_info
 from limpet.engines.redis.errors import (
@@ -168,15 +169,13 @@ class RedisEngine(ServerEngine):
         self._unusual: dict[str, int] = {}
         # Namespaces whose last read met an entry that a plain command cannot read.
         self._needs_script: set[str] = set()
-        self._committer = Committer(self, display_name)
         super().__init__(self._connect_to_server, display_name)
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
         # Namespaces in which a lone write is under way, or whose last commits came several at a time.
         self._busy: set[str] = set()
-        # One plan at a time for a namespace: of two on the same entry, the second would be stale.
-        self._planning: dict[str, asyncio.Lock] = {}
+        self._committer = Committer(self, self._display_name)
 
     # The eight primitives, but for those that are shared ------------------------
 
@@ -472,18 +471,18 @@ class RedisEngine(ServerEngine):
         except Exception as error:
             # It was applied. A reply that cannot be decoded counts as a lost one.
             raise ReplyLost from error
+        known = self._committer.known(namespace)
         for batch, result in zip(batches, results, strict=True):
             if isinstance(result, Commit):
-                self._committer.learn(namespace, batch, result)
+                known.learn(batch, result)
             elif isinstance(result, Refusal):
-                self._committer.note_refused(namespace, batch, result)
+                known.note_refused(batch, result)
         self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
         return results
 
     async def _commit_long(self, namespace: str, group: Sequence[Batch], since: int) -> Sequence[CommitResult]:
         """Plan batches of any kind here, and let the server compare and write."""
-        async with self._planning.setdefault(namespace, asyncio.Lock()):
-            results = await self._committer.commit(namespace, group, since)
+        results = await self._committer.commit(namespace, group, since)
         self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
         return results
 

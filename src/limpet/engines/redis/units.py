@@ -11,10 +11,9 @@ from typing import Any
 
 import msgspec
 
-from limpet import codec
-from limpet.commit.committer import Head, Stale, Unit
 from limpet.commit.group import EntryId
 from limpet.commit.relative import BASE, KEPT, NOW, Moment, resolve_receipt
+from limpet.commit.storage import Head, Stale, Unit
 from limpet.engines.redis.replies import decode_entry, decode_size
 from limpet.engines.redis.requests import encode_fields, encode_text
 from limpet.model import Change, Entry
@@ -31,44 +30,38 @@ def encode_units(units: Sequence[Unit]) -> bytes:
 
 def _encode_unit(unit: Unit) -> list[Any]:
     read = [
-        [*entry_id, expected.revision, expected.has_expired, expected.needs_value]
-        for entry_id, expected in unit.expected.items()
+        (family, key, expected.revision, expected.has_expired, expected.needs_value)
+        for (family, key), expected in unit.expected.items()
     ]
     kept = [_encode_kept(*entry_id, entry) for entry_id, entry in unit.kept.items()]
     counters = unit.counters
     added = [counters.revision - BASE, counters.keys, counters.size_bytes, counters.log_bytes]
-    return [read, [_encode_row(change) for change, _ in unit.changes], kept, added]
+    return [read, [_encode_row(*change) for change in unit.changes], kept, added]
 
 
-def _encode_row(change: Change) -> list[Any]:
-    entry, op = change.entry, change.op
-    is_taken = op == "delete" and entry.stored is not None
-    names = ["take" if is_taken else op, change.family, entry.key]
-    numbers = [_encode_revision(change.revision), _encode_revision(change.commit)]
-    row: list[Any] = [*names, *numbers, change.cause or ""]
+def _encode_row(change: Change, weight_bytes: int) -> tuple[Any, ...]:
+    entry, op, family = change.entry, change.op, change.family
+    key, stored = entry.key, entry.stored
+    revision, last, cause = _encode_revision(change.revision), _encode_revision(change.commit), change.cause or ""
     if op in ("delete", "expire"):
-        return row
-    row += [
-        entry.version,
-        _encode_revision(entry.created_revision),
-        _encode_time(entry.created_ms),
-        _encode_time(entry.updated_ms),
-        _encode_time(entry.expires_ms),
-    ]
+        is_taken = op == "delete" and stored is not None
+        return "take" if is_taken else op, family, key, revision, last, cause
+    created, expires = _encode_revision(entry.created_revision), _encode_time(entry.expires_ms)
+    times = _encode_time(entry.created_ms), _encode_time(entry.updated_ms), expires
     if op == "touch":
-        return row
-    stored = entry.stored
+        return op, family, key, revision, last, cause, entry.version, created, *times
     assert stored is not None
-    meta = "" if entry.meta_json is None else entry.meta_json.decode()
+    kind: str
+    value: Any
     if not isinstance(stored, bytes):
-        return [*row, codec.size_bytes(stored), meta, "r", encode_fields(stored)]
-    is_raw = stored[:1] == b"\0"
-    return [
-        *row,
-        codec.size_bytes(stored),
-        meta,
-        *(("b", encode_text(stored[1:])) if is_raw else ("j", stored.decode())),
-    ]
+        kind, value = "r", encode_fields(stored)
+    elif stored[:1] == b"\0":
+        kind, value = "b", encode_text(stored[1:])
+    else:
+        kind, value = "j", stored.decode()
+    meta = "" if entry.meta_json is None else entry.meta_json.decode()
+    size_bytes = weight_bytes - (len(key) if key.isascii() else len(key.encode()))
+    return op, family, key, revision, last, cause, entry.version, created, *times, size_bytes, meta, kind, value
 
 
 def _encode_kept(family: str, key: str, entry: Entry) -> list[Any]:
