@@ -467,46 +467,11 @@ end
 
 -- Applying ---------------------------------------------------------------------------------------------------
 
--- HSET takes its arguments from the stack, which holds some thousands.
-local function set_fields(hash, fields)
-    for first = 1, #fields, 1000 do
-        call('HSET', hash, unpack(fields, first, math.min(first + 999, #fields)))
+-- Redis takes arguments from the stack, which holds some thousands.
+local function call_in_parts(command, key, items)
+    for first = 1, #items, 1000 do
+        call(command, key, unpack(items, first, math.min(first + 999, #items)))
     end
-end
-
-local function remove_entry(family, entry)
-    index_entry(family, entry, false)
-    call('HDEL', base .. family, entry.key)
-    call('ZREM', base .. family .. ':keys', entry.key)
-    if entry.expires_ms > 0 then
-        call('ZREM', due_key, family .. ':' .. entry.key)
-    end
-    if entry.kind == 'r' then
-        call('DEL', prefix .. entry.key)
-    end
-end
-
-local function write_entry(family, entry, stored)
-    local key = entry.key
-    if stored then
-        index_entry(family, stored, false)
-    end
-    if entry.kind == 'r' and entry.fields then
-        call('DEL', prefix .. key)
-        set_fields(prefix .. key, entry.fields)
-    elseif stored and stored.kind == 'r' and entry.kind ~= 'r' then
-        call('DEL', prefix .. key)
-    end
-    call('HSET', base .. family, key, encode_head(entry) .. entry.value)
-    if not stored then
-        call('ZADD', base .. family .. ':keys', 0, key)
-    end
-    if entry.expires_ms > 0 then
-        call('ZADD', due_key, entry.expires_ms, family .. ':' .. key)
-    elseif stored and stored.expires_ms > 0 then
-        call('ZREM', due_key, family .. ':' .. key)
-    end
-    index_entry(family, entry, true)
 end
 
 -- The changes of this call that are not in the log yet, and the revision of the last.
@@ -621,12 +586,56 @@ local function load_packed(family, key)
     return call('HGET', base .. family, key)
 end
 
+-- What a unit has found, by family and key: each entry as it is packed, or false. Data is read by one command.
+local function load_found(read)
+    local keys, data = {}, {}
+    for i = 1, #read do
+        if read[i][1] == 'data' then
+            keys[#keys + 1] = read[i][2]
+        end
+    end
+    for first = 1, #keys, 1000 do
+        local last = math.min(first + 999, #keys)
+        local packed = call('HMGET', data_key, unpack(keys, first, last))
+        for i = first, last do
+            data[keys[i]] = packed[i - first + 1]
+        end
+    end
+    return {data = data}
+end
+
+local function of_family(entries, family)
+    local own = entries[family]
+    if not own then
+        own = {}
+        entries[family] = own
+    end
+    return own
+end
+
+local function find(found, family, key)
+    local own = of_family(found, family)
+    if own[key] == nil then
+        own[key] = load_packed(family, key)
+    end
+    return own[key]
+end
+
+-- When an entry expires and what kind it is, as it is packed; 0 and nil if there is none.
+local function expiry_and_kind(packed)
+    if not packed then
+        return 0
+    end
+    local _, _, _, _, _, expires_ms, _, _, kind = struct.unpack(HEAD, packed)
+    return expires_ms, kind
+end
+
 -- What is under a key: false, or the entry after a sign that says whether its value follows.
-local function show(family, key, needs_value)
+local function show(found, family, key, needs_value)
     if family == 'superseded' then
         return call('HGET', superseded_key, key)
     end
-    local packed = load_packed(family, key)
+    local packed = find(found, family, key)
     if not packed then
         return false
     end
@@ -641,12 +650,12 @@ local function show(family, key, needs_value)
     return fields.err and '-' .. packed or '+' .. packed .. join_fields(fields)
 end
 
-local function is_as_read(family, key, revision, is_expired, now)
+local function is_as_read(found, family, key, revision, is_expired, now)
     if family == 'superseded' then
         local mark = counters.superseded > 0 and call('HGET', superseded_key, key)
         return revision == (mark and tonumber(mark:match('%d+$')) or -1)
     end
-    local packed = load_packed(family, key)
+    local packed = find(found, family, key)
     if not packed then
         return revision == -1
     end
@@ -654,65 +663,114 @@ local function is_as_read(family, key, revision, is_expired, now)
     return its_revision == revision and (expires_ms > 0 and expires_ms <= now) == is_expired
 end
 
-local function find_stale(read, now)
+local function find_stale(read, found, now)
     local is_stale = false
     for i = 1, #read do
         local family, key, revision, is_expired = unpack(read[i])
-        is_stale = is_stale or not is_as_read(family, key, revision, is_expired, now)
+        is_stale = is_stale or not is_as_read(found, family, key, revision, is_expired, now)
     end
     if not is_stale then
         return nil
     end
     local reply = {'stale'}
     for i = 1, #read do
-        reply[i + 1] = show(read[i][1], read[i][2], read[i][5])
+        reply[i + 1] = show(found, read[i][1], read[i][2], read[i][5])
     end
     return reply
 end
 
 -- A Redis key is ours only while it has an entry of a record. A key of another program must not be lost, and a value
 -- of the same name would hide it from its owner.
-local function find_foreign(rows)
+local function find_foreign(rows, found)
     for i = 1, #rows do
         local op, family, key, kind = rows[i][1], rows[i][2], rows[i][3], rows[i][14]
-        local stored = load_entry(family, key)
-        local is_record = stored and stored.kind == 'r'
+        local packed = find(found, family, key)
+        local is_record = select(2, expiry_and_kind(packed)) == RECORD
         if is_record and (op == 'patch' or op == 'touch') then
             -- If another program has replaced the hash of a record, fail before anything is written.
             call('HLEN', prefix .. key)
-        elseif kind and not is_record and (kind == 'r' or family == 'data' and not stored) then
-            local found = call('TYPE', prefix .. key).ok
-            if found ~= 'none' then
-                return {'foreign', prefix .. key, found, key}
+        elseif kind and not is_record and (kind == 'r' or family == 'data' and not packed) then
+            local type_found = call('TYPE', prefix .. key).ok
+            if type_found ~= 'none' then
+                return {'foreign', prefix .. key, type_found, key}
             end
         end
     end
 end
 
-local function apply_row(row, first, now)
-    local op, family, key, revision, last, cause = unpack(row, 1, 6)
-    local stored, text = load_entry(family, key), nil
-    revision, last = resolve_revision(revision, first), resolve_revision(last, first)
+-- The entry that a row leaves, false if it ends it, and the text of the change for the log. The fields of a record are
+-- kept in `fields`: the entry has only its head.
+local function make_entry(row, before, fields, first, now)
+    local op, key = row[1], row[3]
     if op == 'put' or op == 'patch' then
-        local kind, value = row[14], row[15]
-        local entry = {
-            key = key, version = row[7], revision = revision, created = resolve_revision(row[8], first),
-            created_ms = resolve_time(row[9], now), updated_ms = resolve_time(row[10], now),
-            expires_ms = resolve_time(row[11], now), size = row[12], meta = row[13], kind = kind,
-            fields = kind == 'r' and value, value = kind == 'r' and '' or value,
-        }
-        write_entry(family, entry, stored)
-        text = encode(entry)
-    elseif op == 'touch' then
-        local after = decode(key, load_packed(family, key))
-        after.revision, after.expires_ms = revision, resolve_time(row[11], now)
-        write_entry(family, after, stored)
-        text = encode_head(after)
-    else
-        text = op == 'take' and encode(stored) or encode_head(stored)
-        remove_entry(family, stored)
+        local meta, kind, value = row[13], row[14], row[15]
+        local head = struct.pack(HEAD, row[7], resolve_revision(row[4], first), resolve_revision(row[8], first),
+            resolve_time(row[9], now), resolve_time(row[10], now), resolve_time(row[11], now), row[12], #meta,
+            string.byte(kind)) .. meta
+        if kind == 'r' then
+            fields[key] = value
+            return head, head .. join_fields(value)
+        end
+        return head .. value, head .. value
     end
-    append_change(op, family, key, revision, last, cause, text, now)
+    local version, _, created, created_ms, updated_ms, _, size, meta_bytes, kind = struct.unpack(HEAD, before)
+    if op == 'touch' then
+        local after = struct.pack(HEAD, version, resolve_revision(row[4], first), created, created_ms, updated_ms,
+            resolve_time(row[11], now), size, meta_bytes, kind) .. sub(before, HEAD_BYTES + 1)
+        return after, sub(after, 1, HEAD_BYTES + meta_bytes)
+    elseif op ~= 'take' then
+        return false, sub(before, 1, HEAD_BYTES + meta_bytes)
+    elseif kind == RECORD then
+        return false, before .. join_fields(fields[key] or call('HGETALL', prefix .. key))
+    end
+    return false, before
+end
+
+-- Write what a unit leaves of an entry: the fields of a record, the index and the expiry. The rest is collected, so that
+-- all entries of a family are written by one command.
+local function store_entry(family, key, before, after, fields, writes)
+    local expired_ms, old_kind = expiry_and_kind(before)
+    local expires_ms, new_kind = expiry_and_kind(after)
+    local is_indexed = counters.indexed > 0 and family == 'data'
+    if before and is_indexed then
+        index_entry(family, decode(key, before), false)
+    end
+    if new_kind == RECORD and fields[key] then
+        call('DEL', prefix .. key)
+        call_in_parts('HSET', prefix .. key, fields[key])
+    elseif old_kind == RECORD and new_kind ~= RECORD then
+        call('DEL', prefix .. key)
+    end
+    if after then
+        local set, fresh = writes.set, writes.fresh
+        set[#set + 1] = key
+        set[#set + 1] = after
+        if not before then
+            fresh[#fresh + 1] = 0
+            fresh[#fresh + 1] = key
+        end
+    elseif before then
+        writes.ended[#writes.ended + 1] = key
+    end
+    if expires_ms > 0 then
+        call('ZADD', due_key, expires_ms, family .. ':' .. key)
+    elseif expired_ms > 0 then
+        call('ZREM', due_key, family .. ':' .. key)
+    end
+    if after and is_indexed then
+        index_entry(family, decode(key, after), true)
+    end
+end
+
+local function store_family(family, found, left, fields)
+    local writes = {set = {}, fresh = {}, ended = {}}
+    for key, after in pairs(left) do
+        store_entry(family, key, found[key], after, fields, writes)
+    end
+    call_in_parts('HSET', base .. family, writes.set)
+    call_in_parts('ZADD', base .. family .. ':keys', writes.fresh)
+    call_in_parts('HDEL', base .. family, writes.ended)
+    call_in_parts('ZREM', base .. family .. ':keys', writes.ended)
 end
 
 -- Store a receipt, or the mark of a superseded request. A mark has its time, and the latest revision: it is another one
@@ -731,18 +789,33 @@ end
 
 local function apply_unit(unit, now)
     local read, rows, kept, added = unpack(unit)
-    local other = find_stale(read, now) or find_foreign(rows)
+    local found = load_found(read)
+    local other = find_stale(read, found, now) or find_foreign(rows, found)
     if other then
         return other
     end
-    local first = counters.revision
+    local first, left, fields, texts = counters.revision, {}, {}, {}
     -- From here on nothing should fail. If it does, these revisions are not used again.
     counters.revision = first + added[1]
     for i = 1, #rows do
-        apply_row(rows[i], first, now)
+        local family, key = rows[i][2], rows[i][3]
+        local own = of_family(left, family)
+        local before = own[key]
+        if before == nil then
+            before = found[family][key]
+        end
+        own[key], texts[i] = make_entry(rows[i], before, fields, first, now)
+    end
+    for family, own in pairs(left) do
+        store_family(family, found[family], own, fields)
     end
     for i = 1, #kept do
         keep(kept[i], first, now)
+    end
+    for i = 1, #rows do
+        local op, family, key, revision, last, cause = unpack(rows[i], 1, 6)
+        revision, last = resolve_revision(revision, first), resolve_revision(last, first)
+        append_change(op, family, key, revision, last, cause, texts[i], now)
     end
     counters.changes, counters.log_bytes = counters.changes + added[1], counters.log_bytes + added[4]
     counters.keys, counters.bytes = counters.keys + added[2], counters.bytes + added[3]
