@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from limpet.commit import committer
+from limpet.commit import known
 from limpet.commit.relative import Moment
 from limpet.commit.storage import Stale, Unit
 from limpet.engines.postgres import sql
@@ -382,7 +382,7 @@ async def test_more_entries_than_are_known_are_still_exact(
     engine: PostgresEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest is forgotten first, and read again when it is named."""
-    monkeypatch.setattr(committer, "KNOWN_MAX", 16)
+    monkeypatch.setattr(known, "KNOWN_MAX", 16)
     for _ in range(2):
         await asyncio.gather(*(engine.commit("default", batch(Add(f"n/{number}", 1))) for number in range(50)))
     # One batch with more of them than fit.
@@ -458,7 +458,7 @@ async def test_a_write_of_a_known_entry_is_one_round_trip(engine: PostgresEngine
 async def test_a_contended_entry_is_held_for_a_while_only(
     engine: PostgresEngine, other: PostgresEngine, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(committer, "CONTENDED_S", 0.05)
+    monkeypatch.setattr(known, "CONTENDED_S", 0.05)
     await engine.commit("default", batch(Add("n", 1)))
     await other.commit("default", batch(Add("n", 1)))
     await spy.forget()

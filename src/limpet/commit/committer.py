@@ -75,27 +75,26 @@ class Committer:
         An error that is raised means that nothing was applied. ``is_wanted`` says whether the caller of a batch, by its
         position, still waits: if not, a batch that was not applied yet is dropped.
         """
-        known = self.known(namespace)
-        named = {entry_id for batch in batches for entry_id in find_named(batch)}
+        known, name = self.known(namespace), new_request_id()
+        members = [
+            _Member(position, batch, batch.request_id or f"{name}.{position + 1}")
+            for position, batch in enumerate(batches)
+        ]
+        named = {entry_id for member in members for entry_id in member.named}
         await known.reserve(named)
         try:
             if known.has_won(batches):
                 # The others have just lost. Without a pause they would lose again: this process is the first to know
                 # what it has written.
                 await asyncio.sleep(self._round_trip_s)
-            return await self._commit_reserved(namespace, batches, since, is_wanted)
+            return await self._commit_members(namespace, name, members, since, is_wanted)
         finally:
             known.release(named)
 
-    async def _commit_reserved(
-        self, namespace: str, batches: Sequence[Batch], since: int, is_wanted: Callable[[int], bool]
+    async def _commit_members(
+        self, namespace: str, name: str, members: Sequence[_Member], since: int, is_wanted: Callable[[int], bool]
     ) -> Sequence[CommitResult]:
-        """Commit batches whose entries no other request of this process names."""
-        name = new_request_id()
-        pending = [
-            _Member(position, batch, batch.request_id or f"{name}.{position + 1}")
-            for position, batch in enumerate(batches)
-        ]
+        pending = [*members]
         results: dict[int, CommitResult] = {}
         while pending:
             started_at = time.monotonic()
@@ -117,7 +116,7 @@ class Committer:
             if any(one.has_lost for one in pending):
                 # Another process was faster. About one round trip, so that no process is always the slower one.
                 await asyncio.sleep(jitter_s(time.monotonic() - started_at))
-        return [results[position] for position in range(len(batches))]
+        return [results[member.position] for member in members]
 
     async def _commit_once(
         self, namespace: str, name: str, pending: list[_Member]
@@ -212,7 +211,9 @@ class Committer:
         results: dict[int, CommitResult] = {}
         for one in pending:
             try:
-                (results[one.position],) = await self._commit_reserved(namespace, [one.batch], since, lambda _: True)
+                name = new_request_id()
+                member = _Member(0, one.batch, one.batch.request_id or f"{name}.1")
+                (results[one.position],) = await self._commit_members(namespace, name, [member], since, lambda _: True)
             except Exception as own:
                 results[one.position] = commit_error(one.batch, own)
         return results
@@ -229,6 +230,7 @@ class _Member:
     """A batch of a group, until it has a result.
 
     Attributes:
+        named: What it may share with other batches: the entries that it names, its receipt, and the mark of a retry.
         logged: What a retry has found of itself in the log.
         is_retry: Whether it may have been applied before.
         mark_revision: The revision of that mark when the log was last searched; None before the mark was left.
@@ -245,6 +247,11 @@ class _Member:
         self.cause = cause
         self.logged: list[Change] = []
         self.is_retry = batch.retry_since is not None and batch.request_id is not None
+        self.named = find_named(batch)
+        if batch.request_id is not None:
+            self.named.append(("receipt", batch.request_id))
+            if self.is_retry:
+                self.named.append(self.mark_id)
         self.mark_revision: int | None = None
         self.is_stale = False
         self.found: dict[EntryId, Head] = {}
@@ -308,8 +315,7 @@ class _PlannedUnit:
         is_unknown = needs_value and entry.stored is None
         revision = UNKNOWN_REVISION if is_unknown else entry.revision
         self._expected[entry_id] = Expected(revision, has_expired, needs_value, entry.updated_ms, entry.expires_ms)
-        if entry.stored is None:
-            assert head.weight_bytes is not None, "an entry without its value has its weight"
+        if head.weight_bytes is not None:
             self._plan.weights[entry_id] = head.weight_bytes
         return as_planned(entry, has_expired=has_expired)
 
@@ -356,20 +362,15 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
     """Split batches into units: those that name an entry which one of them writes depend on each other."""
     if len(members) == 1 or any(member.is_alone for member in members):
         return [[member] for member in members]
-    unit_of: dict[int, list[_Member]] = {id(member): [member] for member in members}
     named: dict[EntryId, list[_Member]] = {}
-    written: set[EntryId] = set()
     for member in members:
-        batch = member.batch
-        for entry_id in find_named(batch):
+        for entry_id in member.named:
             named.setdefault(entry_id, []).append(member)
-        written.update((write.family, write.key) for write in batch.writes)
-        if batch.request_id is not None:
-            named.setdefault(("receipt", batch.request_id), []).append(member)
-            written.add(("receipt", batch.request_id))
-        if member.is_retry:
-            named.setdefault(member.mark_id, []).append(member)
-            written.add(member.mark_id)
+    if len(named) == sum(len(member.named) for member in members):
+        return [[member] for member in members]
+    unit_of: dict[int, list[_Member]] = {id(member): [member] for member in members}
+    written: set[EntryId] = {(write.family, write.key) for member in members for write in member.batch.writes}
+    written.update(entry_id for entry_id in named if entry_id[0] in ("receipt", "superseded"))
     for entry_id in written:
         first, *others = named[entry_id]
         for other in others:

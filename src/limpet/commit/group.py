@@ -85,7 +85,7 @@ class GroupPlan:
         entries: The entries that batches have read or written, as the last of them leaves each.
         changes: The changes, in the order of their revisions, each with its weight: the size of its key and value.
         kept: Receipts and marks of superseded requests, which leave no change in the log.
-        weights: The weights of entries that were loaded without their value.
+        weights: The weights of entries, where they are known: always of an entry that was loaded without its value.
     """
 
     __slots__ = ("_find_changes", "_load", "_now_ms", "changes", "counters", "entries", "kept", "weights")
@@ -166,16 +166,19 @@ class GroupPlan:
     def _apply(self, change: Change, weight_bytes: int) -> None:
         entry_id: EntryId = (change.family, change.entry.key)
         before = self.entries[entry_id]
-        before_bytes = None if before is None or change.family != "data" else self._weigh(change.family, before)
+        before_bytes = None if before is None or change.family != "data" else self._weigh(entry_id, before)
         self.counters.count(change, before_bytes, weight_bytes)
         self.entries[entry_id] = change.after
+        self.weights[entry_id] = weight_bytes
         self.changes.append((change, weight_bytes))
 
     def _weigh_change(self, change: Change) -> int:
-        return self._weigh(change.family, change.entry) if change.op == "touch" else change.entry.weight_bytes
+        entry = change.entry
+        return self._weigh((change.family, entry.key), entry) if change.op == "touch" else entry.weight_bytes
 
-    def _weigh(self, family: StoredFamily, entry: Entry) -> int:
-        return entry.weight_bytes if entry.stored is not None else self.weights[family, entry.key]
+    def _weigh(self, entry_id: EntryId, entry: Entry) -> int:
+        weight_bytes = self.weights.get(entry_id)
+        return entry.weight_bytes if weight_bytes is None else weight_bytes
 
     def _keep(self, family: StoredFamily, entry: Entry) -> None:
         self.entries[family, entry.key] = entry

@@ -177,10 +177,10 @@ class KnownEntries:
 
 
 def find_named(batch: Batch) -> list[EntryId]:
-    """The entries that a batch names."""
+    """The entries that a batch names. One that is written twice is named twice."""
     named: list[EntryId] = [(write.family, write.key) for write in batch.writes]
     if batch.guards:
-        named += [(guard.family, guard.key) for guard in batch.guards]
+        named = list(dict.fromkeys([*named, *((guard.family, guard.key) for guard in batch.guards)]))
     return named
 
 

@@ -484,9 +484,8 @@ local function write_log(now)
     end
 end
 
-local function append_change(op, family, key, revision, last, cause, text, now)
-    local label = format('%s %d %d %s %d ', op, revision, last, family, #cause)
-    log_buffer[#log_buffer + 1] = label .. cause .. key
+local function append_change(label, text, revision, now)
+    log_buffer[#log_buffer + 1] = label
     log_buffer[#log_buffer + 1] = text
     last_logged = revision
     if #log_buffer >= 1000 then
@@ -794,11 +793,11 @@ local function apply_unit(unit, now)
     if other then
         return other
     end
-    local first, left, fields, texts = counters.revision, {}, {}, {}
-    -- From here on nothing should fail. If it does, these revisions are not used again.
-    counters.revision = first + added[1]
+    local first, left, fields, labels, texts = counters.revision, {}, {}, {}, {}
     for i = 1, #rows do
-        local family, key = rows[i][2], rows[i][3]
+        local op, family, key, revision, last, cause = unpack(rows[i], 1, 6)
+        revision, last = resolve_revision(revision, first), resolve_revision(last, first)
+        labels[i] = format('%s %d %d %s %d ', op, revision, last, family, #cause) .. cause .. key
         local own = of_family(left, family)
         local before = own[key]
         if before == nil then
@@ -806,6 +805,8 @@ local function apply_unit(unit, now)
         end
         own[key], texts[i] = make_entry(rows[i], before, fields, first, now)
     end
+    -- From here on nothing should fail. If it does, these revisions are not used again.
+    counters.revision = first + added[1]
     for family, own in pairs(left) do
         store_family(family, found[family], own, fields)
     end
@@ -813,9 +814,7 @@ local function apply_unit(unit, now)
         keep(kept[i], first, now)
     end
     for i = 1, #rows do
-        local op, family, key, revision, last, cause = unpack(rows[i], 1, 6)
-        revision, last = resolve_revision(revision, first), resolve_revision(last, first)
-        append_change(op, family, key, revision, last, cause, texts[i], now)
+        append_change(labels[i], texts[i], resolve_revision(rows[i][4], first), now)
     end
     counters.changes, counters.log_bytes = counters.changes + added[1], counters.log_bytes + added[4]
     counters.keys, counters.bytes = counters.keys + added[2], counters.bytes + added[3]
