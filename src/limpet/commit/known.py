@@ -11,7 +11,6 @@ from collections.abc import Iterable, Set
 from typing import Final
 
 from limpet import codec
-from limpet.codec import Stored
 from limpet.commit.group import EntryId
 from limpet.commit.relative import Moment
 from limpet.commit.storage import Head, Stale, Unit
@@ -20,7 +19,7 @@ from limpet.model import Batch, Commit, Entry, Equals, FieldEquals, Refusal, Rev
 __all__ = ["CONTENDED_S", "KnownEntries", "expects_version", "find_named"]
 
 KNOWN_MAX: Final = 16_384
-KNOWN_BYTES_MAX: Final = 2_048
+BYTES_MAX: Final = 2_048
 CONTENDED_S: Final = 0.5
 """How long an entry counts as contended after another process was faster."""
 
@@ -52,7 +51,9 @@ class KnownEntries:
         if entry_id[0] in ("receipt", "superseded"):
             # Each is of use once at most.
             return
-        if entry is not None and entry.stored is not None and _is_large(entry.stored):
+        stored = None if entry is None else entry.stored
+        if stored is not None and (len(stored) if type(stored) is bytes else codec.size_bytes(stored)) > BYTES_MAX:
+            assert entry is not None
             weight_bytes = entry.weight_bytes if head.weight_bytes is None else head.weight_bytes
             head = Head(entry.without_value(), weight_bytes)
         if len(heads) >= KNOWN_MAX and entry_id not in heads:
@@ -187,10 +188,6 @@ def find_named(batch: Batch) -> list[EntryId]:
 def expects_version(batch: Batch) -> bool:
     """Whether a batch is refused if another writer was faster. Then holding only keeps the others waiting."""
     return any(isinstance(guard.condition, Revision | Version | Equals | FieldEquals) for guard in batch.guards)
-
-
-def _is_large(stored: Stored) -> bool:
-    return (len(stored) if isinstance(stored, bytes) else codec.size_bytes(stored)) > KNOWN_BYTES_MAX
 
 
 _ABSENT: Final = Head()

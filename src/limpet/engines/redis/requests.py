@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -75,34 +75,24 @@ def encode_item(batch: Batch) -> Item | None:
     an expected revision; for an add; and for a patch, perhaps with an expected field.
     """
     try:
-        return _encode_single(batch)
+        guards, condition = batch.guards, None
+        if batch.request_id is not None or len(batch.writes) != 1:
+            return None
+        write = batch.writes[0]
+        if write.family != "data" or type(write.key) is not str:
+            return None
+        if guards:
+            if len(guards) > 1 or guards[0].family != "data" or guards[0].key != write.key:
+                return None
+            condition = guards[0].condition
+        if type(write) is Put:
+            return _encode_put(write, condition)
+        if type(write) is Add:
+            return _encode_add(write) if condition is None else None
+        return _encode_patch(batch, write, condition) if type(write) is Patch else None
     except (AttributeError, TypeError, UnicodeDecodeError):
         # It was made by hand. The long way finds the error in it.
         return None
-
-
-def _encode_single(batch: Batch) -> Item | None:
-    guards = batch.guards
-    if batch.request_id is not None or len(batch.writes) != 1 or len(guards) > 1:
-        return None
-    write = batch.writes[0]
-    if write.family != "data" or type(write.key) is not str:
-        return None
-    if guards and (guards[0].family != "data" or guards[0].key != write.key):
-        return None
-    condition = guards[0].condition if guards else None
-    if type(write) is Put:
-        return _encode_put(write, condition)
-    if type(write) is Add:
-        is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and condition is None
-        is_usual = is_usual and type(write.by) is int and abs(write.by) < _STEP_LIMIT
-        return (write.key, write.by, False) if is_usual else None
-    if type(write) is Patch:
-        is_usual = write.ttl_ms is KEEP and write.meta_json is KEEP and not write.unset
-        is_usual = is_usual and (condition is None or type(condition) is FieldEquals)
-        is_usual = is_usual and all(type(name) is str for name in write.fields)
-        return _encode_patch(batch, write, condition) if is_usual and len(write.fields) <= _FIELDS_MAX else None
-    return None
 
 
 def find_items(batches: list[Batch]) -> dict[int, Item]:
@@ -122,14 +112,14 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
 
 
 def encode_items(items: list[Item]) -> bytes:
-    """Items as the script takes them."""
-    return _pack([[item[part] for item in items] for part in range(3)])
+    """Items as the script takes them: keys, values, and what is expected, or False if nothing is."""
+    keys, values, expected = zip(*items, strict=True)
+    # An expected 0 is something, too.
+    return _pack((keys, values, any(one is not False for one in expected) and expected))
 
 
-def _encode_revision(condition: Condition | None) -> int | Literal[False] | None:
-    """The revision that a put expects: 0 for no entry, False for any; None if it expects something else."""
-    if condition is None:
-        return False
+def _encode_revision(condition: Condition) -> int | None:
+    """The revision that a put expects, 0 for no entry; None if it expects something else."""
     if condition is ABSENT:
         return 0
     return condition.number if type(condition) is Revision and _exact(condition.number) > 0 else None
@@ -137,7 +127,7 @@ def _encode_revision(condition: Condition | None) -> int | Literal[False] | None
 
 def _encode_put(put: Put, condition: Condition | None) -> Item | None:
     """A put, and the revision that it expects: in a list, if it keeps the expiry and the meta of the entry."""
-    expected, stored = _encode_revision(condition), put.stored
+    expected, stored = False if condition is None else _encode_revision(condition), put.stored
     if expected is None or not isinstance(stored, bytes) or stored[:1] == b"\0":
         return None
     if put.ttl_ms is KEEP and put.meta_json is KEEP:
@@ -145,8 +135,18 @@ def _encode_put(put: Put, condition: Condition | None) -> Item | None:
     return (put.key, stored.decode(), expected) if put.ttl_ms is None and put.meta_json is None else None
 
 
-def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> Item:
+def _encode_add(add: Add) -> Item | None:
+    is_usual = add.ttl_ms is KEEP and add.meta_json is KEEP and type(add.by) is int and abs(add.by) < _STEP_LIMIT
+    return (add.key, add.by, False) if is_usual else None
+
+
+def _encode_patch(batch: Batch, patch: Patch, condition: Condition | None) -> Item | None:
     """A patch, and the name of the field that it expects with what it holds, or the name alone if it must be absent."""
+    is_usual = patch.ttl_ms is KEEP and patch.meta_json is KEEP and not patch.unset and len(patch.fields) <= _FIELDS_MAX
+    if not is_usual or not (condition is None or type(condition) is FieldEquals):
+        return None
+    if not all(type(name) is str for name in patch.fields):
+        return None
     expected: Any = False
     if isinstance(condition, FieldEquals):
         held = condition.stored

@@ -231,44 +231,49 @@ local function log_items(logged, numbers, values, group, has_labels)
         call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
         return
     end
+    local items = {}
     for i = 1, #numbers do
         local op, revision = type(values[numbers[i]]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
         local cause = format('%s.%d', group, numbers[i])
-        logged[2 * i - 1] = format('%s %d %d data %d ', op, revision, revision, #cause) .. cause .. logged[2 * i - 1]
+        local label = format('%s %d %d data %d ', op, revision, revision, #cause)
+        items[2 * i - 1], items[2 * i] = label .. cause .. logged[2 * i - 1], logged[2 * i]
     end
-    call('XADD', log_key, id, 'at', at, unpack(logged))
+    call('XADD', log_key, id, 'at', at, unpack(items))
 end
 
 local function write_items(keys, values, expected, found, group)
     local first, now, latest = counters.revision, counters.at_ms, {}
-    local reply, texts, numbers, entries, logged, fresh, patched = {}, {}, {}, {}, {}, {}, {}
-    local revision, added_bytes, logged_bytes = first, 0, 0
+    -- What is stored and what is logged: the same, but of a patched record only the head is stored.
+    local entries, logged, patched = {}, nil, {}
+    local reply, texts, numbers, fresh = {}, {}, {}, {}
+    local count, added_bytes, logged_bytes = 0, 0, 0
     leave_foreign(keys, found)
     for i = 1, #keys do
-        local key, value, wanted = keys[i], values[i], expected[i]
-        local old = latest[key] or found[i + 1]
-        local version, old_revision, created, created_ms, expires_ms, old_size = 0, 0, revision + 1, now, 0, 0
-        local meta_bytes, kind, form, _ = 0, JSON, type(value), nil
+        local key, value, wanted = keys[i], values[i], expected and expected[i]
+        local old, form = latest[key] or found[i + 1], type(value)
+        local version, old_revision, created, created_ms, expires_ms, old_size = 0, 0, first + count + 1, now, 0, 0
+        local meta_bytes, kind, _ = 0, JSON, nil
         if old then
             version, old_revision, created, created_ms, _, expires_ms, old_size, meta_bytes, kind =
                 struct.unpack(HEAD, old)
         end
-        local size, text, other
-        local keeps = form == 'string' and type(wanted) == 'table'
-        if keeps then
-            wanted = wanted[1]
-        end
-        local is_usual = not left[key] and (expires_ms == 0 or expires_ms > now)
-        if is_usual and form == 'string' then
+        local size, text, other, keeps
+        if left[key] or expires_ms > 0 and expires_ms <= now then
+            size = nil
+        elseif form == 'string' then
+            keeps = type(wanted) == 'table'
+            if keeps then
+                wanted = wanted[1]
+            end
             if kind ~= RECORD and wanted and wanted ~= old_revision then
                 other = old or ''
             elseif kind ~= RECORD and (keeps or expires_ms == 0) then
                 size, text, meta_bytes = #value, value, keeps and meta_bytes or 0
             end
-        elseif is_usual and form == 'number' then
+        elseif form == 'number' then
             text = add_short(old, kind, HEAD_BYTES + meta_bytes + 1, value)
             size = text and #text
-        elseif is_usual then
+        else
             size, text, other = patch_short(key, old, kind, old_size, value, wanted)
         end
         if other then
@@ -278,25 +283,27 @@ local function write_items(keys, values, expected, found, group)
             left[key] = true
             reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = 0, 0, 0
         else
-            revision = revision + 1
-            local n, is_patch = #numbers + 1, form == 'table'
-            local head = struct.pack(HEAD, version + 1, revision, created, created_ms, now, expires_ms, size,
+            count = count + 1
+            local is_patch = form == 'table'
+            local head = struct.pack(HEAD, version + 1, first + count, created, created_ms, now, expires_ms, size,
                 meta_bytes, is_patch and RECORD or JSON)
             if meta_bytes > 0 then
                 head = head .. sub(old, HEAD_BYTES + 1, HEAD_BYTES + meta_bytes)
             end
             local entry = head .. text
-            numbers[n], logged[2 * n - 1], logged[2 * n] = i, key, entry
             if form ~= 'string' or keeps then
                 -- The caller knows the value that it has put. The last part of a patch says whether its caller does not
                 -- need the record.
                 texts[#texts + 1] = (keeps or is_patch and value[4]) and head or entry
             end
             if is_patch then
-                patched[#patched + 1] = i
-                entry = head
+                logged, patched[#patched + 1] = logged or {unpack(entries)}, i
             end
-            latest[key], entries[2 * n - 1], entries[2 * n] = entry, key, entry
+            if logged then
+                logged[2 * count - 1], logged[2 * count] = key, entry
+            end
+            local stored = is_patch and head or entry
+            numbers[count], latest[key], entries[2 * count - 1], entries[2 * count] = i, stored, key, stored
             reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = version + 1, created, created_ms
             added_bytes, logged_bytes = added_bytes + size - old_size, logged_bytes + #key + size
             if not old then
@@ -306,14 +313,14 @@ local function write_items(keys, values, expected, found, group)
             end
         end
     end
-    if revision > first then
-        counters.revision = revision
+    if count > 0 then
+        counters.revision = first + count
         counters.keys, counters.bytes = counters.keys + #fresh / 2, counters.bytes + added_bytes
-        counters.changes, counters.log_bytes = counters.changes + #numbers, counters.log_bytes + logged_bytes
+        counters.changes, counters.log_bytes = counters.changes + count, counters.log_bytes + logged_bytes
         if #patched > 0 then
             write_fields(patched, keys, values)
         end
-        log_items(logged, numbers, values, group, #patched > 0 or #numbers < #keys)
+        log_items(logged or entries, numbers, values, group, #patched > 0 or count < #keys)
         call('HSET', data_key, '', pack_counters(), unpack(entries))
         if #fresh > 0 then
             call('ZADD', base .. 'data:keys', unpack(fresh))
