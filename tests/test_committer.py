@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 from limpet.commit.committer import NAMESPACES_MAX, Committer
+from limpet.commit.group import EntryId
+from limpet.commit.known import BYTES_MAX, KnownEntries
+from limpet.model import Batch, Commit, Entry, Put
 
 
 def test_what_is_known_of_namespaces_has_a_bound() -> None:
@@ -17,3 +21,46 @@ def test_what_is_known_of_namespaces_has_a_bound() -> None:
     assert len(committer._known) == NAMESPACES_MAX
     assert committer.known(f"user-{NAMESPACES_MAX + 9}") is known[-1]
     assert committer.known("user-0") is not known[0]
+
+
+A: Final[EntryId] = ("data", "a")
+B: Final[EntryId] = ("data", "b")
+
+
+async def test_a_plan_waits_for_requests_that_name_one_of_its_entries_and_for_no_others() -> None:
+    known = KnownEntries()
+    await known.reserve({A})
+    await asyncio.wait_for(known.reserve({B}), 1)
+
+    waiting = asyncio.create_task(known.reserve({A, B}))
+    await asyncio.sleep(0)
+    known.release({B})
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    known.release({A})
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_plan_that_no_longer_waits_keeps_no_other_from_its_entries() -> None:
+    known = KnownEntries()
+    await known.reserve({A})
+    gone, waiting = (asyncio.create_task(known.reserve({A})) for _ in range(2))
+    await asyncio.sleep(0)
+
+    gone.cancel()
+    known.release({A})
+
+    await asyncio.wait_for(waiting, 1)
+
+
+async def test_a_large_value_is_not_remembered_but_its_weight_is() -> None:
+    known, large = KnownEntries(), b'"' + b"x" * BYTES_MAX + b'"'
+    batch = Batch((), (Put("a", large),))
+
+    known.learn(batch, Commit(1, (Entry("a", large, 1, 1, 1, 0, 0),), (None,), 0))
+
+    head = known.find(A)
+    assert head.entry is not None
+    assert head.entry.stored is None
+    assert head.weight_bytes == len("a") + len(large)

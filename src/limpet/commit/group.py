@@ -130,7 +130,8 @@ class GroupPlan:
         if isinstance(outcome, Refusal):
             return outcome
         # Weigh all before the first is applied: if one cannot be weighed, the batch fails and leaves nothing here.
-        for change, weight_bytes in [(change, self._weigh_change(change)) for change in outcome.changes]:
+        weights = [self._weigh_change(change) for change in outcome.changes]
+        for change, weight_bytes in zip(outcome.changes, weights, strict=True):
             self._apply(change, weight_bytes)
         if outcome.receipt is not None:
             self._keep("receipt", outcome.receipt)

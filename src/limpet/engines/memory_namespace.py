@@ -96,9 +96,9 @@ class Namespace:
             self._store(change, change.entry.weight_bytes)
             return planned.commit
         # Weigh all before the first is stored: if one cannot be weighed, the batch fails and leaves nothing here.
-        weighed = [(change, change.entry.weight_bytes) for change in planned.changes]
+        weights = [change.entry.weight_bytes for change in planned.changes]
         self.is_halfway = True
-        for change, weight_bytes in weighed:
+        for change, weight_bytes in zip(planned.changes, weights, strict=True):
             self._store(change, weight_bytes)
         self.is_halfway = False
         return planned.commit

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from limpet.engines.sqlite.cache import WalHeader
 
-TURN_S: Final = 0.001
+TURN_S: Final = 0.005
 """How long a writer may go on while another has the place. One commit each costs more: the cache starts empty, and an
 entry that was read before the turn is old."""
 
