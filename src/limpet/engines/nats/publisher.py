@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply
-from limpet.engines.nats.messages import BASE, EntryId, Message, encode_headers, encode_value
+from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, encode_headers, encode_value
 from limpet.engines.nats.stream import (
     BatchAbandoned,
     KeyChanged,
@@ -208,7 +208,7 @@ class Publisher:
         self,
         batch: Batch,
         receipt: EntryId,
-        found: dict[EntryId, Message | None],
+        found: LastMessages,
         commit: Commit,
         changes: Sequence[Change],
         now_ms: int,
@@ -256,7 +256,7 @@ class Publisher:
             self._stream.cache(entry_id, _with_seq(draft, first + offsets[draft.seq], first + end))
         return _commit_at(commit, offsets, first, end) if changes else commit
 
-    async def send_expiries(self, found: dict[EntryId, Message | None], outcome: Plan) -> Commit:
+    async def send_expiries(self, found: LastMessages, outcome: Plan) -> Commit:
         """Send the changes of a commit that only expires entries."""
         connection = await self._server.connection()
         drafts = _make_drafts(outcome.changes, found, "")
@@ -332,9 +332,7 @@ def _make_draft(change: Change, cause: str, prev: int) -> Message:
     )
 
 
-def _make_drafts(
-    changes: Sequence[Change], found: dict[EntryId, Message | None], cause: str
-) -> list[tuple[EntryId, Message]]:
+def _make_drafts(changes: Sequence[Change], found: LastMessages, cause: str) -> list[tuple[EntryId, Message]]:
     """The messages of a batch, before they have numbers. The second of a key follows the first."""
     drafts: list[tuple[EntryId, Message]] = []
     before = {entry_id: seq_of(message) for entry_id, message in found.items()}

@@ -23,7 +23,7 @@ import msgspec
 from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
 from limpet.engines.nats.connection import ApiError
 from limpet.engines.nats.follower import RangeReader
-from limpet.engines.nats.messages import BASE, EntryId, Message, parse
+from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, parse
 from limpet.engines.nats.publisher import MADE_RECEIPT_MS, MaybeStored, Publisher, commit_of, digest_of
 from limpet.engines.nats.stream import (
     BatchAbandoned,
@@ -215,9 +215,7 @@ class Writer:
                 del self._unsettled[next(iter(self._unsettled))]
             self._unsettled[cause] = first_sent_ms
 
-    async def _find_answer(
-        self, batch: Batch, cause: str, found: dict[EntryId, Message | None], since: int
-    ) -> Commit | None:
+    async def _find_answer(self, batch: Batch, cause: str, found: LastMessages, since: int) -> Commit | None:
         """The result of an earlier attempt, from the messages of its keys; None if it was not applied.
 
         ``found`` has the last message of each key that is written.
@@ -324,7 +322,7 @@ class Writer:
         attempts = _Attempts(batch.retry_since)
         must_supersede = batch.retry_since is not None
         written = [(write.family, write.key) for write in batch.writes]
-        found: dict[EntryId, Message | None] = {}
+        found: LastMessages = {}
         now_ms = since = 0
         while True:
             try:
@@ -374,9 +372,7 @@ class Writer:
         self._unsettled.pop(request_id, None)
         return answer
 
-    async def _complete(
-        self, batch: Batch, receipt: EntryId, found: dict[EntryId, Message | None], now_ms: int
-    ) -> Commit | Refusal:
+    async def _complete(self, batch: Batch, receipt: EntryId, found: LastMessages, now_ms: int) -> Commit | Refusal:
         """Store the rest of a batch of which the server stored a part.
 
         Its guards held when the server took it, so they are not checked again. A key that has not been written since
@@ -502,7 +498,7 @@ def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: i
     return commit if has_changed or live(receipt.held, now_ms) is not None else None
 
 
-def _finder(found: dict[EntryId, Message | None]) -> Callable[[Family, str], Entry | None]:
+def _finder(found: LastMessages) -> Callable[[Family, str], Entry | None]:
     return lambda family, key: entry_in(found[family, key])
 
 
