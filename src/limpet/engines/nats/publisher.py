@@ -37,7 +37,7 @@ from limpet.errors import ValueTooLarge
 from limpet.model import Batch, Change, Commit, Entry
 from limpet.transition import Plan, make_receipt
 
-__all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "commit_of", "digest_of"]
+__all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "digest_of"]
 
 # How long a receipt is kept that the caller did not request.
 MADE_RECEIPT_MS: Final = 120_000
@@ -111,7 +111,7 @@ class Publisher:
             await self._confirm_alarm(alarm, alarm_ack)
         message = _with_seq(draft, number, number)
         self._stream.cache(entry_id, message)
-        return commit_of(message)
+        return _commit_of(message)
 
     async def _send_after_expiry(
         self, connection: Connection, subject: str, expected: int, expiry: Change, draft: Message
@@ -209,11 +209,11 @@ class Publisher:
         batch: Batch,
         receipt: EntryId,
         found: LastMessages,
-        commit: Commit,
-        changes: Sequence[Change],
+        outcome: Plan,
         now_ms: int,
     ) -> Commit:
         """Send the changes of a commit: after the guards on keys that it does not change, and before its receipt."""
+        commit, changes = outcome.commit, outcome.changes
         connection = await self._server.connection()
         drafts = _make_drafts(changes, found, batch.request_id or "")
         # Of a key that had expired, there are two changes; the second is what it holds.
@@ -312,7 +312,7 @@ def digest_of(batch: Batch) -> bytes:
     return b'"%b"' % batch.digest.hex().encode()
 
 
-def commit_of(message: Message) -> Commit:
+def _commit_of(message: Message) -> Commit:
     """The commit of a message that is alone in its batch."""
     if message.op in ("delete", "expire"):
         return Commit(message.commit, (None,), (message.entry,), message.at_ms)
