@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 
 import limpet
 from limpet.codec import encode
 from limpet.engines.nats.connection import NoResponders
 from limpet.engines.nats.messages import BASE, EntryId, Message, encode_headers
+from limpet.engines.nats.stream import ReplyLost
 from limpet.errors import Ambiguous
 from limpet.model import Add, Batch, Commit, Entry, Put
 from tests.engines import unique
@@ -296,3 +298,44 @@ async def test_a_retry_after_the_mark_of_its_batch_has_ended_searches_the_log(
     assert isinstance(outcome, Commit)
     assert not outcome.replayed
     assert await store.get("b") == 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_request_whose_reply_was_lost_is_not_applied_after_its_retry(
+    stores: tuple[limpet.Store, limpet.Store], several: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller gave it up and retried it through another process, while this process still tried."""
+    store, other = stores
+    await store.add("hot", 1)
+    writes = (Add("hot", 1000), Put("beside", encode(1))) if several else (Add("hot", 1000),)
+
+    async def lose_once(*args: Any) -> Any:
+        monkeypatch.undo()
+        await writer_of(other)._supersede("mine")
+        raise ReplyLost
+
+    await other.get("hot")  # Its writer is there from now on.
+    monkeypatch.setattr(writer_of(store).publisher, "send_all" if several else "send_one", lose_once)
+    with pytest.raises(Ambiguous):
+        await engine_of(store).commit(store.name, Batch((), writes, request_id="mine"))
+
+    assert await other.get("hot") == 1
+
+
+async def test_a_retry_finds_its_receipt_after_it_has_expired(stores: tuple[limpet.Store, limpet.Store]) -> None:
+    """The server keeps a receipt a little longer. It stands for the messages, which were dropped meanwhile."""
+    store, _ = stores
+    since, stream, engine = (await store.put("hot", 1)).revision, stream_of(store), engine_of(store)
+    batch = Batch((), (Add("hot", 1000), Put("beside", encode(1))), "mine", digest=b"1", receipt_ms=20)
+    first = await engine.commit(store.name, batch)
+    await asyncio.sleep(0.1)
+    await store.add("hot", 1)
+    last = await stream.last(("data", "hot"))
+    assert last is not None
+    await stream.purge(stream.subjects.of(("data", "hot")), last.seq - 1)
+
+    again = await engine.commit(store.name, msgspec.structs.replace(batch, retry_since=since))
+
+    assert isinstance(first, Commit)
+    assert again == msgspec.structs.replace(first, replayed=True)
+    assert await store.get("hot") == 1002

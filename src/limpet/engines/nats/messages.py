@@ -21,6 +21,7 @@ from limpet.model import FAMILIES, Change, Entry, Family, Op
 __all__ = [
     "BASE",
     "EntryId",
+    "LastMessages",
     "Message",
     "Subjects",
     "decode_name",
@@ -153,6 +154,9 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         entry = self.entry.without_value() if self.op == "touch" else self.entry
         return Change(self.op, entry, self.seq, self.commit, self.at_ms, self.cause, family)
 
+
+LastMessages = dict[EntryId, Message | None]
+"""The last message of each of some keys, None for a key without one."""
 
 _OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", "delete": "delete", "expire": "expire"}
 # No encoded name is or begins with this.

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply
-from limpet.engines.nats.messages import BASE, EntryId, Message, encode_headers, encode_value
+from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, encode_headers, encode_value
 from limpet.engines.nats.stream import (
     BatchAbandoned,
     KeyChanged,
@@ -37,7 +37,7 @@ from limpet.errors import ValueTooLarge
 from limpet.model import Batch, Change, Commit, Entry
 from limpet.transition import Plan, make_receipt
 
-__all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "commit_of", "digest_of"]
+__all__ = ["MADE_RECEIPT_MS", "MaybeStored", "Publisher", "digest_of"]
 
 # How long a receipt is kept that the caller did not request.
 MADE_RECEIPT_MS: Final = 120_000
@@ -111,7 +111,7 @@ class Publisher:
             await self._confirm_alarm(alarm, alarm_ack)
         message = _with_seq(draft, number, number)
         self._stream.cache(entry_id, message)
-        return commit_of(message)
+        return _commit_of(message)
 
     async def _send_after_expiry(
         self, connection: Connection, subject: str, expected: int, expiry: Change, draft: Message
@@ -208,12 +208,12 @@ class Publisher:
         self,
         batch: Batch,
         receipt: EntryId,
-        found: dict[EntryId, Message | None],
-        commit: Commit,
-        changes: Sequence[Change],
+        found: LastMessages,
+        outcome: Plan,
         now_ms: int,
     ) -> Commit:
         """Send the changes of a commit: after the guards on keys that it does not change, and before its receipt."""
+        commit, changes = outcome.commit, outcome.changes
         connection = await self._server.connection()
         drafts = _make_drafts(changes, found, batch.request_id or "")
         # Of a key that had expired, there are two changes; the second is what it holds.
@@ -256,7 +256,7 @@ class Publisher:
             self._stream.cache(entry_id, _with_seq(draft, first + offsets[draft.seq], first + end))
         return _commit_at(commit, offsets, first, end) if changes else commit
 
-    async def send_expiries(self, found: dict[EntryId, Message | None], outcome: Plan) -> Commit:
+    async def send_expiries(self, found: LastMessages, outcome: Plan) -> Commit:
         """Send the changes of a commit that only expires entries."""
         connection = await self._server.connection()
         drafts = _make_drafts(outcome.changes, found, "")
@@ -312,7 +312,7 @@ def digest_of(batch: Batch) -> bytes:
     return b'"%b"' % batch.digest.hex().encode()
 
 
-def commit_of(message: Message) -> Commit:
+def _commit_of(message: Message) -> Commit:
     """The commit of a message that is alone in its batch."""
     if message.op in ("delete", "expire"):
         return Commit(message.commit, (None,), (message.entry,), message.at_ms)
@@ -332,9 +332,7 @@ def _make_draft(change: Change, cause: str, prev: int) -> Message:
     )
 
 
-def _make_drafts(
-    changes: Sequence[Change], found: dict[EntryId, Message | None], cause: str
-) -> list[tuple[EntryId, Message]]:
+def _make_drafts(changes: Sequence[Change], found: LastMessages, cause: str) -> list[tuple[EntryId, Message]]:
     """The messages of a batch, before they have numbers. The second of a key follows the first."""
     drafts: list[tuple[EntryId, Message]] = []
     before = {entry_id: seq_of(message) for entry_id, message in found.items()}

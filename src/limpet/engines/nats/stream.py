@@ -19,7 +19,7 @@ import msgspec
 
 from limpet.clock import Clock
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
-from limpet.engines.nats.messages import BASE, EntryId, Message, Subjects, parse, parse_time
+from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, Subjects, parse, parse_time
 from limpet.errors import Ambiguous, InvalidValue, Unavailable
 from limpet.model import Entry, Family, live
 from limpet.transition import Receipt, encode_receipt, read_receipt
@@ -141,7 +141,7 @@ class NamespaceStream:
         self.seen = 0
         self._server = server
         self.exists = False
-        self.known: dict[EntryId, Message | None] = {}
+        self.known: LastMessages = {}
         self._clock: tuple[float, float] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._latest_ms = 0
@@ -365,7 +365,7 @@ class NamespaceStream:
             del known[next(iter(known))]
         known[entry_id] = message
 
-    async def load_all(self, entry_ids: Iterable[EntryId]) -> dict[EntryId, Message | None]:
+    async def load_all(self, entry_ids: Iterable[EntryId]) -> LastMessages:
         """Read the last messages of several keys, each at its own moment."""
         wanted = list(entry_ids)
         if len(wanted) == 1:
@@ -388,7 +388,7 @@ class NamespaceStream:
         entries = {entry_id[1]: live(entry_in(message), now_ms) for entry_id, message in found.items()}
         return [entries[key] for key in keys]
 
-    async def _read_snapshot(self, entry_ids: list[EntryId]) -> dict[EntryId, Message | None]:
+    async def _read_snapshot(self, entry_ids: list[EntryId]) -> LastMessages:
         """The last messages of these keys at one moment: read them until two reads in a row are equal."""
         until = time.monotonic() + READ_S
         before = await self.load_all(entry_ids)
@@ -502,7 +502,7 @@ def seq_of(message: Message | None) -> int:
     return 0 if message is None else message.seq
 
 
-def seqs_of(found: dict[EntryId, Message | None]) -> list[tuple[EntryId, int]]:
+def seqs_of(found: LastMessages) -> list[tuple[EntryId, int]]:
     """The numbers of the last messages of several keys."""
     return [(entry_id, seq_of(message)) for entry_id, message in found.items()]
 

@@ -15,16 +15,17 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
 
-from limpet.commit.receipts import SUPERSEDED_MS, may_be_superseded, superseded_error
+from limpet.commit.group import Counters, GroupPlan
+from limpet.commit.receipts import SUPERSEDED_MS, make_mark, may_be_superseded
 from limpet.engines.nats.connection import ApiError
 from limpet.engines.nats.follower import RangeReader
-from limpet.engines.nats.messages import BASE, EntryId, Message, parse
-from limpet.engines.nats.publisher import MADE_RECEIPT_MS, MaybeStored, Publisher, commit_of, digest_of
+from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, parse
+from limpet.engines.nats.publisher import MADE_RECEIPT_MS, MaybeStored, Publisher, digest_of
 from limpet.engines.nats.stream import (
     BatchAbandoned,
     HalfStored,
@@ -38,10 +39,10 @@ from limpet.engines.nats.stream import (
     seq_of,
     seqs_of,
 )
-from limpet.errors import Ambiguous
-from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Refusal, Write, live
+from limpet.errors import Ambiguous, LimpetError
+from limpet.model import Batch, Change, Commit, Entry, Expire, Refusal, StoredFamily, Write, live
 from limpet.retry import jitter_s
-from limpet.transition import Plan, plan, recall
+from limpet.transition import Plan, find_plain_write, plan, plan_write, read_receipt
 
 __all__ = ["Writer"]
 
@@ -77,24 +78,23 @@ class Writer:
 
     async def commit(self, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
-        if _is_lone(batch):
-            write = batch.writes[0]
-            entry_id = (write.family, write.key)
-            if entry_id in self._turns:
-                await self._take_turn(entry_id)
+        lone = _find_lone(batch)
+        if lone is not None:
+            if lone in self._turns:
+                await self._take_turn(lone)
             else:
-                self._turns[entry_id] = deque()
+                self._turns[lone] = deque()
             try:
-                return await self._commit_one(batch, entry_id)
+                return await self._commit(batch, lone)
             finally:
-                self._release_turn(entry_id)
+                self._release_turn(lone)
         taken: list[EntryId] = []
         try:
             for entry_id in sorted({(write.family, write.key) for write in batch.writes}):
                 await self._take_turn(entry_id)
                 taken.append(entry_id)
             if not _only_expires(batch):
-                return await self._commit_all(batch)
+                return await self._commit(batch, None)
             with contextlib.suppress(KeyChanged, BatchAbandoned, MaybeStored, ReplyLost):
                 return await self._expire_together(batch)
         finally:
@@ -127,52 +127,70 @@ class Writer:
                 return
         del self._turns[entry_id]
 
-    async def _commit_one(self, batch: Batch, entry_id: EntryId) -> Commit | Refusal:
-        """Commit a batch of one write, as one message."""
+    async def _commit(self, batch: Batch, lone: EntryId | None) -> Commit | Refusal:
+        """Commit a batch of a lone key as one message, and any other as messages that are stored together."""
         cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
-        attempts = _Attempts(batch.retry_since)
-        must_supersede = batch.retry_since is not None
-        answer: Commit | Refusal
-        known = batch.retry_since is None and entry_id in self._stream.known
-        message = self._stream.known[entry_id] if known else None
-        now_ms = since = 0
+        attempts = _Attempts(cause, None if lone else ("receipt", cause), batch.retry_since)
+        known = self._stream.known
+        cached = {lone: known[lone]} if lone in known and batch.retry_since is None else None
         while True:
             try:
-                if must_supersede:
-                    await self._supersede(cause)
-                    must_supersede = False
-                if not known:
-                    message = await self._stream.last(entry_id)
-                if may_be_superseded(batch):
-                    await self._check_not_superseded(cause)
-                if attempts.since is not None:
-                    earlier = await self._find_answer(batch, cause, {entry_id: message}, attempts.since)
-                    if earlier is not None:
-                        answer = earlier
-                        break
-                    attempts.raise_refusal()
-                now_ms = self._commit_time(message)
-                outcome = plan(batch, _always(entry_in(message)), now_ms=now_ms, revision=BASE, cause=cause)
-                if isinstance(outcome, Refusal) or not outcome.changes:
-                    if known:
-                        # The cached message may be old: read the key before a refusal.
-                        known = False
-                        continue
-                    answer = outcome if isinstance(outcome, Refusal) else await self._unchanged(outcome.commit)
-                    break
-                since = max(seq_of(message), self._stream.seen)
-                attempts.start_clock()
-                answer = await self.publisher.send_one(entry_id, message, outcome, cause)
-                self._server.notify(self._stream.namespace)
-                break
+                answer = await self._attempt(batch, cached, attempts)
+                if answer is not None:
+                    self._unsettled.pop(cause, None)
+                    return answer
             except Exception as error:
-                await self._prepare_retry(error, attempts, cause, since, now_ms)
-            known = False
-        self._unsettled.pop(cause, None)
-        return answer
+                await self._prepare_retry(error, attempts)
+            # What was cached may be old.
+            cached = None
 
-    async def _prepare_retry(self, error: Exception, attempts: _Attempts, cause: str, since: int, now_ms: int) -> None:
+    async def _attempt(self, batch: Batch, cached: LastMessages | None, attempts: _Attempts) -> Commit | Refusal | None:
+        """Plan a batch on what its keys hold, and send that. None if it must be planned again on newer messages."""
+        cause, receipt = attempts.cause, attempts.receipt
+        if attempts.must_supersede:
+            await self._supersede(cause)
+            attempts.must_supersede = False
+        found = cached or await self._stream.load_all(_find_keys(batch, receipt))
+        mark = await self._load_mark(cause) if may_be_superseded(batch) else None
+        now_ms = self._commit_time(found)
+        request = batch
+        earlier: Sequence[Change] = ()
+        # A first attempt with a mark is planned as it came, and so refused. Otherwise it is a retry of those before it.
+        if mark is None and (receipt is not None or attempts.since is not None):
+            kept_ms = batch.receipt_ms or (None if receipt is None else MADE_RECEIPT_MS)
+            request = msgspec.structs.replace(batch, request_id=cause, receipt_ms=kept_ms, retry_since=attempts.since)
+            if receipt is not None and is_mark(found[receipt], now_ms):
+                if attempts.since is None:
+                    attempts.since = seq_of(found[receipt]) - 1
+                return await self._complete(request, receipt, found, now_ms)
+            if attempts.since is not None:
+                earlier = await self._find_earlier(request, found, attempts)
+                # The search may have read the server's time.
+                now_ms = self._commit_time(found)
+        outcome = _plan(request, found, now_ms, cause, earlier, mark)
+        if isinstance(outcome, Refusal) or not outcome.changes:
+            if cached is not None or not await self._is_of_one_moment(outcome, batch, found):
+                return None
+            if isinstance(outcome, Refusal):
+                return outcome
+            if outcome.commit.replayed:
+                return outcome.commit
+            outcome = await self._unchanged(outcome)
+            if batch.receipt_ms is None:
+                return outcome.commit
+        attempts.start(found, self._stream.seen, now_ms)
+        if receipt is not None:
+            commit = await self.publisher.send_all(request, receipt, found, outcome, now_ms)
+        else:
+            ((entry_id, before),) = found.items()
+            commit = await self.publisher.send_one(entry_id, before, outcome, cause)
+        if outcome.changes:
+            self._server.notify(self._stream.namespace)
+        return commit
+
+    async def _prepare_retry(self, error: Exception, attempts: _Attempts) -> None:
         """Get ready for another attempt after an error, or raise the error that the caller of the commit gets."""
+        cause = attempts.cause
         match error:
             case KeyChanged():
                 # Another writer was faster, so some writer always makes progress. Attempts are not limited.
@@ -185,9 +203,9 @@ class Writer:
                     return
             case ReplyLost() | MaybeStored():
                 if attempts.since is None:
-                    attempts.since = since
+                    attempts.since = max([attempts.seen, *map(seq_of, attempts.found.values())])
                     attempts.refusal = error.refusal if isinstance(error, MaybeStored) else None
-                    self._note_unsettled(cause, now_ms)
+                    self._note_unsettled(cause, attempts.sent_ms)
                 else:
                     # It stays unknown: a request that a read did not find may be stored after the read.
                     attempts.refusal = None
@@ -215,27 +233,29 @@ class Writer:
                 del self._unsettled[next(iter(self._unsettled))]
             self._unsettled[cause] = first_sent_ms
 
-    async def _find_answer(
-        self, batch: Batch, cause: str, found: dict[EntryId, Message | None], since: int
-    ) -> Commit | None:
-        """The result of an earlier attempt, from the messages of its keys; None if it was not applied.
-
-        ``found`` has the last message of each key that is written.
-        """
-        named = msgspec.structs.replace(batch, request_id=cause)
+    async def _find_earlier(self, request: Batch, found: LastMessages, attempts: _Attempts) -> list[Change]:
+        """The changes of an earlier attempt, from the messages of its keys; none if a receipt has its result."""
+        cause, receipt, since = attempts.cause, attempts.receipt, request.retry_since or 0
+        if receipt is not None:
+            # If a part of the batch was stored, its mark would be there.
+            attempts.raise_refusal()
+            if (lasting := _find_lasting(found[receipt], request, self._commit_time(found))) is not None:
+                found[receipt] = lasting
+                return []
         changes: list[Change] = []
-        for entry_id, message in found.items():
+        written = {(write.family, write.key): found[write.family, write.key] for write in request.writes}
+        for entry_id, message in written.items():
             if message is not None and message.seq > since:
                 changes += await self._read_changes(entry_id, cause, since, message)
         last = max(changes, key=lambda change: change.revision, default=None)
-        if last is not None and last.revision != last.commit:
+        if last is None:
+            for entry_id, message in written.items():
+                await self._check_remembered(cause, entry_id, message, since)
+            attempts.raise_refusal()
+        elif last.revision != last.commit:
             # The last change of the batch is missing: it was stored in part, or its key has been purged.
             raise RequestForgotten
-        earlier = recall(named, changes, lambda family, key: entry_in(found[family, key]))
-        if earlier is None:
-            for entry_id, message in found.items():
-                await self._check_remembered(cause, entry_id, message, since)
-        return earlier
+        return changes
 
     async def _read_changes(self, entry_id: EntryId, cause: str, since: int, last: Message) -> list[Change]:
         """The changes of a key that a request has made after a number."""
@@ -277,31 +297,41 @@ class Writer:
         headers = b"NATS/1.0\r\nNats-TTL: %ds\r\n\r\n" % (SUPERSEDED_MS // 1000)
         await await_ack(connection.request(self._subjects.superseded(cause), headers=headers))
 
-    async def _check_not_superseded(self, cause: str) -> None:
-        """Refuse a first attempt that arrives after its retry."""
-        if await self._stream.get({"last_by_subj": self._subjects.superseded(cause)}) is not None:
-            raise superseded_error()
+    async def _load_mark(self, cause: str) -> Entry | None:
+        """The mark that a request is superseded."""
+        found = await self._stream.get({"last_by_subj": self._subjects.superseded(cause)})
+        return None if found is None else make_mark(cause, self._stream.now_ms())
 
-    def _commit_time(self, *messages: Message | None) -> int:
+    def _commit_time(self, found: LastMessages) -> int:
         """The time of a commit: never before its keys' last messages, whose writers may have a clock that is ahead."""
         now_ms = self._stream.now_ms()
-        for message in messages:
+        for message in found.values():
             if message is not None and message.at_ms > now_ms:
                 now_ms = message.at_ms
         return now_ms
 
-    async def _unchanged(self, commit: Commit) -> Commit:
-        """A commit that changed nothing gets the latest revision."""
-        return msgspec.structs.replace(commit, revision=await self._stream.revision())
+    async def _is_of_one_moment(self, outcome: Plan | Refusal, batch: Batch, found: LastMessages) -> bool:
+        """Whether an outcome that sends nothing is true at one moment. Each key was read at a moment of its own.
+
+        What is sent is compared by the server. A receipt, or the first guard, decides by itself.
+        """
+        if isinstance(outcome, Refusal):
+            is_of_one_key = outcome.reason == "stale_request" or outcome.guard in batch.guards[:1]
+        else:
+            is_of_one_key = outcome.commit.replayed
+        return is_of_one_key or len(found) == 1 or seqs_of(await self._stream.load_all(found)) == seqs_of(found)
+
+    async def _unchanged(self, outcome: Plan) -> Plan:
+        """A commit that changes nothing gets the latest revision."""
+        return Plan(msgspec.structs.replace(outcome.commit, revision=await self._stream.revision()), ())
 
     async def _expire_together(self, batch: Batch) -> Commit:
         """Expire entries as one batch, which needs no receipt: each expiry is true by itself."""
         found = await self._stream.load_all((write.family, write.key) for write in batch.writes)
-        now_ms = self._commit_time(*found.values())
-        outcome = plan(batch, _finder(found), now_ms=now_ms, revision=BASE)
+        outcome = _plan(batch, found, self._commit_time(found))
         assert not isinstance(outcome, Refusal)
         if not outcome.changes:
-            return await self._unchanged(outcome.commit)
+            return (await self._unchanged(outcome)).commit
         commit = await self.publisher.send_expiries(found, outcome)
         self._server.notify(self._stream.namespace)
         return commit
@@ -314,69 +344,7 @@ class Writer:
         revision, at_ms = max((commit.revision, commit.at_ms) for commit in commits)
         return Commit(revision, (None,) * len(ended), ended, at_ms)
 
-    async def _commit_all(self, batch: Batch) -> Commit | Refusal:
-        """Commit a batch as messages that are stored together, with a receipt among them."""
-        request_id = batch.request_id or f"{self._name}-{next(self._numbers):x}"
-        receipt_ms = MADE_RECEIPT_MS if batch.receipt_ms is None else batch.receipt_ms
-        named = msgspec.structs.replace(batch, request_id=request_id, receipt_ms=receipt_ms)
-        receipt: EntryId = ("receipt", request_id)
-        entry_ids = list(dict.fromkeys([receipt, *((one.family, one.key) for one in (*batch.writes, *batch.guards))]))
-        attempts = _Attempts(batch.retry_since)
-        must_supersede = batch.retry_since is not None
-        written = [(write.family, write.key) for write in batch.writes]
-        found: dict[EntryId, Message | None] = {}
-        now_ms = since = 0
-        while True:
-            try:
-                if must_supersede:
-                    await self._supersede(request_id)
-                    must_supersede = False
-                found = await self._stream.load_all(entry_ids)
-                if may_be_superseded(batch):
-                    await self._check_not_superseded(request_id)
-                now_ms = self._commit_time(*found.values())
-                if is_mark(found[receipt], now_ms):
-                    if attempts.since is None:
-                        attempts.since = seq_of(found[receipt]) - 1
-                    answer = await self._complete(named, receipt, found, now_ms)
-                    self._server.notify(self._stream.namespace)
-                    break
-                attempts.raise_refusal()
-                if attempts.since is not None:
-                    earlier = _replay_receipt(named, found[receipt], attempts.since, now_ms)
-                    if earlier is None:
-                        last = {entry_id: found[entry_id] for entry_id in written}
-                        earlier = await self._find_answer(named, request_id, last, attempts.since)
-                    if earlier is not None:
-                        answer = earlier
-                        break
-                outcome = plan(named, _finder(found), now_ms=now_ms, revision=BASE)
-                if _needs_one_moment(outcome, batch):
-                    again = await self._stream.load_all(entry_ids)
-                    if any(seq_of(again[entry_id]) != seq_of(message) for entry_id, message in found.items()):
-                        continue
-                if isinstance(outcome, Refusal) or outcome.commit.replayed:
-                    answer = outcome if isinstance(outcome, Refusal) else outcome.commit
-                    break
-                commit = outcome.commit
-                if not outcome.changes:
-                    answer = commit = await self._unchanged(commit)
-                    if batch.receipt_ms is None:
-                        break
-                since = max(self._stream.seen, *(seq for _, seq in seqs_of(found)))
-                attempts.start_clock()
-                answer = await self.publisher.send_all(named, receipt, found, commit, outcome.changes, now_ms)
-                if outcome.changes:
-                    self._server.notify(self._stream.namespace)
-                break
-            except Exception as error:
-                await self._prepare_retry(error, attempts, request_id, since, now_ms)
-        self._unsettled.pop(request_id, None)
-        return answer
-
-    async def _complete(
-        self, batch: Batch, receipt: EntryId, found: dict[EntryId, Message | None], now_ms: int
-    ) -> Commit | Refusal:
+    async def _complete(self, batch: Batch, receipt: EntryId, found: LastMessages, now_ms: int) -> Commit | Refusal:
         """Store the rest of a batch of which the server stored a part.
 
         Its guards held when the server took it, so they are not checked again. A key that has not been written since
@@ -387,38 +355,35 @@ class Writer:
         assert mark is not None
         if mark.entry.meta_json != digest_of(batch):
             return Refusal("stale_request", receipt[1], None, now_ms)
-        stored: dict[EntryId, Message] = {}
+        stored: list[Message | None] = []
         rest: list[Write] = []
         for write in batch.writes:
-            entry_id = (write.family, write.key)
-            message = found[entry_id]
+            message = found[write.family, write.key]
             if message is None or message.seq < mark.seq or _only_expired(message, mark):
                 rest.append(write)
+                message = None
             elif message.cause != batch.request_id:
                 raise HalfStored(receipt[1], f"{write.key!r} has been written since; read the keys and decide again")
-            else:
-                stored[entry_id] = message
+            stored.append(message)
         remaining = msgspec.structs.replace(batch, guards=(), writes=tuple(rest), receipt_ms=None)
-        outcome = plan(remaining, _finder(found), now_ms=now_ms, revision=BASE)
+        outcome = _plan(remaining, found, now_ms, batch.request_id)
         if isinstance(outcome, Refusal):
             raise HalfStored(receipt[1], f"{outcome.key!r} has changed since; read the keys and decide again")
-        planned = outcome.commit
-        entries, ended = iter(planned.entries), iter(planned.ended)
-        earlier = {entry_id: commit_of(message) for entry_id, message in stored.items()}
+        planned = zip(outcome.commit.entries, outcome.commit.ended, strict=True)
         pairs = [
-            (earlier[entry_id].entries[0], earlier[entry_id].ended[0])
-            if entry_id in earlier
-            else (next(entries), next(ended))
-            for entry_id in ((write.family, write.key) for write in batch.writes)
+            next(planned) if one is None else (one.held, None) if one.held is not None else (None, one.entry)
+            for one in stored
         ]
-        last = max((message.seq for message in stored.values()), default=mark.seq)
-        commit = Commit(last, tuple(one for one, _ in pairs), tuple(two for _, two in pairs), now_ms)
+        last = max((one.seq for one in stored if one is not None), default=mark.seq)
+        commit = Commit(last, tuple(after for after, _ in pairs), tuple(ended for _, ended in pairs), now_ms)
         known = {receipt: mark} | {(write.family, write.key): found[write.family, write.key] for write in rest}
         try:
-            return await self.publisher.send_all(batch, receipt, known, commit, outcome.changes, now_ms)
+            commit = await self.publisher.send_all(batch, receipt, known, Plan(commit, outcome.changes), now_ms)
         except (ApiError, MaybeStored) as error:
             reason = f"{error}; make room on the server, then repeat the call with this request id"
             raise HalfStored(receipt[1], reason) from error
+        self._server.notify(self._stream.namespace)
+        return commit
 
 
 # Parts ------------------------------------------------------------------------
@@ -428,19 +393,27 @@ class _Attempts:
     """The attempts at one commit.
 
     Attributes:
+        cause: The request id that the changes get in the log.
+        receipt: The receipt of the request; None for a lone message.
         since: A revision below that of the commit, if it was applied; None while it cannot have been applied.
+        must_supersede: Whether the first attempt, of another process, is not marked as superseded yet.
         refusal: The error of the only attempt that may have been applied.
+        found: The messages on which the last attempt was planned,
+        seen: the highest number that was seen before it was sent, and
+        sent_ms: when it was sent.
     """
 
-    def __init__(self, since: int | None) -> None:
-        self.since = since
-        self.refusal: ApiError | None = None
-        self.lost = 0
-        self.abandoned = 0
-        self._started_at = time.monotonic()
+    refusal: ApiError | None = None
+    lost = abandoned = 0
 
-    def start_clock(self) -> None:
-        """Note when a request is sent."""
+    def __init__(self, cause: str, receipt: EntryId | None, since: int | None) -> None:
+        self.cause, self.receipt, self.since = cause, receipt, since
+        self.must_supersede = since is not None
+        self.start({}, 0, 0)
+
+    def start(self, found: LastMessages, seen: int, sent_ms: int) -> None:
+        """Note what is sent, and when."""
+        self.found, self.seen, self.sent_ms = found, seen, sent_ms
         self._started_at = time.monotonic()
 
     async def pause(self) -> None:
@@ -454,22 +427,14 @@ class _Attempts:
             raise self.refusal
 
 
-def _is_lone(batch: Batch) -> bool:
-    """Whether a batch can be one message: one write, guards on its own key only, no need of a receipt."""
+def _find_lone(batch: Batch) -> EntryId | None:
+    """The key of a batch that can be one message: one write, guards on its own key only, no need of a receipt."""
     if len(batch.writes) != 1 or batch.receipt_ms is not None:
-        return False
+        return None
     write = batch.writes[0]
-    return not batch.guards or all(guard.key == write.key and guard.family == write.family for guard in batch.guards)
-
-
-def _needs_one_moment(outcome: Plan | Refusal, batch: Batch) -> bool:
-    """Whether an outcome that sends nothing depends on several keys, each of which was read at its own moment.
-
-    What is sent is compared by the server. A receipt, or the first guard, refuses by itself.
-    """
-    if isinstance(outcome, Refusal):
-        return outcome.reason != "stale_request" and (outcome.guard is None or outcome.guard != batch.guards[0])
-    return not outcome.changes and not outcome.commit.replayed
+    if batch.guards and any(guard.key != write.key or guard.family != write.family for guard in batch.guards):
+        return None
+    return write.family, write.key
 
 
 def _only_expires(batch: Batch) -> bool:
@@ -484,27 +449,51 @@ def _only_expired(message: Message, mark: Message) -> bool:
     return message.op == "expire" and message.prev is not None and message.prev < mark.seq
 
 
-def _replay_receipt(batch: Batch, receipt: Message | None, since: int, now_ms: int) -> Commit | Refusal | None:
-    """The result of a retry from the receipt that it left after ``since``.
+def _find_lasting(receipt: Message | None, request: Batch, now_ms: int) -> Message | None:
+    """The receipt that decides about a retry, as one that does not expire before that; None if there is none.
 
-    Also if the receipt has expired, but only of a batch that changed something: the log has its changes.
+    One that the request left and that has expired counts if it changed something: the log has its changes.
     """
-    if receipt is None or receipt.held is None or receipt.held.stored is None or receipt.seq <= since:
-        # There is none, or it is the mark of a batch that was stored in part, which has ended: see `is_mark`.
+    held = entry_in(receipt)
+    if receipt is None or held is None or held.stored is None:
         return None
-    named = msgspec.structs.replace(batch, receipt_ms=batch.receipt_ms or MADE_RECEIPT_MS)
-    outcome = plan(named, _always(receipt.held), now_ms=receipt.at_ms, revision=BASE)
-    if isinstance(outcome, Refusal):
-        # Another request had this id: it is refused now, not at the time of the receipt, unless that has expired.
-        return None if live(receipt.held, now_ms) is None else msgspec.structs.replace(outcome, at_ms=now_ms)
-    commit = outcome.commit
-    has_changed = any(commit.entries) or any(commit.ended)
-    return commit if has_changed or live(receipt.held, now_ms) is not None else None
+    if live(held, now_ms) is None:
+        first = read_receipt(held)
+        has_changed = any(first.commit.entries) or any(first.commit.ended)
+        if first.digest != request.digest or receipt.seq <= (request.retry_since or 0) or not has_changed:
+            return None
+    return msgspec.structs.replace(receipt, entry=msgspec.structs.replace(held, expires_ms=None))
 
 
-def _finder(found: dict[EntryId, Message | None]) -> Callable[[Family, str], Entry | None]:
-    return lambda family, key: entry_in(found[family, key])
+def _find_keys(batch: Batch, receipt: EntryId | None) -> Iterable[EntryId]:
+    """What is read for a batch: its receipt, and the keys that it writes or guards."""
+    keys = [(one.family, one.key) for one in (*batch.writes, *batch.guards)]
+    return dict.fromkeys(keys if receipt is None else [receipt, *keys])
 
 
-def _always(held: Entry | None) -> Callable[[Family, str], Entry | None]:
-    return lambda family, key: held
+def _plan(
+    batch: Batch,
+    found: LastMessages,
+    now_ms: int,
+    cause: str | None = None,
+    earlier: Sequence[Change] = (),
+    mark: Entry | None = None,
+) -> Plan | Refusal:
+    """Decide what a batch does to keys with these last messages. The server will give the revisions after `BASE`."""
+    if (write := find_plain_write(batch)) is not None:
+        # The most frequent batch, and the shortest way through the rules.
+        current = entry_in(found[write.family, write.key])
+        if current is None or current.expires_ms is None:
+            return plan_write(write, current, batch.value_bytes_max, now_ms, BASE + 1, cause)
+
+    def load(family: StoredFamily, key: str) -> Entry | None:
+        return mark if family == "superseded" else entry_in(found[family, key])
+
+    if batch.request_id is None:
+        # There is no retry, no mark and no receipt: the plan is all there is to a batch.
+        return plan(batch, load, now_ms=now_ms, revision=BASE, cause=cause)
+    group = GroupPlan(load, lambda after, request_id: earlier, Counters(BASE), now_ms)
+    outcome = group.add(batch, cause)
+    if isinstance(outcome, LimpetError):
+        raise outcome
+    return outcome if isinstance(outcome, Refusal) else Plan(outcome, tuple(change for change, _ in group.changes))
