@@ -337,8 +337,8 @@ async def test_an_index_knows_what_was_planned_and_what_went_the_short_way(store
     assert await engine_of(one).indexes(one.name) == ["n"]
 
 
-async def test_an_entry_that_processes_contend_for_is_left_to_the_committer(stores: Stores) -> None:
-    """It lets the last winner pause, so that each process gets its turn."""
+async def test_an_entry_under_which_a_guard_failed_counts_as_contended(stores: Stores) -> None:
+    """Then the process that wrote it last pauses before it writes it again, so that each gets its turn."""
     one, other = stores
     entry = await one.put("key", 0)
     assert not engine_of(one)._committer.is_contended(one.name, [Batch((Guard("key", PRESENT),), ())])

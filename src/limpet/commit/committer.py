@@ -22,7 +22,7 @@ from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.commit.storage import UNKNOWN_REVISION, Apply, Expected, Head, Hold, ReplyLost, Stale, Storage, Unit
 from limpet.errors import Ambiguous, LimpetError, Unavailable
-from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal, Revision, StoredFamily
+from limpet.model import Batch, Change, Commit, Entry, Family, HeldBy, Refusal, Revision, StoredFamily
 from limpet.request_ids import new_request_id, request_group
 from limpet.retry import JITTER_S_MAX, jitter_s
 from limpet.transition import find_values_read
@@ -39,6 +39,9 @@ class Committer:
 
     An entry that has changed before it could be written is *contended* for a while. On an engine that can hold a
     namespace, commits that name it hold the namespace meanwhile: all processes then get their turn.
+
+    Attributes:
+        round_trip_s: How long the last request took.
     """
 
     def __init__(self, storage: Storage, display_name: str, hold: Hold | None = None) -> None:
@@ -46,7 +49,7 @@ class Committer:
         self._display_name = display_name
         self._hold = hold
         self._known: dict[str, KnownEntries] = {}
-        self._round_trip_s = 0.0
+        self.round_trip_s = 0.0
 
     def known(self, namespace: str) -> KnownEntries:
         """What this process knows of the entries of a namespace."""
@@ -58,6 +61,12 @@ class Committer:
             found = self._known[namespace] = KnownEntries()
         return found
 
+    def note_read(self, namespace: str, family: Family, keys: Iterable[str]) -> None:
+        """Note that entries are read, at the latest when the request is sent."""
+        known = self._known.get(namespace)
+        if known is not None:
+            known.note_read((family, key) for key in keys)
+
     def is_contended(self, namespace: str, batches: Iterable[Batch]) -> bool:
         """Whether a guarded one of the batches names a contended entry."""
         known = self._known.get(namespace)
@@ -66,6 +75,16 @@ class Committer:
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
         self._known.pop(namespace, None)
+
+    async def let_others_write(self, namespace: str, batches: Iterable[Batch]) -> None:
+        """Pause for a round trip if this process was the last to write a contended entry that a batch expects as it is.
+
+        The others have just lost. Without a pause they would lose again: this process is the first to know what it has
+        written.
+        """
+        known = self._known.get(namespace)
+        if known is not None and known.has_won(batches):
+            await asyncio.sleep(min(self.round_trip_s, JITTER_S_MAX))
 
     async def commit(
         self, namespace: str, batches: Sequence[Batch], since: int, is_wanted: Callable[[int], bool] = lambda _: True
@@ -83,10 +102,7 @@ class Committer:
         named = {entry_id for member in members for entry_id in member.named}
         await known.reserve(named)
         try:
-            if known.has_won(batches):
-                # The others have just lost. Without a pause they would lose again: this process is the first to know
-                # what it has written.
-                await asyncio.sleep(self._round_trip_s)
+            await self.let_others_write(namespace, batches)
             return await self._commit_members(namespace, name, members, since, is_wanted)
         finally:
             known.release(named)
@@ -101,7 +117,7 @@ class Committer:
             try:
                 done, stale = await self._commit_once(namespace, name, pending)
                 results |= done
-                self._round_trip_s = min(time.monotonic() - started_at, JITTER_S_MAX)
+                self.round_trip_s = time.monotonic() - started_at
             except ReplyLost as error:
                 results |= {one.position: self._ambiguous(one.cause, since, error) for one in pending}
                 break

@@ -63,10 +63,13 @@ class KnownEntries:
     def learn(self, batch: Batch, commit: Commit) -> None:
         """Remember the entries that a batch has left which was committed in another way."""
         for write, entry in zip(batch.writes, commit.entries, strict=True):
+            entry_id: EntryId = (write.family, write.key)
             if entry is None or entry.stored is None:
-                self._heads.pop((write.family, write.key), None)
+                self._heads.pop(entry_id, None)
             else:
-                self.set((write.family, write.key), Head(entry))
+                self.set(entry_id, Head(entry))
+            if entry_id in self._contended:
+                self._won.add(entry_id)
 
     def correct(self, stale: Stale) -> None:
         """Learn what is there instead of what was expected."""
@@ -168,6 +171,11 @@ class KnownEntries:
         self._won.clear()
         return found
 
+    def note_read(self, entry_ids: Iterable[EntryId]) -> None:
+        """Note that entries are read: who reads one is not the first to know what is there."""
+        if self._won:
+            self._won.difference_update(entry_ids)
+
     def names_contended(self, batch: Batch) -> bool:
         """Whether a batch names a contended entry."""
         if not self._contended:
@@ -187,7 +195,8 @@ def find_named(batch: Batch) -> list[EntryId]:
 
 def expects_version(batch: Batch) -> bool:
     """Whether a batch is refused if another writer was faster. Then holding only keeps the others waiting."""
-    return any(isinstance(guard.condition, Revision | Version | Equals | FieldEquals) for guard in batch.guards)
+    return any(isinstance(guard.condition, _VERSIONED) for guard in batch.guards)
 
 
+_VERSIONED: Final = (Revision, Version, Equals, FieldEquals)
 _ABSENT: Final = Head()

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
@@ -238,6 +239,7 @@ class RedisEngine(ServerEngine):
     # Reading ------------------------------------------------------------------
 
     async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
+        self._committer.note_read(namespace, family, keys)
         if family != "data" or namespace in self._needs_script:
             return await self._read_by_script(namespace, family, keys)
         entries: list[ReadResult] = []
@@ -428,8 +430,7 @@ class RedisEngine(ServerEngine):
         long_groups = self._unusual.pop(namespace, 0)
         if long_groups > 1:
             self._unusual[namespace] = long_groups - 1
-        # Where processes contend for an entry, the committer gives them their turns.
-        items = {} if long_groups or self._committer.is_contended(namespace, batches) else find_items(batches)
+        items = {} if long_groups else find_items(batches)
         results: list[CommitResult | None] = [None] * len(group)
         if items:
             written = await self._write_items(namespace, items, [batches[number] for number in items], since)
@@ -452,9 +453,12 @@ class RedisEngine(ServerEngine):
         self, namespace: str, items: dict[int, Item], batches: list[Batch], since: int
     ) -> Sequence[CommitResult | None]:
         """Commit batches the short way. The result is None for each that it leaves."""
+        await self._committer.let_others_write(namespace, batches)
         name, body = new_request_id(), encode_items([*items.values()])
+        started_at = time.monotonic()
         try:
             reply = await self._decide(namespace, "write", name, body)
+            self._committer.round_trip_s = time.monotonic() - started_at
             return self._decode_written(namespace, batches, reply)
         except Superseded:
             return [superseded_error() for _ in batches]
