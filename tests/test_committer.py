@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from limpet.commit.committer import NAMESPACES_MAX, Committer
+from limpet.commit.contention import Contention
 from limpet.commit.group import EntryId
 from limpet.commit.known import BYTES_MAX, KnownEntries
 from limpet.model import Batch, Commit, Entry, Guard, Put, Revision
@@ -68,28 +69,28 @@ async def test_a_large_value_is_not_remembered_but_its_weight_is() -> None:
     assert head.weight_bytes == len("a") + len(large)
 
 
-def make_contended() -> KnownEntries:
+def make_contended() -> Contention:
     """What a process knows that has lost an entry to another, and has written it since."""
     known, put = KnownEntries(), Batch((), (Put("a", b"1"),))
     known.learn(put, Commit(3, (Entry("a", b"1", 1, 3, 3, 0, 0),), (None,), 0))
     known.note_left_out(msgspec.structs.replace(put, guards=(Guard("a", Revision(3)),)))
     known.learn(put, Commit(5, (Entry("a", b"1", 2, 5, 1, 0, 0),), (None,), 0))
-    return known
+    return known.contention
 
 
 def test_who_has_won_a_contended_entry_is_told_once() -> None:
-    known, guarded = make_contended(), Batch((Guard("a", Revision(5)),), (Put("a", b"2"),))
+    contention, guarded = make_contended(), Batch((Guard("a", Revision(5)),), (Put("a", b"2"),))
 
     assert not make_contended().has_won([Batch((), (Put("a", b"2"),))])
     assert not make_contended().has_won([Batch((Guard("b", Revision(5)),), (Put("b", b"2"),))])
-    assert known.has_won([guarded])
-    assert not known.has_won([guarded])
+    assert contention.has_won([guarded])
+    assert not contention.has_won([guarded])
 
 
 def test_who_reads_a_contended_entry_is_not_the_first_to_know_it() -> None:
     """An update reads before each write. If it paused as well, what it has read would be old."""
-    known = make_contended()
+    contention = make_contended()
 
-    known.note_read([A])
+    contention.note_read("data", ["a"])
 
-    assert not known.has_won([Batch((Guard("a", Revision(5)),), (Put("a", b"2"),))])
+    assert not contention.has_won([Batch((Guard("a", Revision(5)),), (Put("a", b"2"),))])

@@ -100,7 +100,7 @@ async def log_of(store: limpet.Store) -> list[Any]:
 
 def contend(engine: PostgresEngine, namespace: str, key: str) -> None:
     """Let an entry count as contended for a minute, so that commits which name it hold the namespace."""
-    engine._committer.known(namespace)._contended["data", key] = time.monotonic() + 60
+    engine._committer.known(namespace).contention._until["data", key] = time.monotonic() + 60
 
 
 # Waiting ----------------------------------------------------------------------

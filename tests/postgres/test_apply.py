@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from limpet.commit import known
+from limpet.commit import contention, known
 from limpet.commit.relative import Moment
 from limpet.commit.storage import Stale, Unit
 from limpet.engines.postgres import sql
@@ -458,14 +458,15 @@ async def test_a_write_of_a_known_entry_is_one_round_trip(engine: PostgresEngine
 async def test_a_contended_entry_is_held_for_a_while_only(
     engine: PostgresEngine, other: PostgresEngine, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known, "CONTENDED_S", 0.05)
+    monkeypatch.setattr(contention, "CONTENDED_S", 0.05)
     await engine.commit("default", batch(Add("n", 1)))
     await other.commit("default", batch(Add("n", 1)))
     await spy.forget()
 
     await engine.commit("default", batch(Add("n", 1)))
     assert await spy.count("BEGIN") == 1
-    await until(lambda: asyncio.sleep(0, time.monotonic() > engine._committer.known("default")._contended["data", "n"]))
+    contended = engine._committer.known("default").contention._until
+    await until(lambda: asyncio.sleep(0, time.monotonic() > contended["data", "n"]))
     await spy.forget()
 
     await engine.commit("default", batch(Add("n", 1)))

@@ -174,7 +174,7 @@ class Program:
     async def _commit(self, batches: list[Batch]) -> None:
         is_lone = len(batches) == 1 and self.dice.random() < 0.5
         # An expectation that never held looks as if another process had been faster.
-        self.engine._committer.known(self.namespace)._contended.clear()
+        self.engine._committer.known(self.namespace).contention._until.clear()
         short = [] if self.namespace in self.engine._unusual else self._find_short(batches)
         with Spy(self.engine) as spy:
             if is_lone:

@@ -16,15 +16,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+from limpet.commit.contention import expects_version, find_named
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
-from limpet.commit.known import KnownEntries, expects_version, find_named
+from limpet.commit.known import KnownEntries
 from limpet.commit.receipts import make_mark
 from limpet.commit.relative import BASE, NOW, Moment, as_planned
 from limpet.commit.storage import UNKNOWN_REVISION, Apply, Expected, Head, Hold, ReplyLost, Stale, Storage, Unit
 from limpet.errors import Ambiguous, LimpetError, Unavailable
-from limpet.model import Batch, Change, Commit, Entry, Family, HeldBy, Refusal, Revision, StoredFamily
+from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal, Revision, StoredFamily
 from limpet.request_ids import new_request_id, request_group
-from limpet.retry import JITTER_S_MAX, jitter_s
+from limpet.retry import jitter_s
 from limpet.transition import find_values_read
 
 __all__ = ["CommitResult", "Committer"]
@@ -39,9 +40,6 @@ class Committer:
 
     An entry that has changed before it could be written is *contended* for a while. On an engine that can hold a
     namespace, commits that name it hold the namespace meanwhile: all processes then get their turn.
-
-    Attributes:
-        round_trip_s: How long the last request took.
     """
 
     def __init__(self, storage: Storage, display_name: str, hold: Hold | None = None) -> None:
@@ -49,7 +47,6 @@ class Committer:
         self._display_name = display_name
         self._hold = hold
         self._known: dict[str, KnownEntries] = {}
-        self.round_trip_s = 0.0
 
     def known(self, namespace: str) -> KnownEntries:
         """What this process knows of the entries of a namespace."""
@@ -61,30 +58,14 @@ class Committer:
             found = self._known[namespace] = KnownEntries()
         return found
 
-    def note_read(self, namespace: str, family: Family, keys: Iterable[str]) -> None:
-        """Note that entries are read, at the latest when the request is sent."""
-        known = self._known.get(namespace)
-        if known is not None:
-            known.note_read((family, key) for key in keys)
-
     def is_contended(self, namespace: str, batches: Iterable[Batch]) -> bool:
         """Whether a guarded one of the batches names a contended entry."""
         known = self._known.get(namespace)
-        return known is not None and any(batch.guards and known.names_contended(batch) for batch in batches)
+        return known is not None and any(batch.guards and known.contention.names_contended(batch) for batch in batches)
 
     def forget(self, namespace: str) -> None:
         """Forget the entries of a namespace: the server is another one, or has lost writes."""
         self._known.pop(namespace, None)
-
-    async def let_others_write(self, namespace: str, batches: Iterable[Batch]) -> None:
-        """Pause for a round trip if this process was the last to write a contended entry that a batch expects as it is.
-
-        The others have just lost. Without a pause they would lose again: this process is the first to know what it has
-        written.
-        """
-        known = self._known.get(namespace)
-        if known is not None and known.has_won(batches):
-            await asyncio.sleep(min(self.round_trip_s, JITTER_S_MAX))
 
     async def commit(
         self, namespace: str, batches: Sequence[Batch], since: int, is_wanted: Callable[[int], bool] = lambda _: True
@@ -102,7 +83,7 @@ class Committer:
         named = {entry_id for member in members for entry_id in member.named}
         await known.reserve(named)
         try:
-            await self.let_others_write(namespace, batches)
+            await known.contention.let_others_write(batches)
             return await self._commit_members(namespace, name, members, since, is_wanted)
         finally:
             known.release(named)
@@ -117,7 +98,7 @@ class Committer:
             try:
                 done, stale = await self._commit_once(namespace, name, pending)
                 results |= done
-                self.round_trip_s = time.monotonic() - started_at
+                self.known(namespace).contention.round_trip_s = time.monotonic() - started_at
             except ReplyLost as error:
                 results |= {one.position: self._ambiguous(one.cause, since, error) for one in pending}
                 break
@@ -188,7 +169,7 @@ class Committer:
         for one, reply in zip(planned, replies, strict=True):
             if isinstance(reply, Stale):
                 known.correct(reply)
-                has_lost = known.note_contended(one.unit, reply)
+                has_lost = known.note_stale(one.unit, reply)
                 for member in one.members:
                     member.note_stale(reply, has_lost=has_lost)
                 refused = _refuse(known, one.members, reply)
@@ -352,7 +333,7 @@ def _refuse(known: KnownEntries, members: list[_Member], stale: Stale) -> dict[i
 def _is_helped_by_hold(known: KnownEntries, members: Iterable[_Member]) -> bool:
     """Whether one of the batches names a contended entry, and holding it helps that batch."""
     return any(
-        known.names_contended(member.batch)
+        known.contention.names_contended(member.batch)
         for member in members
         if member.is_stale or not expects_version(member.batch)
     )

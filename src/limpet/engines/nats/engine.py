@@ -190,6 +190,7 @@ class NatsEngine:
         with self._enter(namespace) as handle:
             if not keys or not (handle.stream.exists or await handle.stream.ensure(create=False)):
                 return [None] * len(keys)
+            handle.writer.contention.note_read(family, keys)
             return await handle.stream.read(family, keys)
 
     async def scan(

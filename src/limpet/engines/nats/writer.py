@@ -20,6 +20,7 @@ from typing import Final
 
 import msgspec
 
+from limpet.commit.contention import Contention, expects_version, find_named
 from limpet.commit.group import Counters, GroupPlan
 from limpet.commit.receipts import SUPERSEDED_MS, make_mark, may_be_superseded
 from limpet.engines.nats.connection import ApiError
@@ -70,6 +71,7 @@ class Writer:
         # Requests without a reply, and when they were first sent by this process.
         self._unsettled: dict[str, int | None] = {}
         self._turns: dict[EntryId, deque[asyncio.Future[None]]] = {}
+        self.contention = Contention()
         self.publisher = Publisher(server, stream)
 
     def stop(self) -> None:
@@ -133,6 +135,8 @@ class Writer:
         attempts = _Attempts(cause, None if lone else ("receipt", cause), batch.retry_since)
         known = self._stream.known
         cached = {lone: known[lone]} if lone in known and batch.retry_since is None else None
+        if batch.guards:
+            await self.contention.let_others_write([batch])
         while True:
             try:
                 answer = await self._attempt(batch, cached, attempts)
@@ -140,7 +144,7 @@ class Writer:
                     self._unsettled.pop(cause, None)
                     return answer
             except Exception as error:
-                await self._prepare_retry(error, attempts)
+                await self._prepare_retry(batch, error, attempts)
             # What was cached may be old.
             cached = None
 
@@ -186,15 +190,21 @@ class Writer:
             commit = await self.publisher.send_one(entry_id, before, outcome, cause)
         if outcome.changes:
             self._server.notify(self._stream.namespace)
+            self.contention.round_trip_s = time.monotonic() - attempts.started_at
+            for change in outcome.changes:
+                self.contention.note_written((change.family, change.entry.key))
         return commit
 
-    async def _prepare_retry(self, error: Exception, attempts: _Attempts) -> None:
+    async def _prepare_retry(self, batch: Batch, error: Exception, attempts: _Attempts) -> None:
         """Get ready for another attempt after an error, or raise the error that the caller of the commit gets."""
         cause = attempts.cause
         match error:
             case KeyChanged():
                 # Another writer was faster, so some writer always makes progress. Attempts are not limited.
-                await attempts.pause()
+                self.contention.note_lost(find_named(batch))
+                if not expects_version(batch):
+                    await attempts.pause()
+                # Otherwise the next attempt only reads what refuses the batch.
                 return
             case BatchAbandoned():
                 attempts.abandoned += 1
@@ -400,7 +410,7 @@ class _Attempts:
         refusal: The error of the only attempt that may have been applied.
         found: The messages on which the last attempt was planned,
         seen: the highest number that was seen before it was sent, and
-        sent_ms: when it was sent.
+        sent_ms, started_at: when it was sent, by the clock of the server and of this process.
     """
 
     refusal: ApiError | None = None
@@ -414,11 +424,11 @@ class _Attempts:
     def start(self, found: LastMessages, seen: int, sent_ms: int) -> None:
         """Note what is sent, and when."""
         self.found, self.seen, self.sent_ms = found, seen, sent_ms
-        self._started_at = time.monotonic()
+        self.started_at = time.monotonic()
 
     async def pause(self) -> None:
         """Wait a moment, so that other writers can finish."""
-        await asyncio.sleep(jitter_s(time.monotonic() - self._started_at))
+        await asyncio.sleep(jitter_s(time.monotonic() - self.started_at))
 
     def raise_refusal(self) -> None:
         """Raise the error of an attempt, after a read has shown that nothing was stored."""

@@ -239,7 +239,7 @@ class RedisEngine(ServerEngine):
     # Reading ------------------------------------------------------------------
 
     async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
-        self._committer.note_read(namespace, family, keys)
+        self._committer.known(namespace).contention.note_read(family, keys)
         if family != "data" or namespace in self._needs_script:
             return await self._read_by_script(namespace, family, keys)
         entries: list[ReadResult] = []
@@ -453,12 +453,13 @@ class RedisEngine(ServerEngine):
         self, namespace: str, items: dict[int, Item], batches: list[Batch], since: int
     ) -> Sequence[CommitResult | None]:
         """Commit batches the short way. The result is None for each that it leaves."""
-        await self._committer.let_others_write(namespace, batches)
+        contention = self._committer.known(namespace).contention
+        await contention.let_others_write(batches)
         name, body = new_request_id(), encode_items([*items.values()])
         started_at = time.monotonic()
         try:
             reply = await self._decide(namespace, "write", name, body)
-            self._committer.round_trip_s = time.monotonic() - started_at
+            contention.round_trip_s = time.monotonic() - started_at
             return self._decode_written(namespace, batches, reply)
         except Superseded:
             return [superseded_error() for _ in batches]
