@@ -392,7 +392,6 @@ class PostgresEngine(PostgresConnections):
     # Reading ------------------------------------------------------------------
 
     async def _read_all(self, namespace: str, family: Family, keys: list[str]) -> Sequence[ReadResult]:
-        self._committer.known(namespace).contention.note_read(family, keys)
         rows = await self._fetch(self._read_statement, namespace, family, array_text(keys))
         found: dict[str, Entry] = {}
         for row in rows:
