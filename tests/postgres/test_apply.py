@@ -455,6 +455,21 @@ async def test_a_write_of_a_known_entry_is_one_round_trip(engine: PostgresEngine
     assert len(await spy.statements()) == 1
 
 
+async def test_what_is_due_is_ended_in_one_round_trip(engine: PostgresEngine, spy: Spy) -> None:
+    """Also by a process that has not seen it before: a sweeper ends what others have left."""
+    await engine.commit("default", batch(Put("a", b"1", ttl_ms=1), Put("b", b"2", ttl_ms=1)))
+    await asyncio.sleep(0.01)
+    engine._committer.forget("default")
+    due = await engine.due("default")
+    await spy.forget()
+
+    commit = await engine.commit("default", batch(*due))
+
+    assert isinstance(commit, Commit)
+    assert [entry.key for entry in commit.ended if entry is not None] == ["a", "b"]
+    assert len(await spy.statements()) == 1
+
+
 async def test_a_contended_entry_is_held_for_a_while_only(
     engine: PostgresEngine, other: PostgresEngine, spy: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

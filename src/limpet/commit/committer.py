@@ -359,12 +359,12 @@ def _split(members: list[_Member]) -> list[list[_Member]]:
     """Split batches into units: those that name an entry which one of them writes depend on each other."""
     if len(members) == 1 or any(member.is_alone for member in members):
         return [[member] for member in members]
+    if len({entry_id for member in members for entry_id in member.named}) == sum(len(one.named) for one in members):
+        return [[member] for member in members]
     named: dict[EntryId, list[_Member]] = {}
     for member in members:
         for entry_id in member.named:
             named.setdefault(entry_id, []).append(member)
-    if len(named) == sum(len(member.named) for member in members):
-        return [[member] for member in members]
     unit_of: dict[int, list[_Member]] = {id(member): [member] for member in members}
     written: set[EntryId] = {(write.family, write.key) for member in members for write in member.batch.writes}
     written.update(entry_id for entry_id in named if entry_id[0] in ("receipt", "superseded"))

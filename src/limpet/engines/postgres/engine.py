@@ -30,7 +30,7 @@ from limpet.commit.committer import Committer
 from limpet.commit.group import NotApplied
 from limpet.commit.log import check_after
 from limpet.commit.relative import Moment, resolve_receipt
-from limpet.commit.storage import Apply, ReplyLost, Stale, Unit
+from limpet.commit.storage import Apply, Head, ReplyLost, Stale, Unit
 from limpet.engines.postgres import sql
 from limpet.engines.postgres.connections import CONNECT_S, PostgresConnections, connect
 from limpet.engines.postgres.errors import DRIVER_ERRORS, is_about_one_row, is_connection_lost, translate_error
@@ -217,9 +217,16 @@ class PostgresEngine(PostgresConnections):
         """See `Engine.due`."""
         self._check_open()
         rows = await self._fetch(sql.DUE, namespace, limit, self._seen_ms.get(namespace, 0))
-        if rows:
-            self._observe_time(namespace, rows[-1][3])
-        return [Expire(key, revision, family) for key, revision, family, _ in rows]
+        if not rows:
+            return []
+        self._observe_time(namespace, rows[-1][8])
+        known, due = self._committer.known(namespace), []
+        for row in rows:
+            entry, size_bytes, family = entry_from_row(row[:10]), row[10], row[11]
+            # The sweeper ends them next, and then they need not be read once more.
+            known.set((family, entry.key), Head(entry, size_bytes))
+            due.append(Expire(entry.key, entry.revision, family))
+        return due
 
     async def trim(self, namespace: str, window: Window) -> int:
         """See `Engine.trim`."""
@@ -320,9 +327,10 @@ class PostgresEngine(PostgresConnections):
                 ]
             raise self._translate_not_applied(error) from error
         known = self._committer.known(namespace)
+        learn = known.learn if len(group) == 1 else known.renew
         for ticket, result in zip(group, results, strict=True):
             if result is not None:
-                known.learn(ticket.batch, result)
+                learn(ticket.batch, result)
         self._record_revision(namespace, max((one.revision for one in results if one is not None), default=0))
         return results
 

@@ -66,7 +66,7 @@ SCAN: Final = _PAGE_WITH_TIME.replace(
 )
 
 DUE: Final = (
-    "SELECT key, revision, family, expires_ms FROM {schema}.limpet_entries WHERE namespace = $1"
+    f"SELECT {_ENTRY_WITHOUT_VALUE}, size_bytes, family FROM {{schema}}.limpet_entries WHERE namespace = $1"
     f" AND expires_ms <= greatest({_TIME}, $3) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
 )
 STATUS: Final = (

@@ -477,9 +477,10 @@ class RedisEngine(ServerEngine):
             # It was applied. A reply that cannot be decoded counts as a lost one.
             raise ReplyLost from error
         known = self._committer.known(namespace)
+        learn = known.learn if len(batches) == 1 else known.renew
         for batch, result in zip(batches, results, strict=True):
             if isinstance(result, Commit):
-                known.learn(batch, result)
+                learn(batch, result)
             elif isinstance(result, Refusal):
                 known.note_refused(batch, result)
         self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
