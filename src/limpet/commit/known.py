@@ -82,13 +82,13 @@ class KnownEntries:
 
     def correct(self, stale: Stale) -> None:
         """Learn what is there instead of what was expected."""
-        self._see_time(stale.now_ms)
+        self.see_time(stale.now_ms)
         for entry_id, head in stale.found.items():
             self.set(entry_id, head)
 
     def advance(self, unit: Unit, moment: Moment) -> dict[int, Entry]:
         """Learn what a unit has left. Returns its entries as they were stored, by the identity of those of the plan."""
-        self._see_time(moment.now_ms)
+        self.see_time(moment.now_ms)
         stored: dict[int, Entry] = {}
         for change, weight_bytes in unit.changes:
             after, head = change.after, _ABSENT
@@ -106,7 +106,8 @@ class KnownEntries:
         """About the time of the server: the last that was seen, and what has passed since."""
         return self._seen_ms + int((time.monotonic() - self._seen_at) * 1000)
 
-    def _see_time(self, now_ms: int) -> None:
+    def see_time(self, now_ms: int) -> None:
+        """Remember a time of the server."""
         self._seen_ms, self._seen_at = now_ms, time.monotonic()
 
     # Requests in flight ---------------------------------------------------------

@@ -221,6 +221,7 @@ class PostgresEngine(PostgresConnections):
             return []
         self._observe_time(namespace, rows[-1][8])
         known, due = self._committer.known(namespace), []
+        known.see_time(max(known.now_ms(), rows[-1][8]))
         for row in rows:
             entry, size_bytes, family = entry_from_row(row[:10]), row[10], row[11]
             # The sweeper ends them next, and then they need not be read once more.
