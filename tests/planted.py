@@ -209,7 +209,7 @@ def handle_forgets_the_time() -> None:
 
 def foreign_key_is_overwritten() -> None:
     """Redis: a first write does not check whether another program uses the key."""
-    _edit_script((rb"call\('EXISTS', unpack\(\w+\)\) > 0", b"false"), (rb"found ~= 'none'", b"false"))
+    _edit_script((rb"call\('EXISTS', unpack\(\w+\)\) > 0", b"false"), (rb"\w+ ~= 'none'", b"false"))
 
 
 def seen_expiry_is_not_recorded() -> None:
