@@ -1,7 +1,7 @@
 """Drafting a batch: names checked, values encoded, guards gathered, then one commit.
 
 Every write of the store is drafted here and checked by `limpet.checks`. A draft is used once.
-A put without a guard skips the draft (`plain_put`) and passes the same checks.
+A single put skips the draft (`single_put`) and passes the same checks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,19 @@ from limpet.model import (
 if TYPE_CHECKING:
     from limpet.session import Session
 
-__all__ = ["TTL", "Draft", "Expectation", "Fence", "Fencing", "Meta", "equals", "field", "plain_put", "request_digest"]
+__all__ = [
+    "TTL",
+    "Draft",
+    "Expectation",
+    "Fence",
+    "Fencing",
+    "Meta",
+    "equals",
+    "field",
+    "refusal_error",
+    "request_digest",
+    "single_put",
+]
 
 TTL = float | timedelta | None
 """Seconds, a timedelta, or None for never."""
@@ -347,28 +359,7 @@ class Draft:
         return Batch(guards, writes, *receipt, value_bytes_max=bytes_max, is_brief=self._is_brief)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
-        """Turn a refusal into the error that its caller catches."""
-        key, found, guard = refusal.key, refusal.found, refusal.guard
-        match refusal.reason:
-            case "guard":
-                assert guard is not None
-                if isinstance(guard.condition, HeldBy):
-                    return LockLost(key, token=guard.condition.token)
-                return Conflict(key, expected=_describe(guard.condition), current=found)
-            case "stale_request":
-                return Conflict(key, expected="the same request", current=None, reason="stale_request")
-            case "type":
-                kind = None if found is None else found.kind
-                names = {"json": "another JSON value", "bytes": "raw bytes", "record": "a record", None: "nothing"}
-                return TypeMismatch(key, expected=refusal.needs, found=names[kind])
-            case "size":
-                return ValueTooLarge(
-                    key, size_bytes=refusal.size_bytes, limit_bytes=self._session.value_bytes_max, what="the record"
-                )
-            case "overflow":
-                return InvalidValue(f"counter {key!r} would leave -2^63 to 2^63-1")
-            case "missing":
-                return NotFound(key)
+        return refusal_error(refusal, self._session.value_bytes_max)
 
     def _append(self, write: Write, size_bytes: int = 0) -> Self:
         self._writes.append(write)
@@ -376,16 +367,42 @@ class Draft:
         return self
 
 
-def plain_put(
+def single_put(
     key: str,
     value: object,
+    *,
     ttl: TTL | Literal[Sentinel.KEEP],
+    expect: Expectation,
     meta: Meta | Literal[Sentinel.KEEP],
     value_bytes_max: int,
 ) -> Batch:
-    """Make a batch of one put without a guard. Most writes are one, and need no draft."""
+    """Make a batch of one put, perhaps with a guard on its key. Most writes are one, and need no draft."""
+    guards = () if expect is ANY else (Guard(check_key(key), _make_condition(expect)),)
     put, _ = _make_put(key, value, ttl, meta, value_bytes_max)
-    return Batch((), (put,), value_bytes_max=value_bytes_max)
+    return Batch(guards, (put,), value_bytes_max=value_bytes_max)
+
+
+def refusal_error(refusal: Refusal, value_bytes_max: int) -> LimpetError:
+    """Turn a refusal into the error that its caller catches."""
+    key, found, guard = refusal.key, refusal.found, refusal.guard
+    match refusal.reason:
+        case "guard":
+            assert guard is not None
+            if isinstance(guard.condition, HeldBy):
+                return LockLost(key, token=guard.condition.token)
+            return Conflict(key, expected=_describe(guard.condition), current=found)
+        case "stale_request":
+            return Conflict(key, expected="the same request", current=None, reason="stale_request")
+        case "type":
+            kind = None if found is None else found.kind
+            names = {"json": "another JSON value", "bytes": "raw bytes", "record": "a record", None: "nothing"}
+            return TypeMismatch(key, expected=refusal.needs, found=names[kind])
+        case "size":
+            return ValueTooLarge(key, size_bytes=refusal.size_bytes, limit_bytes=value_bytes_max, what="the record")
+        case "overflow":
+            return InvalidValue(f"counter {key!r} would leave -2^63 to 2^63-1")
+        case "missing":
+            return NotFound(key)
 
 
 def _make_put(

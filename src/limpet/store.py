@@ -17,7 +17,7 @@ import msgspec
 from limpet.checks import check_filter
 from limpet.clock import Clock
 from limpet.codec import decode
-from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, plain_put
+from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
@@ -46,6 +46,7 @@ from limpet.model import (
     Event,
     Filter,
     LogPage,
+    Refusal,
     Resealed,
     ScanPage,
     Seals,
@@ -282,11 +283,13 @@ class Store:
             Conflict: The key is not as expected.
             LockLost: The fence no longer holds.
         """
-        if expect is ANY and fence is None and request_id is None:
-            batch = plain_put(key, value, ttl, meta, self._session.value_bytes_max)
-            commit = await self._session.commit(self.name, batch)
-            assert isinstance(commit, Commit), "a put without a guard is never refused"
-            return _only(commit)
+        if fence is None and request_id is None:
+            bytes_max = self._session.value_bytes_max
+            batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max)
+            outcome = await self._session.commit(self.name, batch)
+            if isinstance(outcome, Refusal):
+                raise refusal_error(outcome, bytes_max)
+            return _only(outcome)
         draft = self._draft(key, expect, fence, request_id).put(key, value, ttl=ttl, meta=meta)
         return _only(await draft.commit())
 
