@@ -773,8 +773,9 @@ local function store_family(family, found, left, fields)
     for key, after in pairs(left) do
         store_entry(family, key, found[key], after, fields, writes)
     end
-    call_in_parts('HSET', base .. family, writes.set)
+    -- The keys first: if another program has replaced their set, this fails before an entry is written.
     call_in_parts('ZADD', base .. family .. ':keys', writes.fresh)
+    call_in_parts('HSET', base .. family, writes.set)
     call_in_parts('HDEL', base .. family, writes.ended)
     call_in_parts('ZREM', base .. family .. ':keys', writes.ended)
 end
