@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Final
 
 from limpet import codec
@@ -70,15 +70,19 @@ class KnownEntries:
                 self.set(entry_id, Head(entry))
             self.contention.note_written(entry_id)
 
-    def renew(self, batch: Batch, commit: Commit) -> None:
-        """Do what `learn` does for entries that are known.
+    def note_results(self, batches: Sequence[Batch], results: Sequence[Commit | Refusal | Exception | None]) -> None:
+        """Learn from batches that were committed in another way; the result is None for one that was left out.
 
-        For the many batches of a group: to learn an entry takes as long as half of a put, and is of use only if the
-        next write of it must be planned.
+        What the many commits of a group leave is learned only of entries that are known: it takes as long as half of a
+        put, and is of use only if the next write of the entry must be planned.
         """
-        heads = self._heads
-        if heads and any((write.family, write.key) in heads for write in batch.writes):
-            self.learn(batch, commit)
+        heads, is_lone = self._heads, len(batches) == 1
+        for batch, result in zip(batches, results, strict=True):
+            if type(result) is Commit:
+                if is_lone or (heads and any((write.family, write.key) in heads for write in batch.writes)):
+                    self.learn(batch, result)
+            elif isinstance(result, Refusal):
+                self.note_refused(batch, result)
 
     def correct(self, stale: Stale) -> None:
         """Learn what is there instead of what was expected."""

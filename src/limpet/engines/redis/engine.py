@@ -431,11 +431,16 @@ class RedisEngine(ServerEngine):
         if long_groups > 1:
             self._unusual[namespace] = long_groups - 1
         items = {} if long_groups else find_items(batches)
-        results: list[CommitResult | None] = [None] * len(group)
-        if items:
-            written = await self._write_items(namespace, items, [batches[number] for number in items], since)
-            for number, outcome in zip(items, written, strict=True):
-                results[number] = outcome
+        results: list[CommitResult | None]
+        if len(items) == len(group):
+            results = await self._write_items(namespace, [*items.values()], batches, since)
+        else:
+            results = [None] * len(group)
+            if items:
+                short = [batches[number] for number in items]
+                written = await self._write_items(namespace, [*items.values()], short, since)
+                for number, outcome in zip(items, written, strict=True):
+                    results[number] = outcome
         left = [number for number, result in enumerate(results) if result is None]
         if left:
             try:
@@ -450,12 +455,12 @@ class RedisEngine(ServerEngine):
         return [result for result in results if result is not None]
 
     async def _write_items(
-        self, namespace: str, items: dict[int, Item], batches: list[Batch], since: int
-    ) -> Sequence[CommitResult | None]:
+        self, namespace: str, items: list[Item], batches: list[Batch], since: int
+    ) -> list[CommitResult | None]:
         """Commit batches the short way. The result is None for each that it leaves."""
         contention = self._committer.known(namespace).contention
         await contention.let_others_write(batches)
-        name, body = new_request_id(), encode_items([*items.values()])
+        name, body = new_request_id(), encode_items(items)
         started_at = time.monotonic()
         try:
             reply = await self._decide(namespace, "write", name, body)
@@ -476,14 +481,8 @@ class RedisEngine(ServerEngine):
         except Exception as error:
             # It was applied. A reply that cannot be decoded counts as a lost one.
             raise ReplyLost from error
-        known = self._committer.known(namespace)
-        learn = known.learn if len(batches) == 1 else known.renew
-        for batch, result in zip(batches, results, strict=True):
-            if isinstance(result, Commit):
-                learn(batch, result)
-            elif isinstance(result, Refusal):
-                known.note_refused(batch, result)
-        self._record_revision(namespace, max((one.revision for one in results if isinstance(one, Commit)), default=0))
+        self._committer.known(namespace).note_results(batches, results)
+        self._record_revision(namespace, max([one.revision for one in results if type(one) is Commit], default=0))
         return results
 
     async def _commit_long(self, namespace: str, group: Sequence[Batch], since: int) -> Sequence[CommitResult]:

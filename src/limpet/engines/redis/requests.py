@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,7 +53,6 @@ Item = tuple[str, Any, Any]
 _STEP_LIMIT: Final = 10**15
 _FIELDS_MAX: Final = 100
 
-_NO_SUCH_NUMBER: Final = -1
 _TEST_CLOCK_BLOCK: Final = re.compile(rb"^ *-- test clock: begin\n.*?^ *-- test clock: end\n", re.MULTILINE | re.DOTALL)
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -75,16 +76,17 @@ def encode_item(batch: Batch) -> Item | None:
     an expected revision; for an add; and for a patch, perhaps with an expected field.
     """
     try:
-        guards, condition = batch.guards, None
-        if batch.request_id is not None or len(batch.writes) != 1:
+        writes, guards, condition = batch.writes, batch.guards, None
+        if len(writes) != 1 or batch.request_id is not None:
             return None
-        write = batch.writes[0]
+        write = writes[0]
         if write.family != "data" or type(write.key) is not str:
             return None
         if guards:
-            if len(guards) > 1 or guards[0].family != "data" or guards[0].key != write.key:
+            guard = guards[0]
+            if len(guards) > 1 or guard.family != "data" or guard.key != write.key:
                 return None
-            condition = guards[0].condition
+            condition = guard.condition
         if type(write) is Put:
             return _encode_put(write, condition)
         if type(write) is Add:
@@ -114,15 +116,15 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
 def encode_items(items: list[Item]) -> bytes:
     """Items as the script takes them: keys, values, and what is expected, or False if nothing is."""
     keys, values, expected = zip(*items, strict=True)
-    # An expected 0 is something, too.
-    return _pack((keys, values, any(one is not False for one in expected) and expected))
+    # An expected 0 is something, too, although it equals False.
+    return _pack((keys, values, any(map(operator.is_not, expected, itertools.repeat(False))) and expected))
 
 
 def _encode_revision(condition: Condition) -> int | None:
     """The revision that a put expects, 0 for no entry; None if it expects something else."""
-    if condition is ABSENT:
-        return 0
-    return condition.number if type(condition) is Revision and _exact(condition.number) > 0 else None
+    if type(condition) is Revision:
+        return condition.number if 0 < condition.number < 2**53 else None
+    return 0 if condition is ABSENT else None
 
 
 def _encode_put(put: Put, condition: Condition | None) -> Item | None:
@@ -177,7 +179,3 @@ def encode_field(field: bytes) -> bytes:
         return b"\0" + field
     return field if field[1:2] == b"\0" else field[1:]
 
-
-def _exact(number: int) -> int:
-    """The number, or one that no entry has where a Lua number could not hold it exactly."""
-    return number if 0 <= number < 2**53 else _NO_SUCH_NUMBER
