@@ -19,6 +19,7 @@ import pytest
 import limpet
 import limpet.sync
 from limpet.commit import relative
+from limpet.engines.postgres import sql
 from limpet.errors import Compacted, InvalidNamespace, InvalidValue, PermissionDenied
 from limpet.isolation import postgres as grants
 from limpet.model import Batch, Put, Window
@@ -631,6 +632,7 @@ async def test_a_doorbell_in_a_shared_schema_tells_a_namespace_and_nothing_more(
     received: asyncio.Queue[str] = asyncio.Queue()
     async with connected(shared.attackers_url) as connection:
         store_id = await connection.fetchval(f"SELECT id FROM {quoted(shared.victims_schema)}.limpet_store")
+        await connection.execute(sql.WILL_LISTEN, f"limpet_{store_id}")
         await connection.add_listener(f"limpet_{store_id}", lambda *notification: received.put_nowait(notification[3]))
         url = url_of(shared.victim, shared.victims_schema)
         async with limpet.open(url, namespace=THEIRS, sweep=False) as store:

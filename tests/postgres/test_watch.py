@@ -10,6 +10,7 @@ import pytest
 
 import limpet
 from limpet.engines import server_engine
+from limpet.engines.postgres import sql
 from limpet.errors import LimpetError
 from tests.postgres.proxy import Pooler
 from tests.postgres.support import Process, Spy, connected, engine_of, log_of, server, until, url_of
@@ -60,6 +61,7 @@ async def test_a_planned_commit_notifies_as_well(no_polling: None, store: limpet
 async def test_a_refused_commit_notifies_no_one(store: limpet.Store, url: str) -> None:
     async with connected() as connection:
         received: list[str] = []
+        await connection.execute(sql.WILL_LISTEN, engine_of(store)._channel)
         await connection.add_listener(engine_of(store)._channel, lambda *notification: received.append(notification[3]))
         with pytest.raises(limpet.errors.Conflict):
             await store.put("key", 1, expect=limpet.PRESENT)
@@ -69,6 +71,41 @@ async def test_a_refused_commit_notifies_no_one(store: limpet.Store, url: str) -
 
         # The one that changed something, and nothing before it.
         assert received == ["other"]
+
+
+async def test_without_a_listener_commits_notify_no_one(store: limpet.Store) -> None:
+    """A notification makes all commits of the server wait for each other."""
+    async with connected() as connection:
+        received: list[str] = []
+        channel = engine_of(store)._channel
+        await connection.add_listener(channel, lambda *notification: received.append(notification[3]))
+        await store.put("key", 1)
+        await asyncio.gather(*(store.put(f"key/{number}", 1) for number in range(10)))
+        await store.add("count")
+        await connection.execute("SELECT pg_notify($1, 'the end')", channel)
+        await until(lambda: connection.fetchval("SELECT 1" if received else "SELECT NULL"))
+
+        assert received == ["the end"]
+
+
+async def test_a_commit_in_flight_is_seen_by_a_watch_that_begins(no_polling: None, store: limpet.Store) -> None:
+    """It found no listener and notifies no one, so the listener waits for it and reads the log after it."""
+    await store.put("earlier", 1)
+    engine = engine_of(store)
+    put = f"SELECT {engine._schema_name}.limpet_put({', '.join(['$1', '$2', '$3', '9', '$4', '$5', *['NULL'] * 9])})"
+    async with connected() as connection:
+        commit = connection.transaction()
+        await commit.start()
+        await connection.execute(put, store.name, engine._channel, "a-request", ["late"], ["12345"])
+        async with store.watch() as events:
+            next_one = asyncio.create_task(next_event(events))
+            await until(
+                lambda: connection.fetchval("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+            )
+            assert not next_one.done()
+            await commit.commit()
+
+            assert (await next_one).key == "late"
 
 
 async def test_a_watch_goes_on_when_its_listener_is_terminated(

@@ -36,6 +36,7 @@ _WRITE_FUNCTIONS: Final = (
     "limpet_now_ms",
     "limpet_stored",
     "limpet_take",
+    "limpet_notify",
     "limpet_revision",
     "limpet_time",
     "limpet_apply",

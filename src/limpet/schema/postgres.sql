@@ -105,6 +105,17 @@ BEGIN
     RETURN counters;
 END $$;
 
+-- Notify the processes that listen, if there are any: a notification makes all commits of the server wait for each other.
+-- Who listens holds one lock for each of 16 parts of the namespaces, shared. A commit tries to take the lock of its part
+-- for itself: it gets that if no process listens. One that begins to listen meanwhile waits until this commit is visible,
+-- and reads the log then.
+CREATE FUNCTION {schema}.limpet_notify(channel text, ns text) RETURNS void LANGUAGE plpgsql VOLATILE AS $$
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(hashtextextended(channel, hashtext(ns) & 15)) THEN
+        PERFORM pg_notify(channel, ns);
+    END IF;
+END $$;
+
 -- A revision of a plan, when it is applied. A plan is made before revisions and times are known: see
 -- limpet.commit.relative, which has the numbers from which on they are relative.
 CREATE FUNCTION {schema}.limpet_revision(planned bigint, before bigint) RETURNS bigint LANGUAGE sql IMMUTABLE
@@ -245,7 +256,7 @@ BEGIN
         has_written := FOUND;
     END IF;
     IF has_written THEN
-        PERFORM pg_notify(channel, ns);
+        PERFORM {schema}.limpet_notify(channel, ns);
     ELSIF NOT ('-2' = ANY (read_revisions)) THEN
         -- It has only locked a row, and such a commit need not wait for the disk. Not where an entry was expected that
         -- is not known: its reply is followed by writes, perhaps in this transaction.
@@ -384,7 +395,7 @@ BEGIN
     IF done < put_count THEN
         RAISE EXCEPTION 'limpet: what has expired ends with limpet_apply' USING ERRCODE = 'LP001';
     END IF;
-    PERFORM pg_notify(channel, ns);
+    PERFORM {schema}.limpet_notify(channel, ns);
 END $$;
 
 -- The same for a single put, the most frequent write: four statements that each find one row. Where the expected
@@ -440,7 +451,7 @@ BEGIN
         SET keys = n.keys + (first_revision = new_revision)::int, size_bytes = n.size_bytes + grown
         WHERE n.namespace = ns;
     END IF;
-    PERFORM pg_notify(channel, ns);
+    PERFORM {schema}.limpet_notify(channel, ns);
     RETURN NEXT;
 END $$;
 

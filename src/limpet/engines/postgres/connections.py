@@ -274,6 +274,7 @@ class PostgresConnections(ServerEngine):
         ended = asyncio.get_running_loop().create_future()
         try:
             connection.add_termination_listener(lambda _: wake(ended))
+            await connection.execute(sql.WILL_LISTEN, self._channel)
             await connection.add_listener(self._channel, self._on_notification)
             # Changes before this moment came without a notification, so all waiters read again.
             self._wakeup.notify_all()

@@ -327,11 +327,7 @@ class PostgresEngine(PostgresConnections):
                     for position, ticket in with_last_positions(group)
                 ]
             raise self._translate_not_applied(error) from error
-        known = self._committer.known(namespace)
-        learn = known.learn if len(group) == 1 else known.renew
-        for ticket, result in zip(group, results, strict=True):
-            if result is not None:
-                learn(ticket.batch, result)
+        self._committer.known(namespace).note_results([ticket.batch for ticket in group], results)
         self._record_revision(namespace, max((one.revision for one in results if one is not None), default=0))
         return results
 

@@ -152,3 +152,6 @@ INDEX_COMMENTS: Final = (
     "SELECT obj_description(indexrelid, 'pg_class') FROM pg_catalog.pg_index WHERE indrelid = $1::text::regclass"
     " AND indisvalid AND obj_description(indexrelid, 'pg_class') LIKE '[\"%'"
 )
+
+# Said before LISTEN, and held by the session: see limpet_notify.
+WILL_LISTEN: Final = "SELECT pg_advisory_lock_shared(hashtextextended($1, part)) FROM generate_series(0, 15) AS part"

@@ -433,7 +433,7 @@ class RedisEngine(ServerEngine):
         items = {} if long_groups else find_items(batches)
         results: list[CommitResult | None]
         if len(items) == len(group):
-            results = await self._write_items(namespace, [*items.values()], batches, since)
+            results = [*await self._write_items(namespace, [*items.values()], batches, since)]
         else:
             results = [None] * len(group)
             if items:
@@ -456,7 +456,7 @@ class RedisEngine(ServerEngine):
 
     async def _write_items(
         self, namespace: str, items: list[Item], batches: list[Batch], since: int
-    ) -> list[CommitResult | None]:
+    ) -> Sequence[CommitResult | None]:
         """Commit batches the short way. The result is None for each that it leaves."""
         contention = self._committer.known(namespace).contention
         await contention.let_others_write(batches)
@@ -471,7 +471,7 @@ class RedisEngine(ServerEngine):
         except ReplyLost as error:
             return [self._ambiguous(f"{name}.{number}", since, error.__cause__) for number in range(1, len(items) + 1)]
 
-    def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> list[Commit | Refusal | None]:
+    def _decode_written(self, namespace: str, batches: list[Batch], reply: Any) -> Sequence[Commit | Refusal | None]:
         """The results of batches that went the short way; None for each that was left."""
         if reply[0] == b"left":
             self._unusual[namespace] = UNUSUAL_GROUPS

@@ -178,4 +178,3 @@ def encode_field(field: bytes) -> bytes:
     if field[:1] != b"\0":
         return b"\0" + field
     return field if field[1:2] == b"\0" else field[1:]
-

@@ -123,7 +123,7 @@ def downgrade() -> None:
     """Remove the tables and functions, with everything that is stored."""
     schema = schema_name()
     if on_postgres():
-        for function in ("put_one", "put", "apply", "time", "revision", "take", "stored", "now_ms"):
+        for function in ("put_one", "put", "apply", "time", "revision", "take", "notify", "stored", "now_ms"):
             run(f"DROP FUNCTION {{schema}}.limpet_{function}")
     for table in ("limpet_changes", "limpet_entries", "limpet_namespaces", "limpet_store"):
         op.drop_table(table, schema=schema)
