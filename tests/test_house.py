@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
     },
     {"semantic", "faces", "plugin"},
     {"server"},
-    {"cli", "conformance", "demo"},
+    {"cli", "conformance", "demo", "testing"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
@@ -57,6 +57,7 @@ HEAVY = [
     *("starlette", "uvicorn", "httpx2", "jinja2", "prometheus_client"),
     *("click", "rich", "pytest", "hypothesis", "cryptography"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
+    "limpet.testing",
     *("limpet.plugin", "limpet.encryption", "limpet.semantic", "limpet.server", "limpet.protocol"),
 ]
 

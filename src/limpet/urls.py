@@ -106,6 +106,9 @@ _BUILT_IN: Final = {
     "nats": "limpet.engines.nats.engine",
     "http": "limpet.engines.http",
 }
+_IN_TESTS: Final = {"chaos": "limpet.testing.chaos"}
+"""Schemes that stand in front of another URL, in tests."""
+
 _EXAMINERS: Final = {"sqlite": "limpet.engines.sqlite.examine"}
 _WITH_DRIVER: Final = ("sqlite", "postgresql", "postgres")
 _ALIASES: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "https": "http"}
@@ -114,11 +117,12 @@ _ALIASES: Final = {"postgres": "postgresql", "rediss": "redis", "tls": "nats", "
 async def open_address(address: Address, clock: Clock) -> Engine:
     """Open the engine of an address. Third parties join through the entry-point group ``limpet.engines``."""
     scheme = _ALIASES.get(address.scheme, address.scheme)
-    if scheme in _BUILT_IN:
+    module = _BUILT_IN.get(scheme) or _IN_TESTS.get(scheme)
+    if module is not None:
         try:
-            opener: Opener = importlib.import_module(_BUILT_IN[scheme]).open
+            opener: Opener = importlib.import_module(module).open
         except ModuleNotFoundError as missing:
-            extra = _BUILT_IN[scheme].split(".")[2]
+            extra = module.split(".")[2]
             raise InvalidValue(
                 f"the engine of {scheme}: URLs needs {missing.name}: pip install 'limpet[{extra}]'"
             ) from missing
