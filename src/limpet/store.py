@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -35,6 +35,7 @@ from limpet.keys import (
     prefix_span,
 )
 from limpet.lock import Lock, LockInfo
+from limpet.many import read_entries, take_keys
 from limpet.model import (
     ABSENT,
     ANY,
@@ -119,6 +120,20 @@ class Store:
     async def entry(self, key: str) -> Entry | None:
         """The value with its version, revision, times and meta; None when the key is absent."""
         return await self._session.read(self.name, check_key(key))
+
+    async def entries(self, keys: Iterable[str]) -> list[Entry | None]:
+        """The entries of up to 1,000 keys, read at one moment; None in the place of a key that is absent.
+
+        The result has the order of the keys, and a key that comes twice has its entry twice.
+        """
+        wanted = take_keys(keys)
+        found = await read_entries(self, wanted)
+        return [found[key] for key in wanted]
+
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The values of up to 1,000 keys, read at one moment. A key that is absent is not in the result."""
+        found = await read_entries(self, take_keys(keys))
+        return {key: entry.value for key, entry in found.items() if entry is not None}
 
     async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
         """A page of keys that start with the prefix, in code-point order."""

@@ -257,6 +257,8 @@ class Store(Proxy):
 
     get = mirror(_store.Store.get)
     entry = mirror(_store.Store.entry)
+    entries = mirror(_store.Store.entries)
+    get_many = mirror(_store.Store.get_many)
     keys = mirror(_store.Store.keys)
     put = mirror(_store.Store.put)
     create = mirror(_store.Store.create)

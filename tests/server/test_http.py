@@ -362,6 +362,19 @@ async def test_pages_go_on_after_their_cursor(http: httpx2.AsyncClient) -> None:
     assert (await http.get("scan?where=n:exists&limit=1")).json()["entries"][0]["key"] == "job/0"
 
 
+async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/b", json=[1])
+    await http.put("entries/a", json=2)
+
+    found = (await http.post("read", json={"keys": ["b", "none", "a", "b"]})).json()["entries"]
+    brief = (await http.post("read", json={"keys": ["a"], "with_value": False})).json()["entries"]
+
+    assert [entry and entry["value"] for entry in found] == [[1], None, 2, [1]]
+    assert (brief[0]["version"], "value" in brief[0]) == (1, False)
+    problem(await http.post("read", json={"keys": ["k"] * 1001}), 400, "invalid_value")
+    problem(await http.post("read", json={"keys": [""]}), 400, "invalid_key")
+
+
 async def test_the_history_of_a_key_comes_oldest_first(http: httpx2.AsyncClient) -> None:
     for turn in range(3):
         await http.put("entries/k", json=turn)
@@ -441,6 +454,7 @@ KV = "tenant/acme/project/docs/delta"
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "watch"])
 async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClient, name: str) -> None:
     needed: dict[str, dict[str, Any]] = {
+        "entries": {"keys": ["k"]},
         "set": {"value": 1},
         "put": {"value": 1},
         "cas": {"value": 1, "expect": {"absent": True}},
@@ -836,6 +850,6 @@ def test_every_operation_has_a_route() -> None:
     """By its own name, or by the call."""
     assert any(endpoint.path.endswith("/call/{operation}") for endpoint in ENDPOINTS)
     assert {endpoint.path.split("/")[3] for endpoint in ENDPOINTS} == {
-        *("entries", "bytes", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "history"),
+        *("entries", "bytes", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "read", "history"),
         *("watch", "locks", "outcome", "status", "semantic", "call"),
     }

@@ -268,6 +268,7 @@ def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
         ("batch", {"writes": [{**put, "key": THEIRS}]}),
         ("batch", {"writes": [put, {"op": "take", "key": THEIRS}]}),
     ]
+    named += [("entries", {"keys": ["team/a/x", THEIRS]})]
     named += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
     named += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]
     kv_put = {"value": {}, "semantics": {"purpose": "cursor"}}

@@ -93,6 +93,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("list", {}),
     ("entry", {"key": "pin"}),
     ("entry", {"key": "pin", "with_value": False}),
+    ("entries", {"keys": ["pin", "none", "r"]}),
+    ("entries", {"keys": ["pin", "none", "r"], "with_value": False}),
     ("put", {"key": "pin", "value": 1, "expect": GUESS}),
     ("put", {"key": "pin", "value": PIN, "request_id": "first"}),
     ("put", {"key": "r", "value": 1, "expect": OF_RECORD}),

@@ -105,6 +105,16 @@ async def test_who_waits_for_a_lock_holds_up_nobody(tmp_path: Any) -> None:
             one.cancel()
 
 
+async def test_several_entries_are_read_in_the_order_of_their_keys(nats: Plugins) -> None:
+    await nats.ask("set", key="b", value=[1])
+    await nats.ask("set", key="a", value=2)
+
+    found = (await nats.ask("entries", keys=["b", "none", "a", "b"]))["entries"]
+
+    assert [entry and entry["value"] for entry in found] == [[1], None, 2, [1]]
+    assert (await nats.ask("entries", keys=["a", "x" * 256]))["error_code"] == "VALIDATION_ERROR"
+
+
 async def test_values_of_another_face_that_are_too_large_to_send_are_an_error(sqlite_nats: Plugins) -> None:
     from limpet.store import Store
 

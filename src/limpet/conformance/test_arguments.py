@@ -25,6 +25,7 @@ PATIENCE_S: Final = 120.0
 
 GOOD: Final[dict[str, object]] = {
     "key": "k",
+    "keys": ["k"],
     "value": 1,
     "name": "name",
     "field": "field",

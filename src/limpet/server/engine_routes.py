@@ -33,7 +33,7 @@ from limpet.errors import (
     Unavailable,
     ValueTooLarge,
 )
-from limpet.keys import PAGE_MAX, fit, key_span
+from limpet.keys import KEYS_MAX, PAGE_MAX, fit, key_span
 from limpet.model import Batch, Expire, LogPage, Refusal, ScanPage, Status, Window, fingerprint
 from limpet.protocol import engine_msgpack as wire
 from limpet.protocol.codes import code_of
@@ -60,7 +60,7 @@ from limpet.sweep import SWEEP_MAX
 
 __all__ = ["LIMITS", "routes"]
 
-LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=validate.KEYS_MAX, wait_s=25.0)
+LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=KEYS_MAX, wait_s=25.0)
 """The limits of one request. A batch of the largest values fits."""
 
 READ_BYTES_MAX: Final = 64_000_000

@@ -16,7 +16,7 @@ import msgspec
 
 import limpet
 from limpet.clock import TTL_S_MAX
-from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
+from limpet.keys import KEY_BYTES_MAX, KEYS_MAX, PAGE_MAX
 from limpet.server.http_errors import PROBLEM_TYPE
 from limpet.server.http_routes import (
     BYTES_TYPE,
@@ -118,6 +118,10 @@ _ANSWERS: Final[dict[str, Schema]] = {
         truncated=_BOOLEAN,
         cursor=_or_null(_STRING),
     ),
+    "EntriesAnswer": _members(
+        "Several entries, in the order of the keys; null for a key that is absent.",
+        entries=_list_of(_or_null(_ref("EntryDocument"))),
+    ),
     "Change": _members(
         "What happened to a key.",
         op={"enum": ["put", "patch", "touch", "delete", "expire", "synced"]},
@@ -211,6 +215,7 @@ _BOUNDS: Final[dict[str, Schema]] = {
     "ttl": _TTL,
     # Base64 as plain text, without the ``contentEncoding`` that msgspec adds.
     "bytes": _STRING,
+    "keys": {"type": "array", "items": _KEY, "maxItems": KEYS_MAX},
     "wait": {"type": "number", "minimum": 0, "maximum": WAIT_S_MAX},
 }
 _ONE_EXPECTATION: Final = [

@@ -15,8 +15,9 @@ from msgspec import UNSET, UnsetType
 
 from limpet.codec import Fields
 from limpet.draft import Draft, Expectation, Fence
-from limpet.errors import InvalidValue
+from limpet.errors import InvalidValue, ValueTooLarge
 from limpet.keys import PAGE_BYTES, PAGE_MAX, Span, check_key, fit, pattern_span, prefix_span
+from limpet.many import read_entries, take_keys
 from limpet.model import (
     ABSENT,
     ANY,
@@ -83,6 +84,18 @@ async def _fetch(store: Store, request: requests.Entry) -> Answer:
     """The entry itself, for an interface that sends its value in a form of its own."""
     entry = await store.entry(request.key)
     return {"exists": False} if entry is None else {"exists": True, "entry": entry}
+
+
+async def _entries(store: Store, request: requests.Entries) -> Answer:
+    found = await read_entries(store, take_keys(request.keys))
+    size_bytes = sum(entry.size_bytes for entry in found.values() if entry is not None) if request.with_value else 0
+    if size_bytes > PAGE_BYTES:
+        raise ValueTooLarge(request.keys[0], size_bytes=size_bytes, limit_bytes=PAGE_BYTES, what="the answer to a read")
+    shown = {
+        key: None if entry is None else entry_as_json(entry, with_value=request.with_value)
+        for key, entry in found.items()
+    }
+    return {"entries": [shown[key] for key in request.keys]}
 
 
 async def _put(store: Store, request: requests.Put) -> Answer:
@@ -357,6 +370,10 @@ def _reach_key(request: Any) -> Reach:
     return _reach_keys([request.key] if fence is None else [request.key, fence.name])
 
 
+def _reach_all(request: requests.Entries) -> Reach:
+    return _reach_keys(request.keys)
+
+
 def _reach_semantic(request: Any) -> Reach:
     written = [item.key for item in request.items] if isinstance(request, requests.KvBatch) else [request.key]
     held = getattr(request, "held", None)
@@ -473,6 +490,15 @@ OPERATIONS: Final = _table(
         "read",
         _entry,
         _reach_key,
+        reveals=True,
+        conceals=lambda request: not request.with_value,
+    ),
+    Operation(
+        "entries",
+        requests.Entries,
+        "read",
+        _entries,
+        _reach_all,
         reveals=True,
         conceals=lambda request: not request.with_value,
     ),

@@ -156,6 +156,13 @@ class Entry(Strict, frozen=True, kw_only=True):
     with_value: bool = True
 
 
+class Entries(Strict, frozen=True, kw_only=True):
+    """Read several keys at one moment."""
+
+    keys: list[str]
+    with_value: bool = True
+
+
 class Put(Guarded, frozen=True, kw_only=True):
     """Replace a value, or a record, or raw bytes: the one that is given."""
 

@@ -23,7 +23,7 @@ from limpet.checks import (
 from limpet.codec import Stored
 from limpet.draft import digest_of
 from limpet.errors import InvalidKey, InvalidValue, LimpetError
-from limpet.keys import KEY_BYTES_MAX, Span, check_key
+from limpet.keys import KEY_BYTES_MAX, KEYS_MAX, Span, check_key
 from limpet.model import (
     ABSENT,
     Add,
@@ -42,7 +42,6 @@ from limpet.sweep import SWEEP_MAX
 
 __all__ = ["check_batch", "check_changes", "check_due", "check_read", "check_scan", "is_ownership_proven"]
 
-KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
 DIGEST_BYTES_MAX: Final = 64
 RECEIPT_MS_MAX: Final = 2 * 86_400_000
