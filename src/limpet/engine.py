@@ -81,12 +81,14 @@ class Engine(Protocol):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
-        """Read live entries of a span in key order, at most ``limit`` of them.
+        """Read live entries of a span in key order, at most ``limit`` of them; with ``reverse`` the last ones first.
 
         Behaviour:
         - Order is code-point order of the keys.
         - A page that ends early has a cursor to continue after; a page without a cursor was the last.
+        - In reverse, the order is the opposite, and a page continues before its cursor.
         - Without values, entries come with everything else.
         """
         ...

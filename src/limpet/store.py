@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from limpet.checks import check_filter
+from limpet.checks import check_filter, check_flag
 from limpet.clock import Clock
 from limpet.codec import decode
 from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
@@ -135,29 +135,42 @@ class Store:
         found = await read_entries(self, take_keys(keys))
         return {key: entry.value for key, entry in found.items() if entry is not None}
 
-    async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
-        """A page of keys that start with the prefix, in code-point order."""
+    async def keys(
+        self, prefix: str = "", *, limit: int = 1000, after: str | None = None, reverse: bool = False
+    ) -> Page:
+        """A page of keys that start with the prefix, in code-point order; with ``reverse`` the last ones first."""
         if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
             raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} keys")
+        check_flag(reverse, "reverse")
         found: list[str] = []
-        span: Span | None = span_after(prefix_span(prefix), after)
+        span: Span | None = span_after(prefix_span(prefix), after, reverse=reverse)
         while span is not None and len(found) < limit:
-            page = await self._scan_page(span, values=False, limit=limit - len(found))
+            page = await self._scan_page(span, values=False, limit=limit - len(found), reverse=reverse)
             found += [entry.key for entry in page.entries]
-            span = None if page.cursor is None else span_after(span, page.cursor)
+            span = None if page.cursor is None else span_after(span, page.cursor, reverse=reverse)
         return Page(found, span is not None, found[-1] if span is not None else None)
 
     async def scan(
-        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+        self,
+        prefix: str = "",
+        *,
+        where: Filter | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+        reverse: bool = False,
     ) -> AsyncIterator[Entry]:
-        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
+        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match.
+
+        With ``reverse`` the last ones come first, and the scan goes on before the key ``after``.
+        """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidValue("a scan is limited to one entry or more")
         if where is not None:
             check_filter(where)
-        span: Span | None = span_after(prefix_span(prefix), after)
+        check_flag(reverse, "reverse")
+        span: Span | None = span_after(prefix_span(prefix), after, reverse=reverse)
         left = limit
-        found = None if where is None or span is None else await self._search_index(span, where)
+        found = None if where is None or span is None else await self._search_index(span, where, reverse)
         if found is not None:
             async for entry in found:
                 if left == 0:
@@ -166,19 +179,20 @@ class Store:
                 left = None if left is None else left - 1
             return
         while span is not None and left != 0:
-            page = await self._scan_page(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
+            count = SCAN_PAGE if left is None else min(left, SCAN_PAGE)
+            page = await self._scan_page(span, where=where, limit=count, reverse=reverse)
             for entry in page.entries:
                 yield entry
             left = None if left is None else left - len(page.entries)
-            span = None if page.cursor is None else span_after(span, page.cursor)
+            span = None if page.cursor is None else span_after(span, page.cursor, reverse=reverse)
 
-    async def _search_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
+    async def _search_index(self, span: Span, where: Filter, reverse: bool) -> AsyncIterator[Entry] | None:
         """Find the entries that match by an index; None when no index can."""
         engine, probes = self._indexing, make_probes(where)
         if not probes or engine is None:
             return None
         keys = await self._session.retry(lambda: engine.candidates(self.name, span, probes))
-        return None if keys is None else self._read_matching(sorted({*keys}), where)
+        return None if keys is None else self._read_matching(sorted({*keys}, reverse=reverse), where)
 
     async def _read_matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
         engine = self._session.engine
@@ -266,9 +280,9 @@ class Store:
             raise InvalidValue("this store is not encrypted: open it with encryption=limpet.Keyring(…)")
         return engine
 
-    async def _scan_page(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> ScanPage:
+    async def _scan_page(self, span: Span, **options: Any) -> ScanPage:
         engine = self._session.engine
-        return await self._session.retry(lambda: engine.scan(self.name, span, where=where, values=values, limit=limit))
+        return await self._session.retry(lambda: engine.scan(self.name, span, **options))
 
     # Writing ------------------------------------------------------------------
 

@@ -309,10 +309,17 @@ class Store(Proxy):
         )
 
     def scan(
-        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+        self,
+        prefix: str = "",
+        *,
+        where: Filter | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+        reverse: bool = False,
     ) -> Iterator[Entry]:
-        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
-        return _iterate(self._runner.run, self._twin.scan(prefix, where=where, limit=limit, after=after))
+        """Entries whose keys start with the prefix, in code-point order or its reverse; see `limpet.Store.scan`."""
+        twin = self._twin.scan(prefix, where=where, limit=limit, after=after, reverse=reverse)
+        return _iterate(self._runner.run, twin)
 
     def history(self, key: str) -> Iterator[Event]:
         """The changes of a key that are still in the log, oldest first."""

@@ -274,6 +274,16 @@ def test_ls_goes_on_over_pages(run: Limpet, url: str, monkeypatch: pytest.Monkey
     assert run("ls", "--limit", "6").stdout.split() == [f"k{number}" for number in range(6)]
 
 
+def test_ls_in_reverse_begins_with_the_last_key(run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limpet.cli.PAGE_MAX", 2)
+    for key in ("a", "k/1", "k/2", "k/3", "k/4", "z"):
+        run("put", key, "1")
+
+    assert run("ls", "k/", "--reverse").stdout == "k/4\nk/3\nk/2\nk/1\n"
+    assert run("ls", "k/", "-r", "--limit", "3").stdout == "k/4\nk/3\nk/2\n"
+    assert run("ls", "-r", "--after", "k/2", "--values").stdout == "k/1\t1\na\t1\n"
+
+
 def test_ls_long_shows_numbers_in_columns(run: Limpet) -> None:
     run("put", "k", '"abc"', "--ttl", "1h")
     run("put", "l", "1")

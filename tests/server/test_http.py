@@ -362,6 +362,22 @@ async def test_pages_go_on_after_their_cursor(http: httpx2.AsyncClient) -> None:
     assert (await http.get("scan?where=n:exists&limit=1")).json()["entries"][0]["key"] == "job/0"
 
 
+async def test_pages_in_reverse_go_on_before_their_cursor(http: httpx2.AsyncClient) -> None:
+    for number in range(5):
+        await http.put(f"entries/job/{number}", json={"n": number})
+    backwards = {"prefix": "job/", "reverse": "true"}
+
+    keys = (await http.get("keys", params={**backwards, "limit": 3})).json()
+    rest = (await http.get("keys", params={**backwards, "after": keys["cursor"]})).json()
+    found = (await http.get("scan", params={**backwards, "limit": 2, "where": "n:ne:3"})).json()
+    posted = (await http.post("scan", json={"reverse": True, "after": found["cursor"]})).json()
+
+    assert [*keys["keys"], *rest["keys"]] == [f"job/{number}" for number in (4, 3, 2, 1, 0)]
+    assert [entry["key"] for entry in found["entries"]] == ["job/4", "job/2"]
+    assert [entry["key"] for entry in posted["entries"]] == ["job/1", "job/0"]
+    problem(await http.get("keys", params={"reverse": "yes"}), 400, "invalid_value")
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
     await http.put("entries/b", json=[1])
     await http.put("entries/a", json=2)

@@ -192,6 +192,7 @@ def delete(
     epilog=examples(
         "limpet ls config/",
         "limpet ls --long",
+        "limpet ls event/ --reverse --limit 20    # the last twenty",
         "limpet ls job/ --where state=open --where 'tries>=3'",
         "limpet ls --json | jq -r .key       # keys exactly as they are",
     )
@@ -203,7 +204,8 @@ def delete(
     "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most this many.")
-@click.option("--after", metavar="KEY", help="Only the keys after this one.")
+@click.option("--after", metavar="KEY", help="Only the keys after this one, in the order of the list.")
+@click.option("-r", "--reverse", is_flag=True, help="The last keys first.")
 @pass_setup
 def ls(
     setup: Setup,
@@ -213,6 +215,7 @@ def ls(
     where: tuple[str, ...],
     limit: int | None,
     after: str | None,
+    reverse: bool,
 ) -> None:
     """List keys in order: all, or those that start with PREFIX.
 
@@ -225,12 +228,12 @@ def ls(
     with setup.open() as store:
         if not (long or values or wanted or setup.as_json):
             # Only keys are printed, so no values are read.
-            for key in _keys(store, prefix, limit, after):
+            for key in _keys(store, prefix, limit, after, reverse):
                 is_empty = False
                 output.show_line(output.visible(key))
         else:
             now_ms = store.status().now_ms
-            for entry in store.scan(prefix, where=wanted, limit=limit, after=after):
+            for entry in store.scan(prefix, where=wanted, limit=limit, after=after, reverse=reverse):
                 if is_empty and long and not setup.as_json:
                     output.show_heading(output.ENTRY_COLUMNS)
                 is_empty = False
@@ -614,11 +617,12 @@ main.add_command(deadletters)
 # Inside -----------------------------------------------------------------------
 
 
-def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str | None) -> Iterator[str]:
+def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str | None, reverse: bool) -> Iterator[str]:
     """Keys, page by page."""
     left = limit
     while left != 0:
-        page = store.keys(prefix, limit=PAGE_MAX if left is None else min(left, PAGE_MAX), after=after)
+        count = PAGE_MAX if left is None else min(left, PAGE_MAX)
+        page = store.keys(prefix, limit=count, after=after, reverse=reverse)
         yield from page.keys
         if not page.truncated:
             return

@@ -415,6 +415,56 @@ async def test_pages_join_without_a_seam(primitives: Primitives, limit: int) -> 
     assert found == entries
 
 
+@pytest.mark.parametrize("options", [{"limit": 1}, {"limit": 7}, {"limit": 50}, {"values": False}, {"filtered": True}])
+async def test_pages_in_reverse_join_without_a_seam(primitives: Primitives, options: dict[str, Any]) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    for start in (0, 100, 200):
+        await primitives.must_commit(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
+    where = limpet.field("n").in_([3, 150, 151, 299]) if options.pop("filtered", False) else None
+
+    found: list[str] = []
+    stop: str | None = None
+    while True:
+        page = await primitives.scan(Span("k", stop), where=where, reverse=True, **options)
+        assert len(page.entries) <= options.get("limit", 500)
+        found += [entry.key for entry in page.entries]
+        if page.cursor is None:
+            break
+        stop = page.cursor
+
+    numbers = range(300) if where is None else [3, 150, 151, 299]
+    assert found == [f"k{number:03}" for number in reversed(numbers)]
+
+
+async def test_large_values_come_in_pages_in_reverse(primitives: Primitives) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    for number in range(12):
+        await primitives.must_commit(put(f"k{number:02}", bytes([number]) * 900_000))
+
+    found: list[bytes] = []
+    stop: str | None = None
+    while True:
+        page = await primitives.scan(Span("", stop), reverse=True)
+        found += [entry.value[:1] for entry in page.entries]
+        if page.cursor is None:
+            break
+        stop = page.cursor
+
+    assert found == [bytes([number]) for number in reversed(range(12))]
+
+
+async def test_an_empty_span_in_reverse_has_no_cursor(primitives: Primitives, elapse: Elapse) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    assert await primitives.scan(reverse=True) == limpet.model.ScanPage([], None)
+    await primitives.must_commit(put("a"), put("m", ttl_ms=300), put("z"))
+    await elapse(0.4)
+
+    for span in (Span("b", "c"), Span("b", "a"), Span("zz", None), Span("m", "m\0")):
+        assert await primitives.scan(span, reverse=True) == limpet.model.ScanPage([], None)
+    page = await primitives.scan(Span("a", "z"), limit=1, reverse=True)
+    assert ([entry.key for entry in page.entries], page.cursor) == (["a"], None)
+
+
 async def test_an_empty_span_has_no_cursor(primitives: Primitives) -> None:
     """A page that ends early has a cursor to continue after; a page without a cursor was the last."""
     assert await primitives.scan() == limpet.model.ScanPage([], None)

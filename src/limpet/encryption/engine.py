@@ -135,15 +135,16 @@ class EncryptedEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`. A filter is applied here, because the inner engine cannot read the values."""
         ring = self._keyring.ring()
         if where is None:
-            page = await self._inner.scan(namespace, span, family=family, values=values, limit=limit)
+            page = await self._inner.scan(namespace, span, family=family, values=values, limit=limit, reverse=reverse)
             return ScanPage(
                 [self._decrypt_entry(ring, namespace, family, entry) for entry in page.entries], page.cursor
             )
-        page = await self._inner.scan(namespace, span, family=family, limit=max(limit, PAGE_ENTRIES))
+        page = await self._inner.scan(namespace, span, family=family, limit=max(limit, PAGE_ENTRIES), reverse=reverse)
         found: list[Entry] = []
         for encrypted in page.entries:
             entry = self._decrypt_entry(ring, namespace, family, encrypted)

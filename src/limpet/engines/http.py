@@ -193,9 +193,10 @@ class HttpEngine(GroupingEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
-        return await self._call(namespace, "scan", wire.Scan(span, family, where, values, limit), ScanPage)
+        return await self._call(namespace, "scan", wire.Scan(span, family, where, values, limit, reverse), ScanPage)
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0

@@ -91,10 +91,12 @@ class Snapshot(Protocol):
         """Read values by key; the result has the order of the keys. None for a key that is not there."""
         ...
 
-    async def get_range(self, start: bytes, stop: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+    async def get_range(
+        self, start: bytes, stop: bytes, limit: int, *, reverse: bool = False
+    ) -> Sequence[tuple[bytes, bytes]]:
         """Read the first keys from ``start`` up to, not including, ``stop``, with their values, in the order of bytes.
 
-        At most ``limit`` of them; fewer only if there are no more.
+        At most ``limit`` of them; fewer only if there are no more. With ``reverse``, the last of them, last one first.
         """
         ...
 
@@ -219,6 +221,7 @@ class KeyValueEngine(GroupingEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
@@ -227,7 +230,7 @@ class KeyValueEngine(GroupingEngine):
         stop = rows.entry(family, "") + _LAST if span.stop is None else rows.entry(family, span.stop)
         async with self._read() as snapshot:
             now_ms = await self._time(namespace, await _get_head(snapshot, rows))
-            async with contextlib.aclosing(_walk(snapshot, start, stop)) as walk:
+            async with contextlib.aclosing(_walk(snapshot, start, stop, reverse=reverse)) as walk:
                 async for _, value in walk:
                     entry = live(_decode(value, Entry, "an entry"), now_ms)
                     if entry is None or not _passes(entry, where):
@@ -526,15 +529,18 @@ async def _get_head(snapshot: Snapshot, rows: _Rows) -> _Head:
     return _head(found)
 
 
-async def _walk(snapshot: Snapshot, start: bytes, stop: bytes) -> AsyncGenerator[tuple[bytes, bytes], None]:
+async def _walk(
+    snapshot: Snapshot, start: bytes, stop: bytes, *, reverse: bool = False
+) -> AsyncGenerator[tuple[bytes, bytes], None]:
     """Go through a range, some rows at a time."""
     while True:
-        found = await snapshot.get_range(start, stop, ROWS_AT_ONCE)
+        found = await snapshot.get_range(start, stop, ROWS_AT_ONCE, reverse=reverse)
         for row in found:
             yield row
         if len(found) < ROWS_AT_ONCE:
             return
-        start = found[-1][0] + b"\0"
+        last, _ = found[-1]
+        start, stop = (start, last) if reverse else (last + b"\0", stop)
 
 
 def _passes(entry: Entry, where: Filter | None) -> bool:

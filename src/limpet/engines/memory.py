@@ -108,6 +108,7 @@ class MemoryEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
@@ -117,7 +118,7 @@ class MemoryEngine:
         found: list[Entry] = []
         with self._memory.lock:
             entries = state.map[family]
-            for key in state.sorted_keys[family].between(span, entries):
+            for key in state.sorted_keys[family].between(span, entries, reverse=reverse):
                 entry = live(entries[key], now_ms)
                 if entry is None or (
                     where is not None and entry.stored is not None and not where.matches(entry.stored)

@@ -63,13 +63,14 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """Read a span in key order."""
+    """Read a span in key order, or in its reverse."""
 
     span: Span
     family: Family = "data"
     where: Filter | None = None
     values: bool = True
     limit: int = 500
+    reverse: bool = False
 
 
 class Commits(msgspec.Struct, frozen=True):

@@ -214,6 +214,7 @@ class EngineRoutes:
     async def _do_scan(self, store: Store, primitive: Primitive) -> dict[str, Any]:
         scan: wire.Scan = primitive.what
         options: dict[str, Any] = {"family": scan.family, "where": scan.where, "values": scan.values}
+        options["reverse"] = scan.reverse
         engine = store._session.engine
         return {"answer": await engine.scan(store.name, scan.span, limit=min(scan.limit, PAGE_MAX), **options)}
 

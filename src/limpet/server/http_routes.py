@@ -41,6 +41,7 @@ from limpet.server.parameters import (
     REASON,
     REASON_QUERY,
     REQUEST_ID,
+    REVERSE,
     TOKEN,
     TOKEN_QUERY,
     TTL,
@@ -311,6 +312,7 @@ def _endpoints() -> Sequence[Endpoint]:
     timed = [*CONDITIONS, TTL, TTL_QUERY]
     once = [REQUEST_ID, IDEMPOTENCY_KEY]
     page = [PREFIX, LIMIT, AFTER]
+    listed = [*page, REVERSE, WHERE, VALUES]
     resumed = [PATTERN, POSITION, INITIAL, LAST_EVENT_ID]
     token = [TOKEN, TOKEN_QUERY, REASON, REASON_QUERY]
     put = {200: ReplyDoc("EnvelopePut"), 201: ReplyDoc("EnvelopePut")}
@@ -368,8 +370,8 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint(
             "POST", f"{SPACE}/batch", "batch", run["batch"], _reply_json, _ok("BatchAnswer"), once, requests.Batch
         ),
-        Endpoint("GET", f"{SPACE}/keys", "list_keys", run["list"], _reply_keys, _ok("KeysPage"), page),
-        Endpoint("GET", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), [*page, WHERE, VALUES]),
+        Endpoint("GET", f"{SPACE}/keys", "list_keys", run["list"], _reply_keys, _ok("KeysPage"), [*page, REVERSE]),
+        Endpoint("GET", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), listed),
         Endpoint("POST", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), [], requests.Scan),
         Endpoint("GET", _keyed("history"), "history", run["history"], _reply_json, _ok("Changes"), [LIMIT, BEFORE]),
         Endpoint(

@@ -68,7 +68,7 @@ async def _delete(store: Store, request: requests.Delete) -> Answer:
 
 
 async def _list(store: Store, request: requests.List) -> Answer:
-    page = await store.keys(request.prefix, limit=request.limit, after=request.after)
+    page = await store.keys(request.prefix, limit=request.limit, after=request.after, reverse=request.reverse)
     keys = page.keys[: fit(map(len, page.keys))]
     return {"keys": keys, "count": len(keys), "truncated": page.truncated or len(keys) < page.count}
 
@@ -194,7 +194,8 @@ async def _scan(store: Store, request: requests.Scan) -> Answer:
         where = test.filter() if where is None else where & test.filter()
     page: list[Answer] = []
     size_bytes, cursor = 0, None
-    async for entry in store.scan(request.prefix, where=where, limit=request.limit + 1, after=request.after):
+    options: dict[str, Any] = {"where": where, "after": request.after, "reverse": request.reverse}
+    async for entry in store.scan(request.prefix, limit=request.limit + 1, **options):
         if len(page) == request.limit or size_bytes > PAGE_BYTES:
             cursor = page[-1]["key"]
             break

@@ -147,6 +147,7 @@ class List(Request, frozen=True, kw_only=True):
     prefix: str = ""
     limit: int = 1000
     after: str | None = None
+    reverse: bool = False
 
 
 class Entry(Strict, frozen=True, kw_only=True):
@@ -290,6 +291,7 @@ class Scan(Strict, frozen=True, kw_only=True):
     limit: int = 100
     after: str | None = None
     values: bool = True
+    reverse: bool = False
 
 
 class History(Strict, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -202,13 +202,15 @@ class NatsEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         with self._enter(namespace) as handle:
             if not await handle.stream.ensure(create=False):
                 return ScanPage([], None)
             await handle.mirror.catch_up()
-            return await self._read_page(handle, family, span, where, values, limit)
+            keys = handle.mirror.keys(family, span, reverse=reverse)
+            return await self._read_page(handle, family, keys, where, values, limit)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -280,10 +282,16 @@ class NatsEngine:
     # Reading many ---------------------------------------------------------------
 
     async def _read_page(
-        self, handle: _NamespaceHandle, family: Family, span: Span, where: Filter | None, values: bool, limit: int
+        self,
+        handle: _NamespaceHandle,
+        family: Family,
+        keys: Iterable[str],
+        where: Filter | None,
+        values: bool,
+        limit: int,
     ) -> ScanPage:
         now_ms, heads = handle.stream.now_ms(), handle.mirror.heads[family]
-        keys = (key for key in handle.mirror.keys(family, span) if live(heads[key].held, now_ms) is not None)
+        keys = (key for key in keys if live(heads[key].held, now_ms) is not None)
         page: list[str] = []
         size_bytes, more = 0, False
         for key in keys:

@@ -194,15 +194,17 @@ class PostgresEngine(PostgresConnections):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
         if not values and where is None:
-            rows = await self._fetch_page(self._sql(sql.SCAN_KEYS), namespace, family, span, limit)
+            text = self._sql(sql.reverse_order(sql.SCAN_KEYS) if reverse else sql.SCAN_KEYS)
+            rows = await self._fetch_page(text, namespace, family, span, limit)
             entries = [entry_from_row(row[:10]) for row in rows[:limit]]
             return ScanPage(entries, entries[-1].key if len(rows) > limit else None)
         conditions, operands = ("", []) if where is None else filter_sql(where)
-        text = self._sql(sql.SCAN).replace("{conditions}", conditions)
+        text = self._sql(sql.reverse_order(sql.SCAN) if reverse else sql.SCAN).replace("{conditions}", conditions)
         rows = await self._fetch_page(text, namespace, family, span, limit, *operands)
         is_whole = not rows or rows[0][10] == len(rows) <= limit
         entries = [entry_from_row(row[:10]) for row in rows[:limit]]

@@ -110,9 +110,11 @@ class RedisCluster:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         options: dict[str, Any] = {"family": family, "where": where, "values": values, "limit": limit}
+        options["reverse"] = reverse
         return await self._on(namespace, lambda engine: engine.scan(namespace, span, **options))
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:

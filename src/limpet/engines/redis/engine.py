@@ -189,6 +189,7 @@ class RedisEngine(ServerEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
@@ -196,7 +197,8 @@ class RedisEngine(ServerEngine):
         stop = "+" if span.stop is None else f"({span.stop}"
         with_value = values or where is not None
         bytes_max = PAGE_BYTES_MAX if with_value else 2**53
-        parameters = ("scan", family, start, stop, limit, bytes_max, int(with_value))
+        bounds = (stop, start) if reverse else (start, stop)
+        parameters = ("scan", family, *bounds, limit, bytes_max, int(with_value), int(reverse))
         cursor, found = await self._run(namespace, *parameters)
         pairs = zip(found[::2], found[1::2], strict=True)
         entries = [decode_entry(key.decode(), text, with_value=with_value) for key, text in pairs]

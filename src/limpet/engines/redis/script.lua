@@ -927,9 +927,11 @@ end
 local function scan()
     local family, start, stop = ARGV[3], ARGV[4], ARGV[5]
     local limit, most, values = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
+    -- In reverse, the upper bound comes first.
+    local range = ARGV[9] == '1' and 'ZREVRANGEBYLEX' or 'ZRANGEBYLEX'
     local examined, size, reply, last = 0, 0, {}, false
     while true do
-        local found = call('ZRANGEBYLEX', base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
+        local found = call(range, base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
         for i = 1, #found do
             local key = found[i]
             local entry = load_entry(family, key)

@@ -38,8 +38,7 @@ from limpet.engines.sqlite.rows import (
     OUR_TABLES,
     PAGE_BYTES_MAX,
     RAISE_EPOCH,
-    SCAN_ENTRIES,
-    SCAN_KEYS,
+    SCANS,
     SCHEMA_REVISION,
     SKIP_REVISIONS,
     STORE,
@@ -175,13 +174,14 @@ class SqliteEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
         if where is None and limit <= INLINE_ROWS_MAX:
-            return self._scan_page(namespace, span, family, where, values, limit)
-        return await self._aside(lambda: self._scan_page(namespace, span, family, where, values, limit))
+            return self._scan_page(namespace, span, family, where, values, limit, reverse)
+        return await self._aside(lambda: self._scan_page(namespace, span, family, where, values, limit, reverse))
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -361,11 +361,18 @@ class SqliteEngine:
     # Pages --------------------------------------------------------------------
 
     def _scan_page(
-        self, namespace: str, span: Span, family: Family, where: Filter | None, values: bool, limit: int
+        self,
+        namespace: str,
+        span: Span,
+        family: Family,
+        where: Filter | None,
+        values: bool,
+        limit: int,
+        reverse: bool,
     ) -> ScanPage:
         """Up to ``limit`` entries. With a filter, a page ends after `EXAMINED_MAX` entries, so that none takes long."""
         rows_max = limit if where is None else EXAMINED_MAX
-        sql = SCAN_ENTRIES if values or where is not None else SCAN_KEYS
+        sql = SCANS[values or where is not None, reverse]
         found: list[Entry] = []
         examined, size_bytes, last = 0, 0, ""
         with self._connections.reading() as reader:
