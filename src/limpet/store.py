@@ -35,7 +35,7 @@ from limpet.keys import (
     prefix_span,
 )
 from limpet.lock import Lock, LockInfo
-from limpet.many import read_entries, take_keys
+from limpet.many import delete_keys, read_entries, take_keys
 from limpet.model import (
     ABSENT,
     ANY,
@@ -414,6 +414,16 @@ class Store:
         """End a key. False when it did not exist."""
         commit = await self._draft(key, expect, fence, request_id).delete(key).commit()
         return commit.ended[0] is not None
+
+    async def delete_prefix(
+        self, prefix: str, *, limit: int | None = None, fence: Fencing | Fence | None = None
+    ) -> int:
+        """Delete the keys that start with a prefix, and return how many there were; with ``limit``, the first of them.
+
+        They are deleted in batches of up to 128. Each batch happens as a whole, and all of them together do not: after
+        an error, call it again. A key that is written meanwhile may be deleted or not.
+        """
+        return await delete_keys(self, prefix, limit, fence)
 
     async def take(
         self,

@@ -264,6 +264,7 @@ class Store(Proxy):
     create = mirror(_store.Store.create)
     add = mirror(_store.Store.add)
     delete = mirror(_store.Store.delete)
+    delete_prefix = mirror(_store.Store.delete_prefix)
     take = mirror(_store.Store.take)
     touch = mirror(_store.Store.touch)
     persist = mirror(_store.Store.persist)

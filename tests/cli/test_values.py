@@ -274,6 +274,16 @@ def test_ls_goes_on_over_pages(run: Limpet, url: str, monkeypatch: pytest.Monkey
     assert run("ls", "--limit", "6").stdout.split() == [f"k{number}" for number in range(6)]
 
 
+def test_del_with_prefix_deletes_and_counts(run: Limpet) -> None:
+    for key in ("session/1", "session/2", "theme"):
+        run("put", key, "1")
+
+    assert run("del", "session/", "--prefix").stdout == "2\n"
+    assert run("del", "session/", "--prefix").stdout == "0\n"
+    assert json.loads(run("del", "t", "--prefix", "--json").stdout) == {"prefix": "t", "deleted": 1}
+    assert run("del", "x", "--prefix", "--if-version", "1").exit_code == 2
+
+
 def test_ls_in_reverse_begins_with_the_last_key(run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("limpet.cli.PAGE_MAX", 2)
     for key in ("a", "k/1", "k/2", "k/3", "k/4", "z"):

@@ -378,6 +378,20 @@ async def test_pages_in_reverse_go_on_before_their_cursor(http: httpx2.AsyncClie
     problem(await http.get("keys", params={"reverse": "yes"}), 400, "invalid_value")
 
 
+async def test_the_keys_of_a_prefix_are_deleted(http: httpx2.AsyncClient) -> None:
+    for number in range(5):
+        await http.put(f"entries/job/{number}", json=number)
+    await http.put("entries/other", json=0)
+
+    first = await http.delete("keys", params={"prefix": "job/", "limit": 3})
+    rest = await http.delete("keys", params={"prefix": "job/"})
+
+    assert (first.json(), rest.json()) == ({"deleted": 3, "truncated": True}, {"deleted": 2, "truncated": False})
+    assert (await http.get("keys")).json()["keys"] == ["other"]
+    problem(await http.delete("keys"), 400, "invalid_value")
+    problem(await http.delete("keys", params={"prefix": "job/", "limit": 0}), 400, "invalid_value")
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
     await http.put("entries/b", json=[1])
     await http.put("entries/a", json=2)
@@ -471,6 +485,7 @@ KV = "tenant/acme/project/docs/delta"
 async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClient, name: str) -> None:
     needed: dict[str, dict[str, Any]] = {
         "entries": {"keys": ["k"]},
+        "delete_prefix": {"prefix": "k"},
         "set": {"value": 1},
         "put": {"value": 1},
         "cas": {"value": 1, "expect": {"absent": True}},
@@ -576,7 +591,7 @@ async def test_a_method_that_a_path_does_not_have_is_405(http: httpx2.AsyncClien
         ("DELETE", "status", "GET, HEAD"),
         ("OPTIONS", "batch", "POST"),
         ("TRACE", "scan", "GET, HEAD, POST"),
-        ("BREW", "keys", "GET, HEAD"),
+        ("BREW", "keys", "DELETE, GET, HEAD"),
     ]:
         refused = await http.request(method, path)
         problem(refused, 405, "method_not_allowed")

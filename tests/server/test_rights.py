@@ -94,6 +94,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("entry", {"key": "pin"}),
     ("entry", {"key": "pin", "with_value": False}),
     ("entries", {"keys": ["pin", "none", "r"]}),
+    ("delete_prefix", {"prefix": "p"}),
+    ("delete_prefix", {"prefix": ""}),
     ("entries", {"keys": ["pin", "none", "r"], "with_value": False}),
     ("put", {"key": "pin", "value": 1, "expect": GUESS}),
     ("put", {"key": "pin", "value": PIN, "request_id": "first"}),

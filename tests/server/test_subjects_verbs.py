@@ -105,6 +105,17 @@ async def test_who_waits_for_a_lock_holds_up_nobody(tmp_path: Any) -> None:
             one.cancel()
 
 
+async def test_the_keys_of_a_prefix_are_deleted(nats: Plugins) -> None:
+    for key in ("job/1", "job/2", "other"):
+        await nats.ask("set", key=key, value=1)
+
+    reply = await nats.ask("delete_prefix", prefix="job/")
+
+    assert (reply["deleted"], reply["truncated"]) == (2, False)
+    assert (await nats.ask("list"))["keys"] == ["other"]
+    assert (await nats.ask("delete_prefix"))["error_code"] == "MISSING_FIELD"
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(nats: Plugins) -> None:
     await nats.ask("set", key="b", value=[1])
     await nats.ask("set", key="a", value=2)

@@ -171,15 +171,40 @@ def put(
     _show_written(setup, entry)
 
 
-@main.command(name="del", epilog=examples("limpet del session/42", "limpet del theme --if-version 3"))
+@main.command(
+    name="del",
+    epilog=examples("limpet del session/42", "limpet del theme --if-version 3", "limpet del session/ --prefix"),
+)
 @click.argument("key", shell_complete=complete_key)
+@click.option("--prefix", "is_prefix", is_flag=True, help="Delete all keys that start with KEY, and print how many.")
 @condition_options
 @write_options
 @pass_setup
 def delete(
-    setup: Setup, key: str, if_version: int | None, if_revision: int | None, fenced: bool, request_id: str | None
+    setup: Setup,
+    key: str,
+    is_prefix: bool,
+    if_version: int | None,
+    if_revision: int | None,
+    fenced: bool,
+    request_id: str | None,
 ) -> None:
-    """Delete KEY."""
+    """Delete KEY.
+
+    With --prefix, keys are deleted in batches of 128. If it is interrupted, run it again.
+    """
+    if is_prefix:
+        if (if_version, if_revision, request_id) != (None, None, None):
+            raise click.UsageError(
+                "--prefix deletes many keys, so --if-version, --if-revision, --request-id do not fit"
+            )
+        with setup.open() as store:
+            deleted = store.delete_prefix(key, fence=_fence(fenced))
+        if setup.as_json:
+            output.show({"prefix": key, "deleted": deleted})
+        else:
+            output.show_line(str(deleted))
+        return
     expect = _expectation(False, if_version, if_revision)
     with setup.open() as store:
         if not store.delete(key, expect=expect, fence=_fence(fenced), request_id=request_id):

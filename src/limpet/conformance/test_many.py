@@ -1,4 +1,4 @@
-"""Verbs on many keys: reading several at one moment."""
+"""Verbs on many keys: reading several at one moment, and deleting by prefix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 import limpet
-from limpet.conformance.conftest import Elapse
-from limpet.errors import InvalidKey, InvalidValue
+from limpet.conformance.conftest import Elapse, OpenStore
+from limpet.conformance.support import count, next_events
+from limpet.errors import InvalidKey, InvalidValue, LockLost
 
 # entries and get_many ---------------------------------------------------------
 
@@ -115,3 +116,107 @@ async def test_each_key_of_a_read_is_checked(store: limpet.Store) -> None:
     for read in (store.entries, store.get_many):
         with pytest.raises(InvalidKey, match="empty"):
             await read(["a", ""])
+
+
+# delete_prefix ----------------------------------------------------------------
+
+
+async def test_delete_prefix_deletes_what_starts_with_it(store: limpet.Store, elapse: Elapse) -> None:
+    """`delete_prefix` deletes the keys that start with the prefix, and returns how many there were."""
+    for key in ("a", "k", "k/", "k/1", "k/2\U0010ffff", "k0", "z"):
+        await store.put(key, 1)
+    await store.put("k/short", 1, ttl=0.1)
+    async with store.lock("k/lock", ttl=60):
+        await elapse(0.2)
+
+        assert await store.delete_prefix("k/") == 3
+        assert [lock.name for lock in await store.locks()] == ["k/lock"]
+
+    assert (await store.keys()).keys == ["a", "k", "k0", "z"]
+    assert await store.delete_prefix("k/") == 0
+    assert await store.delete_prefix("") == 4
+    assert (await store.keys()).keys == []
+
+
+async def test_delete_prefix_is_limited(store: limpet.Store) -> None:
+    """`delete_prefix` with a limit deletes so many keys at most, the first ones in key order."""
+    for number in range(5):
+        await store.put(f"k/{number}", number)
+
+    assert await store.delete_prefix("k/", limit=2) == 2
+    assert (await store.keys()).keys == ["k/2", "k/3", "k/4"]
+    assert await store.delete_prefix("k/", limit=3) == 3
+    assert await store.delete_prefix("k/", limit=3) == 0
+
+
+@pytest.mark.refused_early
+@pytest.mark.parametrize("options", [{"limit": 0}, {"limit": True}, {"limit": 1.0}, {"limit": "1"}])
+async def test_an_invalid_limit_deletes_nothing(store: limpet.Store, options: dict[str, Any]) -> None:
+    """`delete_prefix` with a limit deletes so many keys at most, the first ones in key order."""
+    await store.put("k", 1)
+
+    with pytest.raises(InvalidValue):
+        await store.delete_prefix("", **options)
+
+    assert await store.get("k") == 1
+
+
+async def test_delete_prefix_takes_bounded_batches(store: limpet.Store) -> None:
+    """`delete_prefix` deletes in batches of up to 128 keys: each happens as a whole, all of them together do not."""
+    for start in (0, 100, 200):
+        batch = store.batch()
+        for number in range(start, start + 100):
+            batch = batch.put(f"k/{number:03}", number)
+        await batch.commit()
+    counted = count(store)
+
+    async with store.watch("k/*") as watch:
+        assert await store.delete_prefix("k/") == 300
+        events = await next_events(watch, 300)
+
+    assert counted.commits == 3
+    assert [event.op for event in events] == ["delete"] * 300
+    assert len({event.commit for event in events}) == 3
+
+
+async def test_delete_prefix_ends_beside_a_writer(store: limpet.Store, open_store: OpenStore) -> None:
+    """What is written while `delete_prefix` runs may be deleted or not; what stood there before is deleted."""
+    other = await open_store()
+    keys = [f"k/{number:03}" for number in range(200)]
+    for key in keys:
+        await store.put(key, "before")
+    over = asyncio.Event()
+    written: dict[str, int] = {}
+
+    async def write() -> None:
+        number = 0
+        while not over.is_set():
+            number += 1
+            for key in (f"k/new/{number:06}", f"k/{number % 7:03}"):
+                written[key] = (await other.put(key, number)).revision
+            await asyncio.sleep(0)
+
+    writing = asyncio.create_task(write())
+    deleted = await store.delete_prefix("k/")
+    over.set()
+    await writing
+
+    left = {entry.key: entry async for entry in store.scan("k/")}
+    assert deleted >= 193
+    assert "before" not in {entry.value for entry in left.values()}
+    assert {entry.revision for entry in left.values()} <= {*written.values()}
+
+
+async def test_delete_prefix_may_be_fenced(store: limpet.Store) -> None:
+    """A fence fits every write, and batches."""
+    await store.put("k/1", 1)
+    async with store.lock("guard", ttl=60) as lock:
+        assert await store.delete_prefix("k/", fence=lock) == 1
+        fence = lock.fence
+    await store.put("k/2", 2)
+
+    for prefix in ("k/", "nothing/"):
+        with pytest.raises(LockLost):
+            await store.delete_prefix(prefix, fence=fence)
+
+    assert await store.get("k/2") == 2

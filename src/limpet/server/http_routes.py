@@ -371,6 +371,15 @@ def _endpoints() -> Sequence[Endpoint]:
             "POST", f"{SPACE}/batch", "batch", run["batch"], _reply_json, _ok("BatchAnswer"), once, requests.Batch
         ),
         Endpoint("GET", f"{SPACE}/keys", "list_keys", run["list"], _reply_keys, _ok("KeysPage"), [*page, REVERSE]),
+        Endpoint(
+            "DELETE",
+            f"{SPACE}/keys",
+            "delete_keys",
+            run["delete_prefix"],
+            _reply_json,
+            _ok("DeletedAnswer"),
+            [PREFIX, LIMIT, FENCE],
+        ),
         Endpoint("GET", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), listed),
         Endpoint("POST", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), [], requests.Scan),
         Endpoint("GET", _keyed("history"), "history", run["history"], _reply_json, _ok("Changes"), [LIMIT, BEFORE]),
@@ -458,6 +467,7 @@ SUMMARIES: Final = {
     "touch": "Change only when a key expires.",
     "batch": "Guards and writes that happen together or not at all.",
     "list_keys": "A page of keys.",
+    "delete_keys": "End the keys that start with a prefix, up to the limit.",
     "scan": "A page of entries, filtered.",
     "history": "The latest changes of a key that are still in the log, oldest first.",
     "watch": "Changes as they happen, as server-sent events.",

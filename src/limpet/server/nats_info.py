@@ -157,6 +157,7 @@ _ENVELOPE: Final = {
 _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "get": {"exists": _BOOLEAN, "value": {}},
     "delete": {"deleted": _BOOLEAN},
+    "delete_prefix": {"deleted": _INTEGER, "truncated": _BOOLEAN},
     "list": {"keys": {"type": "array", "items": {"type": "string"}}, "count": _INTEGER, "truncated": _BOOLEAN},
     "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
     "entries": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},

@@ -118,6 +118,11 @@ _ANSWERS: Final[dict[str, Schema]] = {
         truncated=_BOOLEAN,
         cursor=_or_null(_STRING),
     ),
+    "DeletedAnswer": _members(
+        "How many keys were deleted. When `truncated`, there may be more: repeat the request.",
+        deleted=_INTEGER,
+        truncated=_BOOLEAN,
+    ),
     "EntriesAnswer": _members(
         "Several entries, in the order of the keys; null for a key that is absent.",
         entries=_list_of(_or_null(_ref("EntryDocument"))),

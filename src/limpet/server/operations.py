@@ -67,6 +67,13 @@ async def _delete(store: Store, request: requests.Delete) -> Answer:
     return {"deleted": await store.delete(request.key, **_conditions(request))}
 
 
+async def _delete_prefix(store: Store, request: requests.DeletePrefix) -> Answer:
+    if not 1 <= request.limit <= PAGE_MAX:
+        raise InvalidValue(f"one request deletes 1 to {PAGE_MAX:,} keys", path="$.limit")
+    deleted = await store.delete_prefix(request.prefix, limit=request.limit, fence=_fence(request.fence))
+    return {"deleted": deleted, "truncated": deleted == request.limit}
+
+
 async def _list(store: Store, request: requests.List) -> Answer:
     page = await store.keys(request.prefix, limit=request.limit, after=request.after, reverse=request.reverse)
     keys = page.keys[: fit(map(len, page.keys))]
@@ -386,7 +393,9 @@ def _reach_name(request: Any) -> Reach:
 
 
 def _reach_prefix(request: Any) -> Reach:
-    return Reach([prefix_span(request.prefix)])
+    fence = getattr(request, "fence", None)
+    names = () if fence is None else (fence.name,)
+    return Reach([prefix_span(request.prefix), *_reach_keys(names).spans], names)
 
 
 def _reach_pattern(request: requests.Watch) -> Reach:
@@ -484,6 +493,7 @@ OPERATIONS: Final = _table(
     Operation("get", requests.Get, "read", _get, _reach_key, reveals=True),
     Operation("set", requests.Set, "write", _set, _reach_key),
     Operation("delete", requests.Delete, "write", _delete, _reach_key),
+    Operation("delete_prefix", requests.DeletePrefix, "write", _delete_prefix, _reach_prefix),
     Operation("list", requests.List, "read", _list, _reach_prefix),
     Operation(
         "entry",

@@ -141,6 +141,14 @@ class Delete(Request, frozen=True, kw_only=True):
     request_id: str | None = None
 
 
+class DeletePrefix(Strict, frozen=True, kw_only=True):
+    """End the keys that start with a prefix, as many as the limit allows."""
+
+    prefix: str
+    limit: int = 1000
+    fence: Fence | None = None
+
+
 class List(Request, frozen=True, kw_only=True):
     """A page of keys."""
 
