@@ -21,6 +21,7 @@ from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
+from limpet.folders import ChildPage, list_children
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, make_probes
 from limpet.keys import (
@@ -207,6 +208,20 @@ class Store:
             size_bytes = sum(entry.size_bytes for entry in found if entry is not None)
             first += count
             count = min(SCAN_PAGE, 4 * count, max(1, PAGE_BYTES * count // max(1, size_bytes)))
+
+    async def children(
+        self, prefix: str = "", *, delimiter: str = "/", limit: int = 1000, after: str | None = None
+    ) -> ChildPage:
+        """One level below a prefix: its keys, and its folders with the number of keys in each.
+
+        A folder is all keys that are the same up to the next delimiter. No value is read, and a large folder is
+        counted by the engine. The listing and its counts are not of one moment.
+        """
+        return await list_children(self, prefix, delimiter=delimiter, limit=limit, after=after)
+
+    async def namespaces(self) -> list[str]:
+        """The names of all namespaces of this engine that were written to, sorted."""
+        return await self._session.retry(self._session.engine.namespaces)
 
     async def index(self, field: str) -> bool:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.

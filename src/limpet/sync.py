@@ -257,6 +257,8 @@ class Store(Proxy):
 
     get = mirror(_store.Store.get)
     entry = mirror(_store.Store.entry)
+    children = mirror(_store.Store.children)
+    namespaces = mirror(_store.Store.namespaces)
     entries = mirror(_store.Store.entries)
     get_many = mirror(_store.Store.get_many)
     keys = mirror(_store.Store.keys)

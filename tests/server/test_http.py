@@ -392,6 +392,34 @@ async def test_the_keys_of_a_prefix_are_deleted(http: httpx2.AsyncClient) -> Non
     problem(await http.delete("keys", params={"prefix": "job/", "limit": 0}), 400, "invalid_value")
 
 
+async def test_children_are_one_level_of_keys(http: httpx2.AsyncClient) -> None:
+    for key in ("job/1", "job/2/a", "job/2/b", "other"):
+        await http.put(f"entries/{key}", json=0)
+
+    whole = (await http.get("children", params={"prefix": "job/"})).json()
+    first = (await http.get("children", params={"limit": 1})).json()
+    rest = (await http.get("children", params={"after": first["cursor"]})).json()
+
+    assert whole == {
+        "children": [
+            {"key": "job/1", "folder": False, "keys": 1},
+            {"key": "job/2/", "folder": True, "keys": 2},
+        ],
+        "truncated": False,
+        "cursor": None,
+    }
+    assert (first["truncated"], first["cursor"]) == (True, "job/")
+    assert [child["key"] for child in rest["children"]] == ["other"]
+    problem(await http.get("children", params={"delimiter": ""}), 400, "invalid_value")
+
+
+async def test_the_namespaces_are_listed(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/k", json=0)
+    await http.put(f"{ROOT}/v1/trivia/entries/k", json=0)
+
+    assert (await http.get(f"{ROOT}/v1/namespaces")).json() == {"namespaces": ["shop", "trivia"]}
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
     await http.put("entries/b", json=[1])
     await http.put("entries/a", json=2)
@@ -881,6 +909,20 @@ def test_every_operation_has_a_route() -> None:
     """By its own name, or by the call."""
     assert any(endpoint.path.endswith("/call/{operation}") for endpoint in ENDPOINTS)
     assert {endpoint.path.split("/")[3] for endpoint in ENDPOINTS} == {
-        *("entries", "bytes", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "read", "history"),
+        *(
+            "entries",
+            "bytes",
+            "records",
+            "swap",
+            "incr",
+            "take",
+            "touch",
+            "batch",
+            "keys",
+            "scan",
+            "read",
+            "history",
+            "children",
+        ),
         *("watch", "locks", "outcome", "status", "semantic", "call"),
     }

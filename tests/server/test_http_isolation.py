@@ -263,7 +263,7 @@ def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
     named += [("unlock", {"name": THEIRS, "token": 1}), ("lock", {"name": THEIRS, "ttl": 1})]
     named += [
         (name, {"prefix": prefix})
-        for name in ("list", "scan", "locks", "delete_prefix")
+        for name in ("list", "scan", "locks", "delete_prefix", "children")
         for prefix in ("", "team/a", THEIRS)
     ]
     named += [("watch", {"pattern": pattern}) for pattern in ("*", "team/a*", THEIRS)]

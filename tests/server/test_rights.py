@@ -94,6 +94,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("entry", {"key": "pin"}),
     ("entry", {"key": "pin", "with_value": False}),
     ("entries", {"keys": ["pin", "none", "r"]}),
+    ("children", {}),
     ("delete_prefix", {"prefix": "p"}),
     ("delete_prefix", {"prefix": ""}),
     ("entries", {"keys": ["pin", "none", "r"], "with_value": False}),

@@ -304,6 +304,7 @@ VALID: dict[str, dict[str, Any]] = {
     "delete": {"key": "k", "expect": {"version": 1}, "fence": {"name": "n", "token": 1}},
     "list": {"prefix": "k", "limit": 10, "after": "k"},
     "entry": {"key": "k"},
+    "children": {"prefix": "k", "delimiter": "/", "limit": 3},
     "delete_prefix": {"prefix": "zz", "limit": 5},
     "entries": {"keys": ["k", "none"], "with_value": False},
     "put": {"key": "k", "fields": {"f": {"$bytes": "AAE="}}, "meta": {"m": MARK}, "keep_ttl": True},

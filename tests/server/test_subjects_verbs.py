@@ -116,6 +116,18 @@ async def test_the_keys_of_a_prefix_are_deleted(nats: Plugins) -> None:
     assert (await nats.ask("delete_prefix"))["error_code"] == "MISSING_FIELD"
 
 
+async def test_children_are_one_level_of_keys(nats: Plugins) -> None:
+    for key in ("job/1", "job/2/a", "job/2/b"):
+        await nats.ask("set", key=key, value=1)
+
+    found = (await nats.ask("children", prefix="job/"))["children"]
+
+    assert [(child["key"], child["folder"], child["keys"]) for child in found] == [
+        ("job/1", False, 1),
+        ("job/2/", True, 2),
+    ]
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(nats: Plugins) -> None:
     await nats.ask("set", key="b", value=[1])
     await nats.ask("set", key="a", value=2)

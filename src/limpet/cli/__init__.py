@@ -35,6 +35,7 @@ from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.deadletters import deadletters
 from limpet.cli.failure import Missing, quote_name
+from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
 from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
@@ -626,6 +627,8 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
             output.show_stderr(f"{store.traits.engine} keeps no indexes: its scans read every entry of their prefix")
 
 
+main.add_command(folders_command)
+main.add_command(namespaces_command)
 main.add_command(keys)
 main.add_command(grant_command)
 main.add_command(token)

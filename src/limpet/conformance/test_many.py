@@ -1,15 +1,16 @@
-"""Verbs on many keys: reading several at one moment, and deleting by prefix."""
+"""Verbs on many keys: reading several at one moment, deleting by prefix, and listing folders and namespaces."""
 
 from __future__ import annotations
 
 import asyncio
+from random import Random
 from typing import Any
 
 import pytest
 
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
-from limpet.conformance.support import count, next_events
+from limpet.conformance.support import count, next_events, session_of
 from limpet.errors import InvalidKey, InvalidValue, LockLost
 
 # entries and get_many ---------------------------------------------------------
@@ -220,3 +221,129 @@ async def test_delete_prefix_may_be_fenced(store: limpet.Store) -> None:
             await store.delete_prefix(prefix, fence=fence)
 
     assert await store.get("k/2") == 2
+
+
+# children and namespaces ------------------------------------------------------
+
+
+def shown(page: Any) -> list[tuple[str, int | None]]:
+    """The keys of a page, and its folders with their numbers of keys."""
+    return [(child.key, child.keys if child.is_folder else None) for child in page.children]
+
+
+async def test_children_are_one_level_below_a_prefix(store: limpet.Store, elapse: Elapse) -> None:
+    """`children` gives the keys directly below a prefix, and the folders there with the number of keys in each."""
+    for key in ("a", "jobs", "jobs/", "jobs/a", "jobs/a/1", "jobs/a/2/x", "jobs/b/1", "jobs0", "z/1"):
+        await store.put(key, 1)
+    await store.put("jobs/c/1", 1, ttl=0.1)
+    await elapse(0.2)
+
+    assert shown(await store.children()) == [("a", None), ("jobs", None), ("jobs/", 5), ("jobs0", None), ("z/", 1)]
+    found = await store.children("jobs/")
+    assert shown(found) == [("jobs/", None), ("jobs/a", None), ("jobs/a/", 2), ("jobs/b/", 1)]
+    assert (found.truncated, found.cursor) == (False, None)
+    assert shown(await store.children("jobs")) == [("jobs", None), ("jobs/", 5), ("jobs0", None)]
+    assert shown(await store.children("jobs/a/")) == [("jobs/a/1", None), ("jobs/a/2/", 1)]
+    assert shown(await store.children("nothing/")) == []
+
+
+async def test_a_large_folder_is_counted(store: limpet.Store) -> None:
+    """`children` gives the keys directly below a prefix, and the folders there with the number of keys in each."""
+    for folder in ("l", "m"):
+        for start in range(0, 1200, 100):
+            batch = store.batch()
+            for number in range(start, start + 100):
+                batch = batch.put(f"k/{folder}/{number:04}", number)
+            await batch.commit()
+    await store.put("k/m/deep/er", 1)
+    await store.put("k/n", 1)
+    scans, engine = 0, session_of(store).engine
+
+    class Watching:
+        """Counts the entries that scans return."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        async def scan(self, *args: Any, **options: Any) -> Any:
+            nonlocal scans
+            page = await engine.scan(*args, **options)
+            scans += len(page.entries)
+            return page
+
+    session_of(store).engine = Watching()
+    try:
+        found = await store.children("k/")
+    finally:
+        session_of(store).engine = engine
+
+    assert shown(found) == [("k/l/", 1200), ("k/m/", 1201), ("k/n", None)]
+    assert scans < 200
+
+
+async def test_a_delimiter_may_be_any_text(store: limpet.Store) -> None:
+    """The key of a folder ends with the delimiter, which may be any text."""
+    for key in ("a.b.c", "a.b", "a::b::c", "a::b", "a::", "\U0010ffff\U0010ffff", "é→1", "é→2"):
+        await store.put(key, 1)
+
+    assert shown(await store.children(delimiter=".")) == [
+        *(("a.", 2), ("a::", None), ("a::b", None), ("a::b::c", None), ("é→1", None), ("é→2", None)),
+        ("\U0010ffff\U0010ffff", None),
+    ]
+    assert shown(await store.children("a", delimiter="::")) == [("a.b", None), ("a.b.c", None), ("a::", 3)]
+    assert shown(await store.children("a::", delimiter="::")) == [("a::", None), ("a::b", None), ("a::b::", 1)]
+    assert shown(await store.children("é", delimiter="→")) == [("é→", 2)]
+    assert shown(await store.children("\U0010ffff", delimiter="\U0010ffff")) == [("\U0010ffff\U0010ffff", 1)]
+
+
+@pytest.mark.refused_early
+@pytest.mark.parametrize(
+    "options", [{"delimiter": ""}, {"delimiter": "\0"}, {"delimiter": 1}, {"limit": 0}, {"limit": 10_001}]
+)
+async def test_odd_delimiters_and_limits_are_refused(store: limpet.Store, options: dict[str, Any]) -> None:
+    """The key of a folder ends with the delimiter, which may be any text."""
+    with pytest.raises(InvalidValue):
+        await store.children(**options)
+
+
+async def test_children_come_in_pages(store: limpet.Store) -> None:
+    """`children` come in key order, in pages that go on after a key or a folder."""
+    random = Random(5)
+    keys = sorted({"".join(random.choices("ab/", k=random.randint(1, 6))) for _ in range(250)})
+    for start in range(0, len(keys), 128):
+        batch = store.batch()
+        for key in keys[start : start + 128]:
+            batch = batch.put(key, 1)
+        await batch.commit()
+
+    for prefix in ("", "a", "a/", "b/a", "/"):
+        expected: dict[str, int | None] = {}
+        for key in keys:
+            if key.startswith(prefix):
+                head, mark, _ = key[len(prefix) :].partition("/")
+                name = prefix + head + mark
+                expected[name] = (expected.get(name) or 0) + 1 if mark else None
+        for limit in (1, 3, 1000):
+            found: list[tuple[str, int | None]] = []
+            after: str | None = None
+            while True:
+                page = await store.children(prefix, limit=limit, after=after)
+                assert len(page.children) <= limit
+                found += shown(page)
+                if not page.truncated:
+                    break
+                after = page.cursor
+            assert found == list(expected.items()), (prefix, limit)
+
+
+async def test_namespaces_are_listed(store: limpet.Store, open_store: OpenStore) -> None:
+    """`namespaces` gives the names of all namespaces of the engine that were written to, sorted."""
+    other = store.namespace(f"{store.name}-other")
+    assert not {store.name, other.name} & {*(await store.namespaces())}
+
+    await store.put("k", 1)
+    await other.put("k", 1)
+
+    found = await (await open_store()).namespaces()
+    assert {store.name, other.name} <= {*found}
+    assert found == sorted(found)

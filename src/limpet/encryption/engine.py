@@ -117,7 +117,7 @@ class EncryptedEngine:
         self._turns = Turns()
         self._recently_sent: dict[tuple[str, str], _SentBatch] = {}
 
-    # The eight primitives -----------------------------------------------------
+    # The ten primitives -----------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
@@ -154,6 +154,14 @@ class EncryptedEngine:
                 return ScanPage(found, found[-1].key)
             found.append(entry if values else entry.without_value())
         return ScanPage(found, page.cursor)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        return await self._inner.count(namespace, span, family=family)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        return await self._inner.namespaces()
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""

@@ -1,4 +1,4 @@
-r"""An engine on any ordered key-value store: eight primitives made of five small verbs.
+r"""An engine on any ordered key-value store: ten primitives made of five small verbs.
 
 A store that reads several keys and ranges at one moment, and that writes several keys if one of them is unchanged, is
 enough for an engine. Everything else is here: what is stored under which key, grouped commits, retries and their marks,
@@ -226,8 +226,7 @@ class KeyValueEngine(GroupingEngine):
         """See `Engine.scan`."""
         self._check_open()
         rows, found, size_bytes = _Rows(namespace), list[Entry](), 0
-        start = rows.entry(family, span.start)
-        stop = rows.entry(family, "") + _LAST if span.stop is None else rows.entry(family, span.stop)
+        start, stop = rows.bounds(family, span)
         async with self._read() as snapshot:
             now_ms = await self._time(namespace, await _get_head(snapshot, rows))
             async with contextlib.aclosing(_walk(snapshot, start, stop, reverse=reverse)) as walk:
@@ -240,6 +239,30 @@ class KeyValueEngine(GroupingEngine):
                     found.append(entry if values else entry.without_value())
                     size_bytes += found[-1].weight_bytes
         return ScanPage(found, None)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`. Every row of the span is read, because its expiry is in it."""
+        self._check_open()
+        rows, total = _Rows(namespace), 0
+        async with self._read() as snapshot:
+            now_ms = await self._time(namespace, await _get_head(snapshot, rows))
+            async with contextlib.aclosing(_walk(snapshot, *rows.bounds(family, span))) as walk:
+                async for _, value in walk:
+                    total += live(_decode(value, Entry, "an entry"), now_ms) is not None
+        return total
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        self._check_open()
+        found: list[str] = []
+        start = _PREFIX + b"n"
+        async with self._read() as snapshot:
+            # The row of the counters is the first of a namespace, and the next namespace begins behind all its rows.
+            while rows := await snapshot.get_range(start, _PREFIX + b"n" + _LAST, 1):
+                name = rows[0][0].removeprefix(_PREFIX + b"n").partition(b"\0")[0]
+                found.append(name.decode())
+                start = _PREFIX + b"n" + name + b"\1"
+        return found
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -473,6 +496,11 @@ class _Rows:
 
     def entry(self, family: StoredFamily, key: str) -> bytes:
         return self._prefix + b"e" + _name(family, key)
+
+    def bounds(self, family: Family, span: Span) -> tuple[bytes, bytes]:
+        """The rows of the entries of a span: the first, and the end."""
+        stop = self.entry(family, "") + _LAST if span.stop is None else self.entry(family, span.stop)
+        return self.entry(family, span.start), stop
 
     def change(self, revision: int) -> bytes:
         return self._prefix + b"l" + revision.to_bytes(8)

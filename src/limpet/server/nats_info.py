@@ -159,6 +159,7 @@ _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "delete": {"deleted": _BOOLEAN},
     "delete_prefix": {"deleted": _INTEGER, "truncated": _BOOLEAN},
     "list": {"keys": {"type": "array", "items": {"type": "string"}}, "count": _INTEGER, "truncated": _BOOLEAN},
+    "children": {"children": _OBJECTS, "truncated": _BOOLEAN, "cursor": {"type": ["string", "null"]}},
     "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
     "entries": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
     "put": {"entry": _OBJECT},

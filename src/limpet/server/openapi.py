@@ -127,6 +127,13 @@ _ANSWERS: Final[dict[str, Schema]] = {
         "Several entries, in the order of the keys; null for a key that is absent.",
         entries=_list_of(_or_null(_ref("EntryDocument"))),
     ),
+    "ChildrenPage": _members(
+        "One level of keys. When `truncated`, give `cursor` as `after` to go on.",
+        children=_list_of(_members("A key or a folder.", key=_STRING, folder=_BOOLEAN, keys=_INTEGER)),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
+    "Namespaces": _members("The namespaces that the caller may read.", namespaces=_list_of(_STRING)),
     "Change": _members(
         "What happened to a key.",
         op={"enum": ["put", "patch", "touch", "delete", "expire", "synced"]},
@@ -249,6 +256,13 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "/": {"get": _open_endpoint("index", "What this is.")},
         "/healthz": {"get": _open_endpoint("alive", "Whether the server is alive.")},
         "/readyz": {"get": _open_endpoint("ready", "Whether the server serves requests.", 503)},
+    }
+    paths["/v1/namespaces"] = {
+        "get": {
+            "operationId": "list_namespaces",
+            "summary": "The namespaces that were written to, and in which the caller may read.",
+            "responses": {"200": _response("OK", ReplyDoc("Namespaces")), **_problems(_COMMON)},
+        }
     }
     for endpoint in endpoints:
         path = re.sub(r":\w+}", "}", endpoint.path)

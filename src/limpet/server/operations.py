@@ -211,6 +211,17 @@ async def _scan(store: Store, request: requests.Scan) -> Answer:
     return {"entries": page, "truncated": cursor is not None, "cursor": cursor}
 
 
+async def _children(store: Store, request: requests.Children) -> Answer:
+    page = await store.children(request.prefix, delimiter=request.delimiter, limit=request.limit, after=request.after)
+    kept = page.children[: fit(len(child.key) for child in page.children)]
+    is_cut = page.truncated or len(kept) < len(page.children)
+    return {
+        "children": [{"key": child.key, "folder": child.is_folder, "keys": child.keys} for child in kept],
+        "truncated": is_cut,
+        "cursor": kept[-1].key if is_cut else None,
+    }
+
+
 async def _history(store: Store, request: requests.History) -> Answer:
     if not 1 <= request.limit <= HISTORY_MAX:
         raise InvalidValue(f"a history has 1 to {HISTORY_MAX:,} changes", path="$.limit")
@@ -530,6 +541,7 @@ OPERATIONS: Final = _table(
     ),
     Operation("batch", requests.Batch, "write", _batch, _reach_batch),
     Operation("scan", requests.Scan, "read", _scan, _reach_prefix, reveals=True, conceals=_needs_no_value),
+    Operation("children", requests.Children, "read", _children, _reach_prefix),
     Operation("history", requests.History, "read", _history, _reach_key, reveals=True),
     Operation("watch", requests.Watch, "read", _watch, _reach_pattern, reveals=True),
     Operation("lock", requests.Lock, "lock", _lock, _reach_name),

@@ -302,6 +302,15 @@ class Scan(Strict, frozen=True, kw_only=True):
     reverse: bool = False
 
 
+class Children(Strict, frozen=True, kw_only=True):
+    """A page of one level of keys: those directly below a prefix, and the folders there."""
+
+    prefix: str = ""
+    delimiter: str = "/"
+    limit: int = 1000
+    after: str | None = None
+
+
 class History(Strict, frozen=True, kw_only=True):
     """The latest changes of a key that are still in the log, oldest first."""
 

@@ -183,7 +183,7 @@ class PostgresEngine(PostgresConnections):
         super()._init_process_state()
         self._committer = Committer(self, self._display_name, self._hold)
 
-    # The eight primitives, except those that `ServerEngine` has -----------------
+    # The ten primitives, except those that `ServerEngine` has -----------------
 
     async def scan(
         self,
@@ -214,6 +214,19 @@ class PostgresEngine(PostgresConnections):
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
         return ScanPage(entries, cursor)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        self._check_open()
+        seen_ms = self._seen_ms.get(namespace, 0)
+        ((count, now_ms),) = await self._fetch(sql.COUNT, namespace, family, *span_bounds(span), seen_ms)
+        self._observe_time(namespace, now_ms)
+        return int(count)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        self._check_open()
+        return sorted(name for (name,) in await self._fetch(sql.NAMESPACES))
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""

@@ -963,6 +963,22 @@ function verb.scan()
     return reply
 end
 
+-- Beside the count, the keys that have expired and are in it, if they are in its span: the caller compares them.
+function verb.count()
+    local family, expired = ARGV[3], {}
+    local total = call('ZLEXCOUNT', base .. family .. ':keys', ARGV[4], ARGV[5])
+    local due = call('ZRANGEBYSCORE', due_key, '-inf', load_read_ms(), 'WITHSCORES')
+    for i = 1, #due, 2 do
+        has_expired(tonumber(due[i + 1]))
+        local owner, key = match(due[i], '^(%a+):(.*)$')
+        if owner == family then
+            expired[#expired + 1] = key
+        end
+    end
+    record_time()
+    return {total, expired}
+end
+
 function verb.changes()
     local after, limit, most = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
     if not load_counters() then

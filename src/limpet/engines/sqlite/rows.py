@@ -38,6 +38,13 @@ SCANS: Final = {
     for reverse in (False, True)
 }
 """The statement of a scan: with values or without, and in which order."""
+_IN_SPAN: Final = "namespace = ? AND family = ? AND key >= ? AND key < ?"
+# Without the condition on the expiry, which stands behind the value, the count reads no value.
+COUNT: Final = (
+    f"SELECT (SELECT count(*) FROM limpet_entries WHERE {_IN_SPAN})"
+    f" - (SELECT count(*) FROM limpet_entries INDEXED BY limpet_due WHERE {_IN_SPAN} AND expires_ms <= ?)"
+)
+NAMESPACES: Final = "SELECT namespace FROM limpet_namespaces WHERE revision > 0"
 WRITE: Final = (
     f"INSERT INTO limpet_entries (namespace, family, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     " ON CONFLICT (namespace, family, key) DO UPDATE SET kind = excluded.kind, value = excluded.value,"
