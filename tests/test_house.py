@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     },
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
-        *("hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
+        *("hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages", "many", "folders"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin"},

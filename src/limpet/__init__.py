@@ -13,6 +13,7 @@ from limpet.codec import Fields
 from limpet.draft import Draft, Fence, equals, field
 from limpet.election import Election
 from limpet.errors import LimpetError
+from limpet.folders import Child, ChildPage
 from limpet.hub import Watch
 from limpet.lock import Lock, LockInfo
 from limpet.model import (
@@ -48,6 +49,8 @@ __all__ = [
     "KEEP",
     "PRESENT",
     "UNCHANGED",
+    "Child",
+    "ChildPage",
     "Clock",
     "Commit",
     "Draft",

@@ -1,4 +1,4 @@
-"""The engine protocol: a map and a log behind eight primitives.
+"""The engine protocol: a map and a log behind ten primitives.
 
 The map holds the current entries of a namespace; the log holds the ordered changes that
 made it. An engine stores both, runs a batch under its own exclusion by the rules of
@@ -81,13 +81,31 @@ class Engine(Protocol):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
-        """Read live entries of a span in key order, at most ``limit`` of them.
+        """Read live entries of a span in key order, at most ``limit`` of them; with ``reverse`` the last ones first.
 
         Behaviour:
         - Order is code-point order of the keys.
         - A page that ends early has a cursor to continue after; a page without a cursor was the last.
+        - In reverse, the order is the opposite, and a page continues before its cursor.
         - Without values, entries come with everything else.
+        """
+        ...
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """Count the live entries of a span without sending them.
+
+        Behaviour:
+        - A count is the number of entries that a scan of the span would give.
+        """
+        ...
+
+    async def namespaces(self) -> list[str]:
+        """List the namespaces that were written to, sorted.
+
+        Behaviour:
+        - Every namespace that any process has written to is listed, and one that was not used is not.
         """
         ...
 

@@ -24,6 +24,8 @@ BATCH_GUARDS_MAX: Final = 16
 PAGE_MAX: Final = 10_000
 PAGE_BYTES: Final = 4_000_000
 """The size at which a page ends, whatever it lists. A page may exceed it by one value."""
+KEYS_MAX: Final = 1_000
+"""How many keys one read takes."""
 TESTS_MAX: Final = 32
 OPERANDS_MAX: Final = 1_000
 

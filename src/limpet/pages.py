@@ -76,6 +76,12 @@ def _drop_oldest(changes: deque[Change], most: int) -> bool:
     return has_more
 
 
-def span_after(span: Span, after: str | None) -> Span:
-    """Cut off the part of a span up to a key. No key contains U+0000, so no key lies in between."""
-    return span if after is None else Span(max(span.start, check_key(after) + "\0"), span.stop)
+def span_after(span: Span, after: str | None, *, reverse: bool = False) -> Span:
+    """Cut off the part of a span up to a key, in the order of a scan."""
+    if after is None:
+        return span
+    key = check_key(after)
+    if reverse:
+        return Span(span.start, key if span.stop is None else min(span.stop, key))
+    # No key contains U+0000, so no key lies in between.
+    return Span(max(span.start, key + "\0"), span.stop)

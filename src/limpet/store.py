@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
-from limpet.checks import check_filter
+from limpet.checks import check_filter, check_flag
 from limpet.clock import Clock
 from limpet.codec import decode
 from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
+from limpet.folders import ChildPage, list_children
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, make_probes
 from limpet.keys import (
@@ -35,6 +36,7 @@ from limpet.keys import (
     prefix_span,
 )
 from limpet.lock import Lock, LockInfo
+from limpet.many import delete_keys, read_entries, take_keys
 from limpet.model import (
     ABSENT,
     ANY,
@@ -120,29 +122,56 @@ class Store:
         """The value with its version, revision, times and meta; None when the key is absent."""
         return await self._session.read(self.name, check_key(key))
 
-    async def keys(self, prefix: str = "", *, limit: int = 1000, after: str | None = None) -> Page:
-        """A page of keys that start with the prefix, in code-point order."""
+    async def entries(self, keys: Iterable[str]) -> list[Entry | None]:
+        """The entries of up to 1,000 keys, read at one moment; None in the place of a key that is absent.
+
+        The result has the order of the keys, and a key that comes twice has its entry twice.
+        """
+        wanted = take_keys(keys)
+        found = await read_entries(self, wanted)
+        return [found[key] for key in wanted]
+
+    async def get_many(self, keys: Iterable[str]) -> dict[str, Any]:
+        """The values of up to 1,000 keys, read at one moment. A key that is absent is not in the result."""
+        found = await read_entries(self, take_keys(keys))
+        return {key: entry.value for key, entry in found.items() if entry is not None}
+
+    async def keys(
+        self, prefix: str = "", *, limit: int = 1000, after: str | None = None, reverse: bool = False
+    ) -> Page:
+        """A page of keys that start with the prefix, in code-point order; with ``reverse`` the last ones first."""
         if type(limit) is not int or not 1 <= limit <= PAGE_MAX:
             raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} keys")
+        check_flag(reverse, "reverse")
         found: list[str] = []
-        span: Span | None = span_after(prefix_span(prefix), after)
+        span: Span | None = span_after(prefix_span(prefix), after, reverse=reverse)
         while span is not None and len(found) < limit:
-            page = await self._scan_page(span, values=False, limit=limit - len(found))
+            page = await self._scan_page(span, values=False, limit=limit - len(found), reverse=reverse)
             found += [entry.key for entry in page.entries]
-            span = None if page.cursor is None else span_after(span, page.cursor)
+            span = None if page.cursor is None else span_after(span, page.cursor, reverse=reverse)
         return Page(found, span is not None, found[-1] if span is not None else None)
 
     async def scan(
-        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+        self,
+        prefix: str = "",
+        *,
+        where: Filter | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+        reverse: bool = False,
     ) -> AsyncIterator[Entry]:
-        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
+        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match.
+
+        With ``reverse`` the last ones come first, and the scan goes on before the key ``after``.
+        """
         if limit is not None and (type(limit) is not int or limit < 1):
             raise InvalidValue("a scan is limited to one entry or more")
         if where is not None:
             check_filter(where)
-        span: Span | None = span_after(prefix_span(prefix), after)
+        check_flag(reverse, "reverse")
+        span: Span | None = span_after(prefix_span(prefix), after, reverse=reverse)
         left = limit
-        found = None if where is None or span is None else await self._search_index(span, where)
+        found = None if where is None or span is None else await self._search_index(span, where, reverse)
         if found is not None:
             async for entry in found:
                 if left == 0:
@@ -151,19 +180,20 @@ class Store:
                 left = None if left is None else left - 1
             return
         while span is not None and left != 0:
-            page = await self._scan_page(span, where=where, limit=SCAN_PAGE if left is None else min(left, SCAN_PAGE))
+            count = SCAN_PAGE if left is None else min(left, SCAN_PAGE)
+            page = await self._scan_page(span, where=where, limit=count, reverse=reverse)
             for entry in page.entries:
                 yield entry
             left = None if left is None else left - len(page.entries)
-            span = None if page.cursor is None else span_after(span, page.cursor)
+            span = None if page.cursor is None else span_after(span, page.cursor, reverse=reverse)
 
-    async def _search_index(self, span: Span, where: Filter) -> AsyncIterator[Entry] | None:
+    async def _search_index(self, span: Span, where: Filter, reverse: bool) -> AsyncIterator[Entry] | None:
         """Find the entries that match by an index; None when no index can."""
         engine, probes = self._indexing, make_probes(where)
         if not probes or engine is None:
             return None
         keys = await self._session.retry(lambda: engine.candidates(self.name, span, probes))
-        return None if keys is None else self._read_matching(sorted({*keys}), where)
+        return None if keys is None else self._read_matching(sorted({*keys}, reverse=reverse), where)
 
     async def _read_matching(self, keys: list[str], where: Filter) -> AsyncIterator[Entry]:
         engine = self._session.engine
@@ -178,6 +208,20 @@ class Store:
             size_bytes = sum(entry.size_bytes for entry in found if entry is not None)
             first += count
             count = min(SCAN_PAGE, 4 * count, max(1, PAGE_BYTES * count // max(1, size_bytes)))
+
+    async def children(
+        self, prefix: str = "", *, delimiter: str = "/", limit: int = 1000, after: str | None = None
+    ) -> ChildPage:
+        """One level below a prefix: its keys, and its folders with the number of keys in each.
+
+        A folder is all keys that are the same up to the next delimiter. No value is read, and a large folder is
+        counted by the engine. The listing and its counts are not of one moment.
+        """
+        return await list_children(self, prefix, delimiter=delimiter, limit=limit, after=after)
+
+    async def namespaces(self) -> list[str]:
+        """The names of all namespaces of this engine that were written to, sorted."""
+        return await self._session.retry(self._session.engine.namespaces)
 
     async def index(self, field: str) -> bool:
         """Keep an index of a field, so that scans with ``where`` on it need not read every entry.
@@ -251,9 +295,9 @@ class Store:
             raise InvalidValue("this store is not encrypted: open it with encryption=limpet.Keyring(…)")
         return engine
 
-    async def _scan_page(self, span: Span, *, where: Filter | None = None, values: bool = True, limit: int) -> ScanPage:
+    async def _scan_page(self, span: Span, **options: Any) -> ScanPage:
         engine = self._session.engine
-        return await self._session.retry(lambda: engine.scan(self.name, span, where=where, values=values, limit=limit))
+        return await self._session.retry(lambda: engine.scan(self.name, span, **options))
 
     # Writing ------------------------------------------------------------------
 
@@ -385,6 +429,16 @@ class Store:
         """End a key. False when it did not exist."""
         commit = await self._draft(key, expect, fence, request_id).delete(key).commit()
         return commit.ended[0] is not None
+
+    async def delete_prefix(
+        self, prefix: str, *, limit: int | None = None, fence: Fencing | Fence | None = None
+    ) -> int:
+        """Delete the keys that start with a prefix, and return how many there were; with ``limit``, the first of them.
+
+        They are deleted in batches of up to 128. Each batch happens as a whole, and all of them together do not: after
+        an error, call it again. A key that is written meanwhile may be deleted or not.
+        """
+        return await delete_keys(self, prefix, limit, fence)
 
     async def take(
         self,

@@ -257,11 +257,16 @@ class Store(Proxy):
 
     get = mirror(_store.Store.get)
     entry = mirror(_store.Store.entry)
+    children = mirror(_store.Store.children)
+    namespaces = mirror(_store.Store.namespaces)
+    entries = mirror(_store.Store.entries)
+    get_many = mirror(_store.Store.get_many)
     keys = mirror(_store.Store.keys)
     put = mirror(_store.Store.put)
     create = mirror(_store.Store.create)
     add = mirror(_store.Store.add)
     delete = mirror(_store.Store.delete)
+    delete_prefix = mirror(_store.Store.delete_prefix)
     take = mirror(_store.Store.take)
     touch = mirror(_store.Store.touch)
     persist = mirror(_store.Store.persist)
@@ -307,10 +312,17 @@ class Store(Proxy):
         )
 
     def scan(
-        self, prefix: str = "", *, where: Filter | None = None, limit: int | None = None, after: str | None = None
+        self,
+        prefix: str = "",
+        *,
+        where: Filter | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+        reverse: bool = False,
     ) -> Iterator[Entry]:
-        """Entries whose keys start with the prefix, in code-point order; with ``where``, those that match."""
-        return _iterate(self._runner.run, self._twin.scan(prefix, where=where, limit=limit, after=after))
+        """Entries whose keys start with the prefix, in code-point order or its reverse; see `limpet.Store.scan`."""
+        twin = self._twin.scan(prefix, where=where, limit=limit, after=after, reverse=reverse)
+        return _iterate(self._runner.run, twin)
 
     def history(self, key: str) -> Iterator[Event]:
         """The changes of a key that are still in the log, oldest first."""

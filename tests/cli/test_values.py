@@ -274,6 +274,45 @@ def test_ls_goes_on_over_pages(run: Limpet, url: str, monkeypatch: pytest.Monkey
     assert run("ls", "--limit", "6").stdout.split() == [f"k{number}" for number in range(6)]
 
 
+def test_del_with_prefix_deletes_and_counts(run: Limpet) -> None:
+    for key in ("session/1", "session/2", "theme"):
+        run("put", key, "1")
+
+    assert run("del", "session/", "--prefix").stdout == "2\n"
+    assert run("del", "session/", "--prefix").stdout == "0\n"
+    assert json.loads(run("del", "t", "--prefix", "--json").stdout) == {"prefix": "t", "deleted": 1}
+    assert run("del", "x", "--prefix", "--if-version", "1").exit_code == 2
+
+
+def test_folders_are_listed_with_their_numbers_of_keys(run: Limpet) -> None:
+    for key in ("job/1", "job/2/a", "job/2/b", "theme"):
+        run("put", key, "1")
+
+    assert run("folders").stdout == "3\tjob/\n1\ttheme\n"
+    assert run("folders", "job/").stdout == "1\tjob/1\n2\tjob/2/\n"
+    assert run("folders", "t", "--delimiter", "e").stdout == "1\tthe\n"
+    assert json.loads(run("folders", "th", "--json").stdout) == {"key": "theme", "folder": False, "keys": 1}
+    assert run("folders", "x").output == ""
+
+
+def test_namespaces_are_listed(run: Limpet) -> None:
+    run("put", "k", "1")
+    run("put", "k", "1", "-n", "trivia")
+
+    assert run("namespaces").stdout == "default\ntrivia\n"
+    assert json.loads(run("namespaces", "--json", "-n", "x").stdout.splitlines()[1]) == {"namespace": "trivia"}
+
+
+def test_ls_in_reverse_begins_with_the_last_key(run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("limpet.cli.PAGE_MAX", 2)
+    for key in ("a", "k/1", "k/2", "k/3", "k/4", "z"):
+        run("put", key, "1")
+
+    assert run("ls", "k/", "--reverse").stdout == "k/4\nk/3\nk/2\nk/1\n"
+    assert run("ls", "k/", "-r", "--limit", "3").stdout == "k/4\nk/3\nk/2\n"
+    assert run("ls", "-r", "--after", "k/2", "--values").stdout == "k/1\t1\na\t1\n"
+
+
 def test_ls_long_shows_numbers_in_columns(run: Limpet) -> None:
     run("put", "k", '"abc"', "--ttl", "1h")
     run("put", "l", "1")

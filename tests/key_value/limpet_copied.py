@@ -73,12 +73,15 @@ class _Copy:
         await _suspend()
         return [self._rows.get(key) for key in keys]
 
-    async def get_range(self, start: bytes, stop: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+    async def get_range(
+        self, start: bytes, stop: bytes, limit: int, *, reverse: bool = False
+    ) -> list[tuple[bytes, bytes]]:
         await _suspend()
         if self._keys is None:
             self._keys = sorted(self._rows)
         first, end = bisect_left(self._keys, start), bisect_left(self._keys, stop)
-        return [(key, self._rows[key]) for key in self._keys[first:end][:limit]]
+        chosen = self._keys[first:end][:: -1 if reverse else 1]
+        return [(key, self._rows[key]) for key in chosen[:limit]]
 
 
 async def _suspend() -> None:

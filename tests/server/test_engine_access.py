@@ -103,6 +103,8 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "read beside one's own": lambda engine: engine.read("trivia", ["alice/1", "bob/1"]),
     "read a lock": lambda engine: engine.read("trivia", ["bob/door"], family="lock"),
     "scan": lambda engine: engine.scan("trivia", prefix_span("bob/")),
+    "count": lambda engine: engine.count("trivia", prefix_span("bob/")),
+    "count everything": lambda engine: engine.count("trivia", Span("", None)),
     "scan everything": lambda engine: engine.scan("trivia", Span("", None)),
     "scan from one's own on": lambda engine: engine.scan("trivia", Span("alice/", None)),
     "scan into the neighbour": lambda engine: engine.scan("trivia", Span("alice/", "bob/2")),

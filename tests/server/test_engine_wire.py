@@ -375,10 +375,11 @@ def test_nobody_makes_up_the_hash_of_a_request() -> None:
 
 # Over HTTP --------------------------------------------------------------------------
 
-PRIMITIVES = ("read", "scan", "commit", "changes", "due", "trim", "status")
+PRIMITIVES = ("read", "scan", "count", "commit", "changes", "due", "trim", "status")
 SOUND: dict[str, Any] = {
     "read": wire.Read(["k"]),
     "scan": wire.Scan(Span("", None)),
+    "count": wire.Count(Span("", None)),
     "commit": wire.Commits([msgspec.Raw(wire.encode_batch(Batch((), (PUT,), "r")))]),
     "changes": wire.Changes(0),
     "due": wire.Due(),
@@ -445,6 +446,7 @@ async def test_nothing_that_is_sent_breaks_the_server(data: st.DataObject) -> No
     shaped = {
         "read": st.fixed_dictionaries({"keys": st.lists(st.text(max_size=3)), "family": loose | families}),
         "scan": st.fixed_dictionaries({"span": st.fixed_dictionaries({"start": st.text(max_size=3), "stop": loose})}),
+        "count": st.fixed_dictionaries({"span": st.fixed_dictionaries({"start": st.text(max_size=3), "stop": loose})}),
         "commit": st.fixed_dictionaries({"batches": st.lists(loose | batches.map(wire.encode_batch).map(msgspec.Raw))}),
         "changes": st.fixed_dictionaries({"after": st.integers(-1, 2**64 - 1)}),
         "due": st.fixed_dictionaries({"limit": st.integers(-1, 2**64 - 1)}),

@@ -362,6 +362,77 @@ async def test_pages_go_on_after_their_cursor(http: httpx2.AsyncClient) -> None:
     assert (await http.get("scan?where=n:exists&limit=1")).json()["entries"][0]["key"] == "job/0"
 
 
+async def test_pages_in_reverse_go_on_before_their_cursor(http: httpx2.AsyncClient) -> None:
+    for number in range(5):
+        await http.put(f"entries/job/{number}", json={"n": number})
+    backwards = {"prefix": "job/", "reverse": "true"}
+
+    keys = (await http.get("keys", params={**backwards, "limit": 3})).json()
+    rest = (await http.get("keys", params={**backwards, "after": keys["cursor"]})).json()
+    found = (await http.get("scan", params={**backwards, "limit": 2, "where": "n:ne:3"})).json()
+    posted = (await http.post("scan", json={"reverse": True, "after": found["cursor"]})).json()
+
+    assert [*keys["keys"], *rest["keys"]] == [f"job/{number}" for number in (4, 3, 2, 1, 0)]
+    assert [entry["key"] for entry in found["entries"]] == ["job/4", "job/2"]
+    assert [entry["key"] for entry in posted["entries"]] == ["job/1", "job/0"]
+    problem(await http.get("keys", params={"reverse": "yes"}), 400, "invalid_value")
+
+
+async def test_the_keys_of_a_prefix_are_deleted(http: httpx2.AsyncClient) -> None:
+    for number in range(5):
+        await http.put(f"entries/job/{number}", json=number)
+    await http.put("entries/other", json=0)
+
+    first = await http.delete("keys", params={"prefix": "job/", "limit": 3})
+    rest = await http.delete("keys", params={"prefix": "job/"})
+
+    assert (first.json(), rest.json()) == ({"deleted": 3, "truncated": True}, {"deleted": 2, "truncated": False})
+    assert (await http.get("keys")).json()["keys"] == ["other"]
+    problem(await http.delete("keys"), 400, "invalid_value")
+    problem(await http.delete("keys", params={"prefix": "job/", "limit": 0}), 400, "invalid_value")
+
+
+async def test_children_are_one_level_of_keys(http: httpx2.AsyncClient) -> None:
+    for key in ("job/1", "job/2/a", "job/2/b", "other"):
+        await http.put(f"entries/{key}", json=0)
+
+    whole = (await http.get("children", params={"prefix": "job/"})).json()
+    first = (await http.get("children", params={"limit": 1})).json()
+    rest = (await http.get("children", params={"after": first["cursor"]})).json()
+
+    assert whole == {
+        "children": [
+            {"key": "job/1", "folder": False, "keys": 1},
+            {"key": "job/2/", "folder": True, "keys": 2},
+        ],
+        "truncated": False,
+        "cursor": None,
+    }
+    assert (first["truncated"], first["cursor"]) == (True, "job/")
+    assert [child["key"] for child in rest["children"]] == ["other"]
+    problem(await http.get("children", params={"delimiter": ""}), 400, "invalid_value")
+
+
+async def test_the_namespaces_are_listed(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/k", json=0)
+    await http.put(f"{ROOT}/v1/trivia/entries/k", json=0)
+
+    assert (await http.get(f"{ROOT}/v1/namespaces")).json() == {"namespaces": ["shop", "trivia"]}
+
+
+async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/b", json=[1])
+    await http.put("entries/a", json=2)
+
+    found = (await http.post("read", json={"keys": ["b", "none", "a", "b"]})).json()["entries"]
+    brief = (await http.post("read", json={"keys": ["a"], "with_value": False})).json()["entries"]
+
+    assert [entry and entry["value"] for entry in found] == [[1], None, 2, [1]]
+    assert (brief[0]["version"], "value" in brief[0]) == (1, False)
+    problem(await http.post("read", json={"keys": ["k"] * 1001}), 400, "invalid_value")
+    problem(await http.post("read", json={"keys": [""]}), 400, "invalid_key")
+
+
 async def test_the_history_of_a_key_comes_oldest_first(http: httpx2.AsyncClient) -> None:
     for turn in range(3):
         await http.put("entries/k", json=turn)
@@ -441,6 +512,8 @@ KV = "tenant/acme/project/docs/delta"
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "watch"])
 async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClient, name: str) -> None:
     needed: dict[str, dict[str, Any]] = {
+        "entries": {"keys": ["k"]},
+        "delete_prefix": {"prefix": "k"},
         "set": {"value": 1},
         "put": {"value": 1},
         "cas": {"value": 1, "expect": {"absent": True}},
@@ -546,7 +619,7 @@ async def test_a_method_that_a_path_does_not_have_is_405(http: httpx2.AsyncClien
         ("DELETE", "status", "GET, HEAD"),
         ("OPTIONS", "batch", "POST"),
         ("TRACE", "scan", "GET, HEAD, POST"),
-        ("BREW", "keys", "GET, HEAD"),
+        ("BREW", "keys", "DELETE, GET, HEAD"),
     ]:
         refused = await http.request(method, path)
         problem(refused, 405, "method_not_allowed")
@@ -836,6 +909,20 @@ def test_every_operation_has_a_route() -> None:
     """By its own name, or by the call."""
     assert any(endpoint.path.endswith("/call/{operation}") for endpoint in ENDPOINTS)
     assert {endpoint.path.split("/")[3] for endpoint in ENDPOINTS} == {
-        *("entries", "bytes", "records", "swap", "incr", "take", "touch", "batch", "keys", "scan", "history"),
+        *(
+            "entries",
+            "bytes",
+            "records",
+            "swap",
+            "incr",
+            "take",
+            "touch",
+            "batch",
+            "keys",
+            "scan",
+            "read",
+            "history",
+            "children",
+        ),
         *("watch", "locks", "outcome", "status", "semantic", "call"),
     }

@@ -261,13 +261,19 @@ def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
     named += [(name, {**mine, **fence, **needed.get(name, {})}) for name in fencing]
     named += [(name, {"name": THEIRS, "ttl": 1, "token": 1}) for name in ("refresh",)]
     named += [("unlock", {"name": THEIRS, "token": 1}), ("lock", {"name": THEIRS, "ttl": 1})]
-    named += [(name, {"prefix": prefix}) for name in ("list", "scan", "locks") for prefix in ("", "team/a", THEIRS)]
+    named += [
+        (name, {"prefix": prefix})
+        for name in ("list", "scan", "locks", "delete_prefix", "children")
+        for prefix in ("", "team/a", THEIRS)
+    ]
     named += [("watch", {"pattern": pattern}) for pattern in ("*", "team/a*", THEIRS)]
     named += [("outcome", {"request_id": "team/a/x"}), ("status", {})]
     named += [
         ("batch", {"writes": [{**put, "key": THEIRS}]}),
         ("batch", {"writes": [put, {"op": "take", "key": THEIRS}]}),
     ]
+    named += [("delete_prefix", {"prefix": "team/a/", **fence})]
+    named += [("entries", {"keys": ["team/a/x", THEIRS]})]
     named += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
     named += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]
     kv_put = {"value": {}, "semantics": {"purpose": "cursor"}}

@@ -77,6 +77,19 @@ async def test_a_scan_without_values_has_them_all_on_a_page(store: Store, http: 
     assert (len(page["entries"]), page["truncated"]) == (12, False)
 
 
+async def test_entries_that_are_too_large_together_are_refused(store: Store, http: httpx2.AsyncClient) -> None:
+    """They are read at one moment, so that they cannot come in pages."""
+    keys = [f"large/{number}" for number in range(PAGE_LARGE)]
+    for key in keys:
+        await store.put(key, LARGE)
+
+    refused = await http.post("read", json={"keys": keys})
+    brief = await http.post("read", json={"keys": keys, "with_value": False})
+
+    assert (refused.status_code, refused.json()["code"]) == (413, "value_too_large")
+    assert [entry["size_bytes"] for entry in brief.json()["entries"]] == [len(LARGE) + 2] * PAGE_LARGE
+
+
 async def test_semantic_entries_come_in_pages_too(http: httpx2.AsyncClient) -> None:
     for number in range(7):
         put = {

@@ -105,6 +105,39 @@ async def test_who_waits_for_a_lock_holds_up_nobody(tmp_path: Any) -> None:
             one.cancel()
 
 
+async def test_the_keys_of_a_prefix_are_deleted(nats: Plugins) -> None:
+    for key in ("job/1", "job/2", "other"):
+        await nats.ask("set", key=key, value=1)
+
+    reply = await nats.ask("delete_prefix", prefix="job/")
+
+    assert (reply["deleted"], reply["truncated"]) == (2, False)
+    assert (await nats.ask("list"))["keys"] == ["other"]
+    assert (await nats.ask("delete_prefix"))["error_code"] == "MISSING_FIELD"
+
+
+async def test_children_are_one_level_of_keys(nats: Plugins) -> None:
+    for key in ("job/1", "job/2/a", "job/2/b"):
+        await nats.ask("set", key=key, value=1)
+
+    found = (await nats.ask("children", prefix="job/"))["children"]
+
+    assert [(child["key"], child["folder"], child["keys"]) for child in found] == [
+        ("job/1", False, 1),
+        ("job/2/", True, 2),
+    ]
+
+
+async def test_several_entries_are_read_in_the_order_of_their_keys(nats: Plugins) -> None:
+    await nats.ask("set", key="b", value=[1])
+    await nats.ask("set", key="a", value=2)
+
+    found = (await nats.ask("entries", keys=["b", "none", "a", "b"]))["entries"]
+
+    assert [entry and entry["value"] for entry in found] == [[1], None, 2, [1]]
+    assert (await nats.ask("entries", keys=["a", "x" * 256]))["error_code"] == "VALIDATION_ERROR"
+
+
 async def test_values_of_another_face_that_are_too_large_to_send_are_an_error(sqlite_nats: Plugins) -> None:
     from limpet.store import Store
 

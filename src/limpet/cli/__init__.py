@@ -35,6 +35,7 @@ from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.deadletters import deadletters
 from limpet.cli.failure import Missing, quote_name
+from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
 from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
@@ -171,15 +172,40 @@ def put(
     _show_written(setup, entry)
 
 
-@main.command(name="del", epilog=examples("limpet del session/42", "limpet del theme --if-version 3"))
+@main.command(
+    name="del",
+    epilog=examples("limpet del session/42", "limpet del theme --if-version 3", "limpet del session/ --prefix"),
+)
 @click.argument("key", shell_complete=complete_key)
+@click.option("--prefix", "is_prefix", is_flag=True, help="Delete all keys that start with KEY, and print how many.")
 @condition_options
 @write_options
 @pass_setup
 def delete(
-    setup: Setup, key: str, if_version: int | None, if_revision: int | None, fenced: bool, request_id: str | None
+    setup: Setup,
+    key: str,
+    is_prefix: bool,
+    if_version: int | None,
+    if_revision: int | None,
+    fenced: bool,
+    request_id: str | None,
 ) -> None:
-    """Delete KEY."""
+    """Delete KEY.
+
+    With --prefix, keys are deleted in batches of 128. If it is interrupted, run it again.
+    """
+    if is_prefix:
+        if (if_version, if_revision, request_id) != (None, None, None):
+            raise click.UsageError(
+                "--prefix deletes many keys, so --if-version, --if-revision, --request-id do not fit"
+            )
+        with setup.open() as store:
+            deleted = store.delete_prefix(key, fence=_fence(fenced))
+        if setup.as_json:
+            output.show({"prefix": key, "deleted": deleted})
+        else:
+            output.show_line(str(deleted))
+        return
     expect = _expectation(False, if_version, if_revision)
     with setup.open() as store:
         if not store.delete(key, expect=expect, fence=_fence(fenced), request_id=request_id):
@@ -192,6 +218,7 @@ def delete(
     epilog=examples(
         "limpet ls config/",
         "limpet ls --long",
+        "limpet ls event/ --reverse --limit 20    # the last twenty",
         "limpet ls job/ --where state=open --where 'tries>=3'",
         "limpet ls --json | jq -r .key       # keys exactly as they are",
     )
@@ -203,7 +230,8 @@ def delete(
     "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most this many.")
-@click.option("--after", metavar="KEY", help="Only the keys after this one.")
+@click.option("--after", metavar="KEY", help="Only the keys after this one, in the order of the list.")
+@click.option("-r", "--reverse", is_flag=True, help="The last keys first.")
 @pass_setup
 def ls(
     setup: Setup,
@@ -213,6 +241,7 @@ def ls(
     where: tuple[str, ...],
     limit: int | None,
     after: str | None,
+    reverse: bool,
 ) -> None:
     """List keys in order: all, or those that start with PREFIX.
 
@@ -225,12 +254,12 @@ def ls(
     with setup.open() as store:
         if not (long or values or wanted or setup.as_json):
             # Only keys are printed, so no values are read.
-            for key in _keys(store, prefix, limit, after):
+            for key in _keys(store, prefix, limit, after, reverse):
                 is_empty = False
                 output.show_line(output.visible(key))
         else:
             now_ms = store.status().now_ms
-            for entry in store.scan(prefix, where=wanted, limit=limit, after=after):
+            for entry in store.scan(prefix, where=wanted, limit=limit, after=after, reverse=reverse):
                 if is_empty and long and not setup.as_json:
                     output.show_heading(output.ENTRY_COLUMNS)
                 is_empty = False
@@ -598,6 +627,8 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
             output.show_stderr(f"{store.traits.engine} keeps no indexes: its scans read every entry of their prefix")
 
 
+main.add_command(folders_command)
+main.add_command(namespaces_command)
 main.add_command(keys)
 main.add_command(grant_command)
 main.add_command(token)
@@ -614,11 +645,12 @@ main.add_command(deadletters)
 # Inside -----------------------------------------------------------------------
 
 
-def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str | None) -> Iterator[str]:
+def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str | None, reverse: bool) -> Iterator[str]:
     """Keys, page by page."""
     left = limit
     while left != 0:
-        page = store.keys(prefix, limit=PAGE_MAX if left is None else min(left, PAGE_MAX), after=after)
+        count = PAGE_MAX if left is None else min(left, PAGE_MAX)
+        page = store.keys(prefix, limit=count, after=after, reverse=reverse)
         yield from page.keys
         if not page.truncated:
             return

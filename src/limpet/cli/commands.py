@@ -17,11 +17,11 @@ from limpet.cli.arguments import Setup
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = {
-    "Values": ("get", "put", "del", "ls", "incr", "field", "call"),
+    "Values": ("get", "put", "del", "ls", "folders", "incr", "field", "call"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
     "Serving": ("serve", "token"),
-    "Maintenance": ("stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
+    "Maintenance": ("namespaces", "stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
     "Semantic entries": ("audit", "deadletters"),
 }
 

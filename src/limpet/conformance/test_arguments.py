@@ -25,6 +25,8 @@ PATIENCE_S: Final = 120.0
 
 GOOD: Final[dict[str, object]] = {
     "key": "k",
+    "keys": ["k"],
+    "prefix": "k",
     "value": 1,
     "name": "name",
     "field": "field",

@@ -1,4 +1,4 @@
-"""The eight primitives, called on the engine itself.
+"""The ten primitives, called on the engine itself.
 
 Nothing is between the test and the engine: no retries, no checks, no sweeper. For the sync API a
 call runs as that API runs it, in a thread.
@@ -87,6 +87,9 @@ class Primitives:
 
     async def scan(self, span: Span = ALL, **options: Any) -> Any:
         return await self.run(self.engine.scan(self.name, span, **options))
+
+    async def count(self, span: Span = ALL, **options: Any) -> int:
+        return await self.run(self.engine.count(self.name, span, **options))
 
     async def commit(self, *writes: Write, guards: tuple[Guard, ...] = (), **options: Any) -> Commit | Refusal:
         batch = Batch(guards, writes, options.pop("request_id", limpet.new_request_id()), **options)
@@ -413,6 +416,99 @@ async def test_pages_join_without_a_seam(primitives: Primitives, limit: int) -> 
         start = None if part.cursor is None else part.cursor + "\0"
 
     assert found == entries
+
+
+@pytest.mark.parametrize("options", [{"limit": 1}, {"limit": 7}, {"limit": 50}, {"values": False}, {"filtered": True}])
+async def test_pages_in_reverse_join_without_a_seam(primitives: Primitives, options: dict[str, Any]) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    for start in (0, 100, 200):
+        await primitives.must_commit(*(put(f"k{number:03}", {"n": number}) for number in range(start, start + 100)))
+    where = limpet.field("n").in_([3, 150, 151, 299]) if options.pop("filtered", False) else None
+
+    found: list[str] = []
+    stop: str | None = None
+    while True:
+        page = await primitives.scan(Span("k", stop), where=where, reverse=True, **options)
+        assert len(page.entries) <= options.get("limit", 500)
+        found += [entry.key for entry in page.entries]
+        if page.cursor is None:
+            break
+        stop = page.cursor
+
+    numbers = range(300) if where is None else [3, 150, 151, 299]
+    assert found == [f"k{number:03}" for number in reversed(numbers)]
+
+
+async def test_large_values_come_in_pages_in_reverse(primitives: Primitives) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    for number in range(12):
+        await primitives.must_commit(put(f"k{number:02}", bytes([number]) * 900_000))
+
+    found: list[bytes] = []
+    stop: str | None = None
+    while True:
+        page = await primitives.scan(Span("", stop), reverse=True)
+        found += [entry.value[:1] for entry in page.entries]
+        if page.cursor is None:
+            break
+        stop = page.cursor
+
+    assert found == [bytes([number]) for number in reversed(range(12))]
+
+
+async def test_an_empty_span_in_reverse_has_no_cursor(primitives: Primitives, elapse: Elapse) -> None:
+    """In reverse, the order is the opposite, and a page continues before its cursor."""
+    assert await primitives.scan(reverse=True) == limpet.model.ScanPage([], None)
+    await primitives.must_commit(put("a"), put("m", ttl_ms=300), put("z"))
+    await elapse(0.4)
+
+    for span in (Span("b", "c"), Span("b", "a"), Span("zz", None), Span("m", "m\0")):
+        assert await primitives.scan(span, reverse=True) == limpet.model.ScanPage([], None)
+    page = await primitives.scan(Span("a", "z"), limit=1, reverse=True)
+    assert ([entry.key for entry in page.entries], page.cursor) == (["a"], None)
+
+
+async def test_a_count_is_that_of_a_scan(primitives: Primitives, elapse: Elapse) -> None:
+    """A count is the number of entries that a scan of the span would give."""
+    assert await primitives.count() == 0
+    for first in range(0, 700, 100):
+        await primitives.must_commit(*(put(f"k{number:03}", number) for number in range(first, first + 100)))
+    await primitives.must_commit(put("a"), put("k100", ttl_ms=300), put("k101", ttl_ms=60_000), put("z", ttl_ms=300))
+    await primitives.must_commit(Put("k5", b"{}", ttl_ms=60_000, family="lock"), Delete("k200"))
+    await elapse(0.4)
+
+    spans = [ALL, Span("k", "l"), Span("k100", "k102"), Span("k100", "k101"), Span("k2", "k3"), Span("z", None)]
+    for span in (*spans, Span("x", "y"), Span("b", "a")):
+        found: list[str] = []
+        start: str | None = span.start
+        while start is not None:
+            page = await primitives.scan(Span(start, span.stop), values=False)
+            found += [entry.key for entry in page.entries]
+            start = None if page.cursor is None else page.cursor + "\0"
+        assert await primitives.count(span) == len(found), span
+    assert await primitives.count() == 699
+    assert await primitives.count(family="lock") == 1
+
+    await primitives.must_commit(*await primitives.due())
+    assert await primitives.count() == 699
+
+
+async def test_namespaces_are_those_that_were_written_to(primitives: Primitives, open_store: OpenStore) -> None:
+    """Every namespace that any process has written to is listed, and one that was not used is not."""
+    unused, other_name = f"{primitives.name}-unused", f"{primitives.name}-other"
+    other = await open_store(namespace=other_name)
+    await primitives.read("k")
+    before = await primitives.run(primitives.engine.namespaces())
+    assert not {unused, other_name} & {*before}
+
+    await primitives.must_commit(put("k"))
+    await other.put("k", 1)
+    await other.delete("k")
+
+    found = await primitives.run(primitives.engine.namespaces())
+    assert {primitives.name, other_name} <= {*found}
+    assert unused not in found
+    assert found == sorted(set(found))
 
 
 async def test_an_empty_span_has_no_cursor(primitives: Primitives) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 from collections.abc import AsyncIterator, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -496,3 +497,85 @@ async def test_a_scan_in_parts_is_the_whole_scan(store: limpet.Store) -> None:
         while part := await drain(store.scan("k/", limit=size, after=parts[-1].key if parts else None)):
             parts += part
         assert parts == whole
+
+
+# In reverse -------------------------------------------------------------------
+
+
+async def test_a_scan_in_reverse_begins_with_the_last_key(store: limpet.Store) -> None:
+    """With `reverse`, `scan` and `keys` give the last keys first, and go on before the key given as `after`."""
+    await fill(store, ["a", "k/a", "k/b", "k/c", "z"])
+
+    assert await scan_keys(store, "k/", reverse=True) == ["k/c", "k/b", "k/a"]
+    assert await scan_keys(store, "k/", reverse=True, after="k/b") == ["k/a"]
+    assert await scan_keys(store, "k/", reverse=True, after="k/bb") == ["k/b", "k/a"]
+    assert await scan_keys(store, "k/", reverse=True, after="z") == ["k/c", "k/b", "k/a"]
+    assert await scan_keys(store, "k/", reverse=True, after="a") == []
+    assert await scan_keys(store, "k/", reverse=True, limit=1) == ["k/c"]
+    page = await store.keys("k/", limit=2, reverse=True)
+    assert page == limpet.Page(["k/c", "k/b"], True, "k/b")
+    assert await store.keys("k/", limit=2, reverse=True, after=page.cursor) == limpet.Page(["k/a"], False, None)
+
+
+async def test_both_directions_agree_with_sorting(store: limpet.Store) -> None:
+    """With `reverse`, `scan` and `keys` give the last keys first, and go on before the key given as `after`."""
+    random = Random(11)
+    letters = "ab/*é\x01\x7f\ud7ff\ue000\U0001f600\U0010ffff"
+    keys = sorted({"".join(random.choices(letters, k=random.randint(1, 4))) for _ in range(300)})
+    await fill(store, keys)
+
+    for _ in range(60):
+        prefix = "".join(random.choices(letters, k=random.choice((0, 0, 1, 2))))
+        after = random.choice((None, None, random.choice(keys), prefix + "b", "".join(random.choices(letters, k=2))))
+        limit, reverse = random.choice((1, 2, 7, 400)), random.random() < 0.6
+        expected = [
+            key
+            for key in sorted(keys, reverse=reverse)
+            if key.startswith(prefix) and (after is None or (key < after if reverse else key > after))
+        ]
+        page = await store.keys(prefix, limit=limit, after=after, reverse=reverse)
+        assert page.keys == expected[:limit], (prefix, after, limit, reverse)
+        assert (page.truncated, page.cursor) == (
+            (True, expected[limit - 1]) if len(expected) > limit else (False, None)
+        )
+        assert await scan_keys(store, prefix, limit=limit, after=after, reverse=reverse) == expected[:limit]
+
+
+async def test_a_scan_of_many_pages_in_reverse_is_whole(store: limpet.Store) -> None:
+    """A scan of many pages misses and repeats no entry that did not change meanwhile."""
+    keys = [f"k/{number:04}" for number in range(1100)]
+    await fill(store, keys)
+    found: list[str] = []
+
+    async for entry in store.scan(reverse=True):
+        found.append(entry.key)
+        if len(found) % 200 == 0:
+            await store.put(keys[0], "again")
+            await store.put(f"{entry.key}/behind", 1)
+
+    assert found == keys[::-1]
+
+
+async def test_a_filtered_scan_in_reverse_has_the_same_matches(store: limpet.Store) -> None:
+    """With `reverse`, `scan` and `keys` give the last keys first, and go on before the key given as `after`."""
+    batch = store.batch()
+    for number in range(100):
+        batch = batch.put(f"k/{number:02}", {"n": number % 10})
+    await batch.commit()
+    expected = [f"k/{number:02}" for number in range(100) if number % 10 == 3]
+
+    for indexed in (False, True):
+        if indexed and not store.traits.encrypted:
+            await store.index("n")
+        where = limpet.field("n") == 3
+        assert await scan_keys(store, where=where, reverse=True) == expected[::-1]
+        assert await scan_keys(store, where=where, reverse=True, limit=3, after="k/83") == expected[5:8][::-1]
+
+
+@pytest.mark.refused_early
+@pytest.mark.parametrize("reverse", [None, 1, "yes"])
+async def test_reverse_is_true_or_false(store: limpet.Store, reverse: Any) -> None:
+    """With `reverse`, `scan` and `keys` give the last keys first, and go on before the key given as `after`."""
+    for call in (store.keys(reverse=reverse), scan_keys(store, reverse=reverse)):
+        with pytest.raises(InvalidValue):
+            await call

@@ -117,7 +117,7 @@ class EncryptedEngine:
         self._turns = Turns()
         self._recently_sent: dict[tuple[str, str], _SentBatch] = {}
 
-    # The eight primitives -----------------------------------------------------
+    # The ten primitives -----------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
@@ -135,15 +135,16 @@ class EncryptedEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`. A filter is applied here, because the inner engine cannot read the values."""
         ring = self._keyring.ring()
         if where is None:
-            page = await self._inner.scan(namespace, span, family=family, values=values, limit=limit)
+            page = await self._inner.scan(namespace, span, family=family, values=values, limit=limit, reverse=reverse)
             return ScanPage(
                 [self._decrypt_entry(ring, namespace, family, entry) for entry in page.entries], page.cursor
             )
-        page = await self._inner.scan(namespace, span, family=family, limit=max(limit, PAGE_ENTRIES))
+        page = await self._inner.scan(namespace, span, family=family, limit=max(limit, PAGE_ENTRIES), reverse=reverse)
         found: list[Entry] = []
         for encrypted in page.entries:
             entry = self._decrypt_entry(ring, namespace, family, encrypted)
@@ -153,6 +154,14 @@ class EncryptedEngine:
                 return ScanPage(found, found[-1].key)
             found.append(entry if values else entry.without_value())
         return ScanPage(found, page.cursor)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        return await self._inner.count(namespace, span, family=family)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        return await self._inner.namespaces()
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""

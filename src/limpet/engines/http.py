@@ -1,4 +1,4 @@
-"""The HTTP engine: state behind a Limpet server, through the same eight primitives.
+"""The HTTP engine: state behind a Limpet server, through the same ten primitives.
 
 Reads of one turn of the loop are one request, and so are commits of one namespace; each commit has its own result.
 The server decides, by its own engine and its own clock, and enforces the rights of the caller's token.
@@ -182,7 +182,7 @@ class HttpEngine(GroupingEngine):
         self._limits = served.limits
         self._keys_at_once = min(KEYS_GROUPED, served.limits.keys)
 
-    # The eight primitives, but for those that are shared ------------------------
+    # The ten primitives, but for those that are shared ------------------------
 
     async def scan(
         self,
@@ -193,9 +193,18 @@ class HttpEngine(GroupingEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
-        return await self._call(namespace, "scan", wire.Scan(span, family, where, values, limit), ScanPage)
+        return await self._call(namespace, "scan", wire.Scan(span, family, where, values, limit, reverse), ScanPage)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        return await self._call(namespace, "count", wire.Count(span, family), int)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`. The server lists those in which the token may read."""
+        return await self._call("", "namespaces", {}, list[str])
 
     async def changes(
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
@@ -372,7 +381,8 @@ class HttpEngine(GroupingEngine):
     def _build_request(self, namespace: str, primitive: str, request: Any) -> httpx2.Request:
         url = self._urls.get((namespace, primitive))
         if url is None:
-            url = httpx2.URL(f"{self._base}/v1/{namespace}/engine/{primitive}")
+            place = f"{namespace}/engine" if namespace else "engine"
+            url = httpx2.URL(f"{self._base}/v1/{place}/{primitive}")
             self._urls[namespace, primitive] = url
         return httpx2.Request("POST", url, headers=self._headers, content=wire.encode(request))
 

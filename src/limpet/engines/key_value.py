@@ -1,4 +1,4 @@
-r"""An engine on any ordered key-value store: eight primitives made of five small verbs.
+r"""An engine on any ordered key-value store: ten primitives made of five small verbs.
 
 A store that reads several keys and ranges at one moment, and that writes several keys if one of them is unchanged, is
 enough for an engine. Everything else is here: what is stored under which key, grouped commits, retries and their marks,
@@ -91,10 +91,12 @@ class Snapshot(Protocol):
         """Read values by key; the result has the order of the keys. None for a key that is not there."""
         ...
 
-    async def get_range(self, start: bytes, stop: bytes, limit: int) -> Sequence[tuple[bytes, bytes]]:
+    async def get_range(
+        self, start: bytes, stop: bytes, limit: int, *, reverse: bool = False
+    ) -> Sequence[tuple[bytes, bytes]]:
         """Read the first keys from ``start`` up to, not including, ``stop``, with their values, in the order of bytes.
 
-        At most ``limit`` of them; fewer only if there are no more.
+        At most ``limit`` of them; fewer only if there are no more. With ``reverse``, the last of them, last one first.
         """
         ...
 
@@ -219,15 +221,15 @@ class KeyValueEngine(GroupingEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
         rows, found, size_bytes = _Rows(namespace), list[Entry](), 0
-        start = rows.entry(family, span.start)
-        stop = rows.entry(family, "") + _LAST if span.stop is None else rows.entry(family, span.stop)
+        start, stop = rows.bounds(family, span)
         async with self._read() as snapshot:
             now_ms = await self._time(namespace, await _get_head(snapshot, rows))
-            async with contextlib.aclosing(_walk(snapshot, start, stop)) as walk:
+            async with contextlib.aclosing(_walk(snapshot, start, stop, reverse=reverse)) as walk:
                 async for _, value in walk:
                     entry = live(_decode(value, Entry, "an entry"), now_ms)
                     if entry is None or not _passes(entry, where):
@@ -237,6 +239,30 @@ class KeyValueEngine(GroupingEngine):
                     found.append(entry if values else entry.without_value())
                     size_bytes += found[-1].weight_bytes
         return ScanPage(found, None)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`. Every row of the span is read, because its expiry is in it."""
+        self._check_open()
+        rows, total = _Rows(namespace), 0
+        async with self._read() as snapshot:
+            now_ms = await self._time(namespace, await _get_head(snapshot, rows))
+            async with contextlib.aclosing(_walk(snapshot, *rows.bounds(family, span))) as walk:
+                async for _, value in walk:
+                    total += live(_decode(value, Entry, "an entry"), now_ms) is not None
+        return total
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        self._check_open()
+        found: list[str] = []
+        start = _PREFIX + b"n"
+        async with self._read() as snapshot:
+            # The row of the counters is the first of a namespace, and the next namespace begins behind all its rows.
+            while rows := await snapshot.get_range(start, _PREFIX + b"n" + _LAST, 1):
+                name = rows[0][0].removeprefix(_PREFIX + b"n").partition(b"\0")[0]
+                found.append(name.decode())
+                start = _PREFIX + b"n" + name + b"\1"
+        return found
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -471,6 +497,11 @@ class _Rows:
     def entry(self, family: StoredFamily, key: str) -> bytes:
         return self._prefix + b"e" + _name(family, key)
 
+    def bounds(self, family: Family, span: Span) -> tuple[bytes, bytes]:
+        """The rows of the entries of a span: the first, and the end."""
+        stop = self.entry(family, "") + _LAST if span.stop is None else self.entry(family, span.stop)
+        return self.entry(family, span.start), stop
+
     def change(self, revision: int) -> bytes:
         return self._prefix + b"l" + revision.to_bytes(8)
 
@@ -526,15 +557,18 @@ async def _get_head(snapshot: Snapshot, rows: _Rows) -> _Head:
     return _head(found)
 
 
-async def _walk(snapshot: Snapshot, start: bytes, stop: bytes) -> AsyncGenerator[tuple[bytes, bytes], None]:
+async def _walk(
+    snapshot: Snapshot, start: bytes, stop: bytes, *, reverse: bool = False
+) -> AsyncGenerator[tuple[bytes, bytes], None]:
     """Go through a range, some rows at a time."""
     while True:
-        found = await snapshot.get_range(start, stop, ROWS_AT_ONCE)
+        found = await snapshot.get_range(start, stop, ROWS_AT_ONCE, reverse=reverse)
         for row in found:
             yield row
         if len(found) < ROWS_AT_ONCE:
             return
-        start = found[-1][0] + b"\0"
+        last, _ = found[-1]
+        start, stop = (start, last) if reverse else (last + b"\0", stop)
 
 
 def _passes(entry: Entry, where: Filter | None) -> bool:

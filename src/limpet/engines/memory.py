@@ -108,6 +108,7 @@ class MemoryEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
@@ -117,7 +118,7 @@ class MemoryEngine:
         found: list[Entry] = []
         with self._memory.lock:
             entries = state.map[family]
-            for key in state.sorted_keys[family].between(span, entries):
+            for key in state.sorted_keys[family].between(span, entries, reverse=reverse):
                 entry = live(entries[key], now_ms)
                 if entry is None or (
                     where is not None and entry.stored is not None and not where.matches(entry.stored)
@@ -127,6 +128,21 @@ class MemoryEngine:
                     return ScanPage(found, found[-1].key)
                 found.append(entry if values else entry.without_value())
         return ScanPage(found, None)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        state = self._state(namespace)
+        now_ms = state.now_ms(self._memory.clock)
+        with self._memory.lock:
+            entries = state.map[family]
+            keys = state.sorted_keys[family].between(span, entries)
+            return sum(live(entries[key], now_ms) is not None for key in keys)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        self._check_open()
+        with self._memory.lock:
+            return sorted(name for name, state in self._memory.namespaces.items() if state.counters.revision)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -194,9 +210,12 @@ class MemoryEngine:
         self._closed = True
         self._memory.wakeup.notify_all()
 
-    def _state(self, namespace: str) -> Namespace:
+    def _check_open(self) -> None:
         if self._closed:
             raise Closed
+
+    def _state(self, namespace: str) -> Namespace:
+        self._check_open()
         return self._memory.namespaces.get(namespace) or self._memory.state(namespace)
 
     def _read_log(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -27,8 +26,8 @@ class SortedKeys:
         if len(self._fresh) <= FRESH_MAX:
             self._fresh.append(key)
 
-    def between(self, span: Span, entries: Mapping[str, object]) -> Iterator[str]:
-        """The keys of a span that are still in the map."""
+    def between(self, span: Span, entries: Mapping[str, object], *, reverse: bool = False) -> Iterator[str]:
+        """The keys of a span that are still in the map, in order; with ``reverse`` the last one first."""
         if len(self._fresh) > FRESH_MAX or self._is_stale(entries):
             self._sorted = sorted(entries)
         else:
@@ -39,7 +38,8 @@ class SortedKeys:
         self._fresh = []
         start = bisect_left(self._sorted, span.start)
         stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
-        return (key for key in itertools.islice(self._sorted, start, stop) if key in entries)
+        chosen = range(stop - 1, start - 1, -1) if reverse else range(start, stop)
+        return (key for key in map(self._sorted.__getitem__, chosen) if key in entries)
 
     def tidy(self, entries: Mapping[str, object]) -> None:
         """Drop deleted keys when they are many."""

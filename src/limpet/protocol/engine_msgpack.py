@@ -1,4 +1,4 @@
-"""The eight primitives as msgpack: the requests of a client to a Limpet server, and the server's replies.
+"""The ten primitives as msgpack: the requests of a client to a Limpet server, and the server's replies.
 
 Both sides use this one module. Batches, outcomes and everything else of `limpet.model` are encoded as they are: see
 there. A reply leaves out what its caller knows, the values that the batch has put.
@@ -25,6 +25,7 @@ __all__ = [
     "UNEXPECTED",
     "Changes",
     "Commits",
+    "Count",
     "Due",
     "Entries",
     "Expiries",
@@ -63,13 +64,21 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class Scan(msgspec.Struct, frozen=True):
-    """Read a span in key order."""
+    """Read a span in key order, or in its reverse."""
 
     span: Span
     family: Family = "data"
     where: Filter | None = None
     values: bool = True
     limit: int = 500
+    reverse: bool = False
+
+
+class Count(msgspec.Struct, frozen=True):
+    """Count the entries of a span."""
+
+    span: Span
+    family: Family = "data"
 
 
 class Commits(msgspec.Struct, frozen=True):

@@ -171,6 +171,11 @@ class Dispatcher:
         session = self.session_of(caller, namespace, finds_others=not operation.is_semantic)
         return store if session is self._session else Store(session, namespace)
 
+    async def list_namespaces(self, caller: Caller) -> list[str]:
+        """The namespaces that were written to, and in which the caller may read something."""
+        found = await self._session.engine.namespaces()
+        return [name for name in found if name != OWN_NAMESPACE and caller.may(name, "read", ())]
+
     def check_rights(self, operation: Operation, namespace: str, request: Request, caller: Caller) -> None:
         """Raise `PermissionDenied` unless the caller has the rights. A stream repeats this from time to time."""
         if namespace == OWN_NAMESPACE:

@@ -1,4 +1,4 @@
-"""The eight primitives of an engine over HTTP, so that Python programs can use the same store through a server.
+"""The ten primitives of an engine over HTTP, so that Python programs can use the same store through a server.
 
 ``POST /v1/{namespace}/engine/{primitive}`` takes msgpack and replies with it; `limpet.protocol.engine_msgpack` defines
 both. Every request passes the dispatcher under a name such as ``engine.commit``, a group of commits one by one. What a
@@ -33,7 +33,7 @@ from limpet.errors import (
     Unavailable,
     ValueTooLarge,
 )
-from limpet.keys import PAGE_MAX, fit, key_span
+from limpet.keys import KEYS_MAX, PAGE_MAX, fit, key_span
 from limpet.model import Batch, Expire, LogPage, Refusal, ScanPage, Status, Window, fingerprint
 from limpet.protocol import engine_msgpack as wire
 from limpet.protocol.codes import code_of
@@ -60,7 +60,7 @@ from limpet.sweep import SWEEP_MAX
 
 __all__ = ["LIMITS", "routes"]
 
-LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=validate.KEYS_MAX, wait_s=25.0)
+LIMITS: Final = wire.Limits(request_bytes=8_000_000, batches=128, keys=KEYS_MAX, wait_s=25.0)
 """The limits of one request. A batch of the largest values fits."""
 
 READ_BYTES_MAX: Final = 64_000_000
@@ -86,6 +86,7 @@ def routes(
     engine_routes = EngineRoutes(session, callers, dispatcher, ending or asyncio.Event())
     return [
         Route("/v1/engine", engine_routes.describe, methods=["GET"]),
+        Route("/v1/engine/namespaces", engine_routes.list_namespaces, methods=["POST"]),
         Route("/v1/{namespace}/engine/{primitive}", engine_routes.serve, methods=["POST"]),
     ]
 
@@ -113,6 +114,7 @@ class EngineRoutes:
         self._handlers: dict[str, Handler] = {
             "read": self._read,
             "scan": self._scan,
+            "count": self._count,
             "commit": self._commit,
             "changes": self._changes,
             "due": self._due,
@@ -127,6 +129,14 @@ class EngineRoutes:
         except Exception as error:
             return _error_response(error)
         return _response(wire.Served(self._session.engine.traits, LIMITS))
+
+    async def list_namespaces(self, incoming: Incoming) -> Response:
+        """The namespaces in which the caller may read."""
+        try:
+            caller = await self._caller(incoming)
+            return _response(await self._dispatcher.list_namespaces(caller))
+        except Exception as error:
+            return _error_response(error)
 
     async def serve(self, incoming: Incoming) -> Response:
         """Run a primitive."""
@@ -214,8 +224,19 @@ class EngineRoutes:
     async def _do_scan(self, store: Store, primitive: Primitive) -> dict[str, Any]:
         scan: wire.Scan = primitive.what
         options: dict[str, Any] = {"family": scan.family, "where": scan.where, "values": scan.values}
+        options["reverse"] = scan.reverse
         engine = store._session.engine
         return {"answer": await engine.scan(store.name, scan.span, limit=min(scan.limit, PAGE_MAX), **options)}
+
+    async def _count(self, request: EngineRequest, body: bytes) -> Any:
+        count = wire.decode(body, wire.Count)
+        validate.check_span(count.span)
+        spans = [count.span] if is_named_by_key(count.family) else ALL_KEYS
+        return await self._run(request, _reading("count", self._do_count, Reach(spans)), count)
+
+    async def _do_count(self, store: Store, primitive: Primitive) -> dict[str, Any]:
+        count: wire.Count = primitive.what
+        return {"answer": await store._session.engine.count(store.name, count.span, family=count.family)}
 
     async def _status(self, request: EngineRequest, _: bytes) -> Any:
         status: Status = await self._run(request, _reading("status", self._do_status, Reach()), None)

@@ -57,6 +57,8 @@ class _EngineWrapper:
 
     read = _forward(Engine.read)
     scan = _forward(Engine.scan)
+    count = _forward(Engine.count)
+    namespaces = _forward(Engine.namespaces)
     commit = _forward(Engine.commit)
     changes = _forward(Engine.changes)
     due = _forward(Engine.due)

@@ -125,6 +125,10 @@ def make_app(
         }
         return json_response({"name": "limpet", "version": __version__, **paths})
 
+    async def list_namespaces(incoming: Incoming) -> Response:
+        caller = await authenticate(incoming, callers)
+        return json_response({"namespaces": await dispatcher.list_namespaces(caller)})
+
     async def show_metrics(incoming: Incoming) -> Response:
         caller = await authenticate(incoming, callers)
         # They are about every namespace, so they take a right on all of them.
@@ -140,6 +144,7 @@ def make_app(
             Route("/healthz", alive),
             Route("/readyz", readiness),
             Route("/openapi.json", openapi),
+            Route("/v1/namespaces", list_namespaces),
             *([Route("/metrics", show_metrics)] if metrics is not None else []),
             *_routes(dispatcher, callers, streams),
             *more_routes,

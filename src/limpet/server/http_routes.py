@@ -24,6 +24,7 @@ from limpet.server.parameters import (
     AFTER,
     BEFORE,
     CONDITIONS,
+    DELIMITER,
     EXPECTED_VERSION,
     FENCE,
     FIELD,
@@ -41,6 +42,7 @@ from limpet.server.parameters import (
     REASON,
     REASON_QUERY,
     REQUEST_ID,
+    REVERSE,
     TOKEN,
     TOKEN_QUERY,
     TTL,
@@ -311,6 +313,7 @@ def _endpoints() -> Sequence[Endpoint]:
     timed = [*CONDITIONS, TTL, TTL_QUERY]
     once = [REQUEST_ID, IDEMPOTENCY_KEY]
     page = [PREFIX, LIMIT, AFTER]
+    listed = [*page, REVERSE, WHERE, VALUES]
     resumed = [PATTERN, POSITION, INITIAL, LAST_EVENT_ID]
     token = [TOKEN, TOKEN_QUERY, REASON, REASON_QUERY]
     put = {200: ReplyDoc("EnvelopePut"), 201: ReplyDoc("EnvelopePut")}
@@ -320,6 +323,16 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint("HEAD", entries, "head_entry", FETCH, _reply_head, known, [UNLESS_CURRENT], None, _shape_head),
         Endpoint("PUT", entries, "put_entry", run["put"], _reply_written, written, [*timed, META], "value"),
         Endpoint("DELETE", entries, "delete_entry", run["delete"], _reply_deleted, done, CONDITIONS),
+        Endpoint(
+            "POST",
+            f"{SPACE}/read",
+            "get_entries",
+            run["entries"],
+            _reply_json,
+            _ok("EntriesAnswer"),
+            [],
+            requests.Entries,
+        ),
         Endpoint("GET", raws, "get_bytes", FETCH, _reply_bytes, {**known, 200: raw}, [UNLESS_CURRENT]),
         Endpoint("PUT", raws, "put_bytes", run["put"], _reply_written, written, [*timed, META], "bytes"),
         Endpoint("PUT", records, "put_record", run["put"], _reply_written, written, [*timed, META], "record"),
@@ -358,9 +371,27 @@ def _endpoints() -> Sequence[Endpoint]:
         Endpoint(
             "POST", f"{SPACE}/batch", "batch", run["batch"], _reply_json, _ok("BatchAnswer"), once, requests.Batch
         ),
-        Endpoint("GET", f"{SPACE}/keys", "list_keys", run["list"], _reply_keys, _ok("KeysPage"), page),
-        Endpoint("GET", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), [*page, WHERE, VALUES]),
+        Endpoint("GET", f"{SPACE}/keys", "list_keys", run["list"], _reply_keys, _ok("KeysPage"), [*page, REVERSE]),
+        Endpoint(
+            "DELETE",
+            f"{SPACE}/keys",
+            "delete_keys",
+            run["delete_prefix"],
+            _reply_json,
+            _ok("DeletedAnswer"),
+            [PREFIX, LIMIT, FENCE],
+        ),
+        Endpoint("GET", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), listed),
         Endpoint("POST", f"{SPACE}/scan", "scan", run["scan"], _reply_json, _ok("EntriesPage"), [], requests.Scan),
+        Endpoint(
+            "GET",
+            f"{SPACE}/children",
+            "children",
+            run["children"],
+            _reply_json,
+            _ok("ChildrenPage"),
+            [*page, DELIMITER],
+        ),
         Endpoint("GET", _keyed("history"), "history", run["history"], _reply_json, _ok("Changes"), [LIMIT, BEFORE]),
         Endpoint(
             "GET",
@@ -434,6 +465,7 @@ SUMMARIES: Final = {
     "head_entry": "The version, revision and times of a key; its value is not looked at.",
     "put_entry": "Replace the value of a key: JSON, raw bytes, or a record.",
     "delete_entry": "End a key.",
+    "get_entries": "Several entries, read at one moment, in the order of their keys.",
     "get_bytes": "The value of a key that holds raw bytes.",
     "put_bytes": "Replace the value of a key by raw bytes.",
     "put_record": "Replace the value of a key by a record.",
@@ -445,7 +477,9 @@ SUMMARIES: Final = {
     "touch": "Change only when a key expires.",
     "batch": "Guards and writes that happen together or not at all.",
     "list_keys": "A page of keys.",
+    "delete_keys": "End the keys that start with a prefix, up to the limit.",
     "scan": "A page of entries, filtered.",
+    "children": "One level of keys: those directly below a prefix, and the folders there with their numbers of keys.",
     "history": "The latest changes of a key that are still in the log, oldest first.",
     "watch": "Changes as they happen, as server-sent events.",
     "list_locks": "The locks that are held now.",

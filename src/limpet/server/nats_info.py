@@ -157,8 +157,11 @@ _ENVELOPE: Final = {
 _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "get": {"exists": _BOOLEAN, "value": {}},
     "delete": {"deleted": _BOOLEAN},
+    "delete_prefix": {"deleted": _INTEGER, "truncated": _BOOLEAN},
     "list": {"keys": {"type": "array", "items": {"type": "string"}}, "count": _INTEGER, "truncated": _BOOLEAN},
+    "children": {"children": _OBJECTS, "truncated": _BOOLEAN, "cursor": {"type": ["string", "null"]}},
     "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
+    "entries": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
     "put": {"entry": _OBJECT},
     "cas": _STAMP,
     "incr": {"value": _INTEGER},

@@ -54,8 +54,9 @@ def decode_request(endpoint: NatsEndpoint, body: bytes) -> requests.Request:
 
 def _check(request: Any) -> None:
     key = getattr(request, "key", None) or getattr(request, "name", None)
-    if key is not None and len(key) > KEY_LENGTH_MAX:
-        raise InvalidKey(key, f"it is {len(key):,} characters, limit {KEY_LENGTH_MAX}")
+    for one in [key, *getattr(request, "keys", ())]:
+        if one is not None and len(one) > KEY_LENGTH_MAX:
+            raise InvalidKey(one, f"it is {len(one):,} characters, limit {KEY_LENGTH_MAX}")
     ttl = getattr(request, "ttl", None)
     if ttl is not None and ttl is not UNSET and (type(ttl) is not int or not 1 <= ttl <= TTL_S_MAX):
         error = InvalidTTL("")
@@ -71,6 +72,8 @@ def request_keys(request: Any) -> Sequence[str]:
     """The keys that a request names, each once."""
     if isinstance(request, requests.Batch):
         return [*dict.fromkeys(part.key for part in _batch_parts(request))]
+    if isinstance(request, requests.Entries):
+        return [*dict.fromkeys(request.keys)]
     if isinstance(request, requests.KvPut | requests.KvDelete | requests.KvBatch):
         written = [item.key for item in request.items] if isinstance(request, requests.KvBatch) else [request.key]
         return [*dict.fromkeys([*written, *([] if request.held is None else [request.held.key])])]

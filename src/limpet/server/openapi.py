@@ -16,7 +16,7 @@ import msgspec
 
 import limpet
 from limpet.clock import TTL_S_MAX
-from limpet.keys import KEY_BYTES_MAX, PAGE_MAX
+from limpet.keys import KEY_BYTES_MAX, KEYS_MAX, PAGE_MAX
 from limpet.server.http_errors import PROBLEM_TYPE
 from limpet.server.http_routes import (
     BYTES_TYPE,
@@ -118,6 +118,22 @@ _ANSWERS: Final[dict[str, Schema]] = {
         truncated=_BOOLEAN,
         cursor=_or_null(_STRING),
     ),
+    "DeletedAnswer": _members(
+        "How many keys were deleted. When `truncated`, there may be more: repeat the request.",
+        deleted=_INTEGER,
+        truncated=_BOOLEAN,
+    ),
+    "EntriesAnswer": _members(
+        "Several entries, in the order of the keys; null for a key that is absent.",
+        entries=_list_of(_or_null(_ref("EntryDocument"))),
+    ),
+    "ChildrenPage": _members(
+        "One level of keys. When `truncated`, give `cursor` as `after` to go on.",
+        children=_list_of(_members("A key or a folder.", key=_STRING, folder=_BOOLEAN, keys=_INTEGER)),
+        truncated=_BOOLEAN,
+        cursor=_or_null(_STRING),
+    ),
+    "Namespaces": _members("The namespaces that the caller may read.", namespaces=_list_of(_STRING)),
     "Change": _members(
         "What happened to a key.",
         op={"enum": ["put", "patch", "touch", "delete", "expire", "synced"]},
@@ -211,6 +227,7 @@ _BOUNDS: Final[dict[str, Schema]] = {
     "ttl": _TTL,
     # Base64 as plain text, without the ``contentEncoding`` that msgspec adds.
     "bytes": _STRING,
+    "keys": {"type": "array", "items": _KEY, "maxItems": KEYS_MAX},
     "wait": {"type": "number", "minimum": 0, "maximum": WAIT_S_MAX},
 }
 _ONE_EXPECTATION: Final = [
@@ -239,6 +256,13 @@ def describe(endpoints: Iterable[Endpoint]) -> dict[str, Any]:
         "/": {"get": _open_endpoint("index", "What this is.")},
         "/healthz": {"get": _open_endpoint("alive", "Whether the server is alive.")},
         "/readyz": {"get": _open_endpoint("ready", "Whether the server serves requests.", 503)},
+    }
+    paths["/v1/namespaces"] = {
+        "get": {
+            "operationId": "list_namespaces",
+            "summary": "The namespaces that were written to, and in which the caller may read.",
+            "responses": {"200": _response("OK", ReplyDoc("Namespaces")), **_problems(_COMMON)},
+        }
     }
     for endpoint in endpoints:
         path = re.sub(r":\w+}", "}", endpoint.path)

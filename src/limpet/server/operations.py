@@ -15,8 +15,9 @@ from msgspec import UNSET, UnsetType
 
 from limpet.codec import Fields
 from limpet.draft import Draft, Expectation, Fence
-from limpet.errors import InvalidValue
+from limpet.errors import InvalidValue, ValueTooLarge
 from limpet.keys import PAGE_BYTES, PAGE_MAX, Span, check_key, fit, pattern_span, prefix_span
+from limpet.many import read_entries, take_keys
 from limpet.model import (
     ABSENT,
     ANY,
@@ -66,8 +67,15 @@ async def _delete(store: Store, request: requests.Delete) -> Answer:
     return {"deleted": await store.delete(request.key, **_conditions(request))}
 
 
+async def _delete_prefix(store: Store, request: requests.DeletePrefix) -> Answer:
+    if not 1 <= request.limit <= PAGE_MAX:
+        raise InvalidValue(f"one request deletes 1 to {PAGE_MAX:,} keys", path="$.limit")
+    deleted = await store.delete_prefix(request.prefix, limit=request.limit, fence=_fence(request.fence))
+    return {"deleted": deleted, "truncated": deleted == request.limit}
+
+
 async def _list(store: Store, request: requests.List) -> Answer:
-    page = await store.keys(request.prefix, limit=request.limit, after=request.after)
+    page = await store.keys(request.prefix, limit=request.limit, after=request.after, reverse=request.reverse)
     keys = page.keys[: fit(map(len, page.keys))]
     return {"keys": keys, "count": len(keys), "truncated": page.truncated or len(keys) < page.count}
 
@@ -83,6 +91,18 @@ async def _fetch(store: Store, request: requests.Entry) -> Answer:
     """The entry itself, for an interface that sends its value in a form of its own."""
     entry = await store.entry(request.key)
     return {"exists": False} if entry is None else {"exists": True, "entry": entry}
+
+
+async def _entries(store: Store, request: requests.Entries) -> Answer:
+    found = await read_entries(store, take_keys(request.keys))
+    size_bytes = sum(entry.size_bytes for entry in found.values() if entry is not None) if request.with_value else 0
+    if size_bytes > PAGE_BYTES:
+        raise ValueTooLarge(request.keys[0], size_bytes=size_bytes, limit_bytes=PAGE_BYTES, what="the answer to a read")
+    shown = {
+        key: None if entry is None else entry_as_json(entry, with_value=request.with_value)
+        for key, entry in found.items()
+    }
+    return {"entries": [shown[key] for key in request.keys]}
 
 
 async def _put(store: Store, request: requests.Put) -> Answer:
@@ -181,13 +201,25 @@ async def _scan(store: Store, request: requests.Scan) -> Answer:
         where = test.filter() if where is None else where & test.filter()
     page: list[Answer] = []
     size_bytes, cursor = 0, None
-    async for entry in store.scan(request.prefix, where=where, limit=request.limit + 1, after=request.after):
+    options: dict[str, Any] = {"where": where, "after": request.after, "reverse": request.reverse}
+    async for entry in store.scan(request.prefix, limit=request.limit + 1, **options):
         if len(page) == request.limit or size_bytes > PAGE_BYTES:
             cursor = page[-1]["key"]
             break
         page.append(entry_as_json(entry, with_value=request.values))
         size_bytes += entry.size_bytes if request.values else len(entry.key)
     return {"entries": page, "truncated": cursor is not None, "cursor": cursor}
+
+
+async def _children(store: Store, request: requests.Children) -> Answer:
+    page = await store.children(request.prefix, delimiter=request.delimiter, limit=request.limit, after=request.after)
+    kept = page.children[: fit(len(child.key) for child in page.children)]
+    is_cut = page.truncated or len(kept) < len(page.children)
+    return {
+        "children": [{"key": child.key, "folder": child.is_folder, "keys": child.keys} for child in kept],
+        "truncated": is_cut,
+        "cursor": kept[-1].key if is_cut else None,
+    }
 
 
 async def _history(store: Store, request: requests.History) -> Answer:
@@ -357,6 +389,10 @@ def _reach_key(request: Any) -> Reach:
     return _reach_keys([request.key] if fence is None else [request.key, fence.name])
 
 
+def _reach_all(request: requests.Entries) -> Reach:
+    return _reach_keys(request.keys)
+
+
 def _reach_semantic(request: Any) -> Reach:
     written = [item.key for item in request.items] if isinstance(request, requests.KvBatch) else [request.key]
     held = getattr(request, "held", None)
@@ -368,7 +404,9 @@ def _reach_name(request: Any) -> Reach:
 
 
 def _reach_prefix(request: Any) -> Reach:
-    return Reach([prefix_span(request.prefix)])
+    fence = getattr(request, "fence", None)
+    names = () if fence is None else (fence.name,)
+    return Reach([prefix_span(request.prefix), *_reach_keys(names).spans], names)
 
 
 def _reach_pattern(request: requests.Watch) -> Reach:
@@ -466,6 +504,7 @@ OPERATIONS: Final = _table(
     Operation("get", requests.Get, "read", _get, _reach_key, reveals=True),
     Operation("set", requests.Set, "write", _set, _reach_key),
     Operation("delete", requests.Delete, "write", _delete, _reach_key),
+    Operation("delete_prefix", requests.DeletePrefix, "write", _delete_prefix, _reach_prefix),
     Operation("list", requests.List, "read", _list, _reach_prefix),
     Operation(
         "entry",
@@ -473,6 +512,15 @@ OPERATIONS: Final = _table(
         "read",
         _entry,
         _reach_key,
+        reveals=True,
+        conceals=lambda request: not request.with_value,
+    ),
+    Operation(
+        "entries",
+        requests.Entries,
+        "read",
+        _entries,
+        _reach_all,
         reveals=True,
         conceals=lambda request: not request.with_value,
     ),
@@ -493,6 +541,7 @@ OPERATIONS: Final = _table(
     ),
     Operation("batch", requests.Batch, "write", _batch, _reach_batch),
     Operation("scan", requests.Scan, "read", _scan, _reach_prefix, reveals=True, conceals=_needs_no_value),
+    Operation("children", requests.Children, "read", _children, _reach_prefix),
     Operation("history", requests.History, "read", _history, _reach_key, reveals=True),
     Operation("watch", requests.Watch, "read", _watch, _reach_pattern, reveals=True),
     Operation("lock", requests.Lock, "lock", _lock, _reach_name),

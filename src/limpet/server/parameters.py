@@ -189,6 +189,10 @@ _PAGE: Final = {"type": "integer", "minimum": 1, "maximum": PAGE_MAX}
 
 PREFIX: Final = Parameter("query", "prefix", _text("prefix"), _STRING, "Only what starts with this.")
 AFTER: Final = Parameter("query", "after", _text("after"), _STRING, "Go on after this key.")
+REVERSE: Final = Parameter("query", "reverse", _flag("reverse"), _BOOLEAN, "Whether the last ones come first.")
+DELIMITER: Final = Parameter(
+    "query", "delimiter", _text("delimiter"), _STRING, "What ends the name of a folder; `/` unless given."
+)
 BEFORE: Final = Parameter("query", "before", _whole("before"), _INTEGER, "Only changes before this revision.")
 LIMIT: Final = Parameter("query", "limit", _whole("limit"), _PAGE, "How many at most.")
 VALUES: Final = Parameter("query", "values", _flag("values"), _BOOLEAN, "Whether values come along.")

@@ -141,18 +141,34 @@ class Delete(Request, frozen=True, kw_only=True):
     request_id: str | None = None
 
 
+class DeletePrefix(Strict, frozen=True, kw_only=True):
+    """End the keys that start with a prefix, as many as the limit allows."""
+
+    prefix: str
+    limit: int = 1000
+    fence: Fence | None = None
+
+
 class List(Request, frozen=True, kw_only=True):
     """A page of keys."""
 
     prefix: str = ""
     limit: int = 1000
     after: str | None = None
+    reverse: bool = False
 
 
 class Entry(Strict, frozen=True, kw_only=True):
     """Read a value with its version, revision, times and meta; or these alone."""
 
     key: str
+    with_value: bool = True
+
+
+class Entries(Strict, frozen=True, kw_only=True):
+    """Read several keys at one moment."""
+
+    keys: list[str]
     with_value: bool = True
 
 
@@ -283,6 +299,16 @@ class Scan(Strict, frozen=True, kw_only=True):
     limit: int = 100
     after: str | None = None
     values: bool = True
+    reverse: bool = False
+
+
+class Children(Strict, frozen=True, kw_only=True):
+    """A page of one level of keys: those directly below a prefix, and the folders there."""
+
+    prefix: str = ""
+    delimiter: str = "/"
+    limit: int = 1000
+    after: str | None = None
 
 
 class History(Strict, frozen=True, kw_only=True):

@@ -53,10 +53,17 @@ DELAY_WARNING_S: Final = 1.0
 NAME_SHOWN_MAX: Final = 100
 
 _LOCK_WAIT: Final = "limpet-lock-wait"
-_PAGES: Final = {"list": "keys", "scan": "entries", "kv_list": "entries", "history": "changes", "locks": "locks"}
+_PAGES: Final = {
+    "list": "keys",
+    "scan": "entries",
+    "children": "children",
+    "kv_list": "entries",
+    "history": "changes",
+    "locks": "locks",
+}
 """Replies that may end early, and the member that is cut."""
 _CURSOR_MEMBERS: Final = {"locks": "name"}
-_AFTER_WRITES: Final = frozenset({"list", "scan", "outcome", "status", "kv_list"})
+_AFTER_WRITES: Final = frozenset({"children", "delete_prefix", "list", "scan", "outcome", "status", "kv_list"})
 
 
 async def _never(*_: Any) -> dict[str, Any]:

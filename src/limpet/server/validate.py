@@ -23,7 +23,7 @@ from limpet.checks import (
 from limpet.codec import Stored
 from limpet.draft import digest_of
 from limpet.errors import InvalidKey, InvalidValue, LimpetError
-from limpet.keys import KEY_BYTES_MAX, Span, check_key
+from limpet.keys import KEY_BYTES_MAX, KEYS_MAX, Span, check_key
 from limpet.model import (
     ABSENT,
     Add,
@@ -40,9 +40,8 @@ from limpet.model import (
 from limpet.protocol import engine_msgpack as wire
 from limpet.sweep import SWEEP_MAX
 
-__all__ = ["check_batch", "check_changes", "check_due", "check_read", "check_scan", "is_ownership_proven"]
+__all__ = ["check_batch", "check_changes", "check_due", "check_read", "check_scan", "check_span", "is_ownership_proven"]
 
-KEYS_MAX: Final = 1_000
 GUARDS_MAX: Final = 512
 DIGEST_BYTES_MAX: Final = 64
 RECEIPT_MS_MAX: Final = 2 * 86_400_000
@@ -58,7 +57,7 @@ def check_read(read: wire.Read) -> None:
 
 def check_scan(scan: wire.Scan) -> None:
     """Check the span, the limit and the filter."""
-    _check_span(scan.span)
+    check_span(scan.span)
     _check_page(scan.limit)
     if scan.where is not None:
         check_filter(scan.where)
@@ -76,7 +75,7 @@ def check_changes(changes: wire.Changes) -> None:
     if not 0 <= changes.wait_s < float("inf"):
         raise InvalidValue("wait_s is zero or more seconds")
     if changes.span is not None:
-        _check_span(changes.span)
+        check_span(changes.span)
 
 
 def check_due(due: wire.Due) -> None:
@@ -205,7 +204,8 @@ def _check_encoded(key: str, encoded: bytes) -> None:
         raise InvalidValue(f"the value for {key!r} is not canonical JSON")
 
 
-def _check_span(span: Span) -> None:
+def check_span(span: Span) -> None:
+    """Check the bounds of a span."""
     for bound in (span.start, span.stop or ""):
         # A bound right after a key is that key with U+0000 at its end.
         if "\0" in bound[:-1] or len(bound.encode()) > KEY_BYTES_MAX + 1:

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
@@ -28,7 +28,7 @@ from limpet.engines.nats.alarms import Alarms
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
 from limpet.engines.nats.log import LogItem
 from limpet.engines.nats.mirror import Mirror
-from limpet.engines.nats.stream import KeyChanged, NamespaceStream, ReplyLost
+from limpet.engines.nats.stream import KeyChanged, NamespaceStream, ReplyLost, list_buckets
 from limpet.engines.nats.writer import Writer
 from limpet.engines.wakeup import Wakeup
 from limpet.errors import Closed, InvalidValue, LimpetError, PermissionDenied, Unavailable
@@ -183,7 +183,7 @@ class NatsEngine:
         if tuple(map(int, re.findall(r"\d+", version)[:2])) < VERSION_MIN:
             raise InvalidValue(f"{self._display_name}: NATS {version} is too old, Limpet needs 2.12 or later")
 
-    # The eight primitives -------------------------------------------------------
+    # The ten primitives -------------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
@@ -202,13 +202,38 @@ class NatsEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         with self._enter(namespace) as handle:
             if not await handle.stream.ensure(create=False):
                 return ScanPage([], None)
             await handle.mirror.catch_up()
-            return await self._read_page(handle, family, span, where, values, limit)
+            keys = handle.mirror.keys(family, span, reverse=reverse)
+            return await self._read_page(handle, family, keys, where, values, limit)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        with self._enter(namespace) as handle:
+            if not await handle.stream.ensure(create=False):
+                return 0
+            await handle.mirror.catch_up()
+            now_ms, heads = handle.stream.now_ms(), handle.mirror.heads[family]
+            return sum(live(heads[key].held, now_ms) is not None for key in handle.mirror.keys(family, span))
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        if self._closed:
+            raise Closed
+        try:
+            buckets = await list_buckets(self)
+        except Exception as error:
+            translated = self._translate(error)
+            if translated is error:
+                raise
+            raise translated from error
+        names = [bucket.removeprefix(self.bucket_prefix) for bucket in buckets if bucket.startswith(self.bucket_prefix)]
+        return sorted(names)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -280,10 +305,16 @@ class NatsEngine:
     # Reading many ---------------------------------------------------------------
 
     async def _read_page(
-        self, handle: _NamespaceHandle, family: Family, span: Span, where: Filter | None, values: bool, limit: int
+        self,
+        handle: _NamespaceHandle,
+        family: Family,
+        keys: Iterable[str],
+        where: Filter | None,
+        values: bool,
+        limit: int,
     ) -> ScanPage:
         now_ms, heads = handle.stream.now_ms(), handle.mirror.heads[family]
-        keys = (key for key in handle.mirror.keys(family, span) if live(heads[key].held, now_ms) is not None)
+        keys = (key for key in keys if live(heads[key].held, now_ms) is not None)
         page: list[str] = []
         size_bytes, more = 0, False
         for key in keys:

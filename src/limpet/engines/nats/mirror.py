@@ -144,9 +144,9 @@ class Mirror(Follower):
                 del receipts[key]
             self._receipts_max = 2 * len(receipts) + RECEIPTS_MIN
 
-    def keys(self, family: Family, span: Span) -> Iterator[str]:
-        """The keys of a span, in their order."""
-        return self._keys[family].between(span, self.heads[family])
+    def keys(self, family: Family, span: Span, *, reverse: bool = False) -> Iterator[str]:
+        """The keys of a span, in their order or its reverse."""
+        return self._keys[family].between(span, self.heads[family], reverse=reverse)
 
     def _last_message(self, entry_id: EntryId) -> Message | None:
         return self.heads[entry_id[0]].get(entry_id[1]) or self._ends.get(entry_id)

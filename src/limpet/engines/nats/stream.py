@@ -127,6 +127,40 @@ class HalfStored(Exception):
         )
 
 
+async def _request_api(server: Server, subject: str, request: object) -> dict[str, Any]:
+    connection = await server.connection()
+    headers, body = await connection.request(f"$JS.API.{subject}", b"" if request is None else _encode(request))
+    if headers.startswith(b"NATS/1.0 503"):
+        raise NoResponders("JetStream is not enabled, or has no leader now")
+    reply: dict[str, Any] = _decode_any(body)
+    if (error := reply.get("error")) is not None:
+        raise ApiError(error.get("err_code", 0), error.get("description", ""))
+    return reply
+
+
+async def list_buckets(server: Server) -> list[str]:
+    """The buckets on the server that Limpet has made and written to."""
+    found: list[str] = []
+    offset = total = 0
+    while not offset or offset < total:
+        reply = await _request_api(server, "STREAM.LIST", {"offset": offset})
+        streams, total = reply.get("streams") or [], reply.get("total", 0)
+        for info in streams:
+            bucket = info["config"]["name"].removeprefix("KV_")
+            if _is_ours(info["config"], Subjects(bucket)) and info["state"]["last_seq"]:
+                found.append(bucket)
+        if not streams:
+            break
+        offset += len(streams)
+    return found
+
+
+def _is_ours(config: dict[str, Any], subjects: Subjects) -> bool:
+    """Whether a stream was created by Limpet."""
+    has_options = config.get("allow_atomic") and config.get("allow_msg_ttl")
+    return bool(has_options) and {*config.get("subjects", ())} == {*subjects.all}
+
+
 class NamespaceStream:
     """The stream of one namespace, as this process knows it."""
 
@@ -188,8 +222,7 @@ class NamespaceStream:
         """Check that the stream is one of ours, and learn its options and its time."""
         info = await self.info()
         config = info["config"]
-        is_ours = config.get("allow_atomic") and config.get("allow_msg_ttl")
-        if not is_ours or {*config.get("subjects", ())} != {*self.subjects.all}:
+        if not _is_ours(config, self.subjects):
             raise InvalidValue(
                 f"the stream {self.name} was not created by Limpet and is left unchanged: choose another bucket_prefix "
                 "or namespace; taking over such data is not supported yet"
@@ -261,14 +294,7 @@ class NamespaceStream:
 
     async def api(self, subject: str, request: object = None) -> dict[str, Any]:
         """Send a request to the JetStream API that may be sent again."""
-        connection = await self._server.connection()
-        headers, body = await connection.request(f"$JS.API.{subject}", b"" if request is None else _encode(request))
-        if headers.startswith(b"NATS/1.0 503"):
-            raise NoResponders("JetStream is not enabled, or has no leader now")
-        reply: dict[str, Any] = _decode_any(body)
-        if (error := reply.get("error")) is not None:
-            raise ApiError(error.get("err_code", 0), error.get("description", ""))
-        return reply
+        return await _request_api(self._server, subject, request)
 
     async def get(self, request: dict[str, Any]) -> tuple[str, int, bytes, bytes] | None:
         """Read one message of the stream: its subject, number, headers and body; None if there is no such message."""

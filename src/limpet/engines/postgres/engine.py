@@ -183,7 +183,7 @@ class PostgresEngine(PostgresConnections):
         super()._init_process_state()
         self._committer = Committer(self, self._display_name, self._hold)
 
-    # The eight primitives, except those that `ServerEngine` has -----------------
+    # The ten primitives, except those that `ServerEngine` has -----------------
 
     async def scan(
         self,
@@ -194,15 +194,17 @@ class PostgresEngine(PostgresConnections):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
         if not values and where is None:
-            rows = await self._fetch_page(self._sql(sql.SCAN_KEYS), namespace, family, span, limit)
+            text = self._sql(sql.reverse_order(sql.SCAN_KEYS) if reverse else sql.SCAN_KEYS)
+            rows = await self._fetch_page(text, namespace, family, span, limit)
             entries = [entry_from_row(row[:10]) for row in rows[:limit]]
             return ScanPage(entries, entries[-1].key if len(rows) > limit else None)
         conditions, operands = ("", []) if where is None else filter_sql(where)
-        text = self._sql(sql.SCAN).replace("{conditions}", conditions)
+        text = self._sql(sql.reverse_order(sql.SCAN) if reverse else sql.SCAN).replace("{conditions}", conditions)
         rows = await self._fetch_page(text, namespace, family, span, limit, *operands)
         is_whole = not rows or rows[0][10] == len(rows) <= limit
         entries = [entry_from_row(row[:10]) for row in rows[:limit]]
@@ -212,6 +214,19 @@ class PostgresEngine(PostgresConnections):
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
         return ScanPage(entries, cursor)
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        self._check_open()
+        seen_ms = self._seen_ms.get(namespace, 0)
+        ((count, now_ms),) = await self._fetch(sql.COUNT, namespace, family, *span_bounds(span), seen_ms)
+        self._observe_time(namespace, now_ms)
+        return int(count)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        self._check_open()
+        return sorted(name for (name,) in await self._fetch(sql.NAMESPACES))
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""

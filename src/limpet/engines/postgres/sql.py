@@ -65,6 +65,18 @@ SCAN: Final = _PAGE_WITH_TIME.replace(
     + f") AS page) AS counted WHERE before <= {PAGE_BYTES_MAX}",
 )
 
+
+def reverse_order(page: str) -> str:
+    """One of the two statements above, with the last keys first."""
+    return page.replace("ORDER BY key", "ORDER BY key DESC").replace("ORDER BY found.key", "ORDER BY found.key DESC")
+
+
+_IN_SPAN: Final = "FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
+COUNT: Final = (
+    f"SELECT (SELECT count(*) {_IN_SPAN}) - (SELECT count(*) {_IN_SPAN} AND expires_ms <= now_ms), now_ms"
+    f" FROM (SELECT greatest({_TIME}, $5) AS now_ms) AS time"
+)
+NAMESPACES: Final = "SELECT namespace FROM {schema}.limpet_namespaces WHERE revision > 0"
 DUE: Final = (
     f"SELECT {_ENTRY_WITHOUT_VALUE}, size_bytes, family FROM {{schema}}.limpet_entries WHERE namespace = $1"
     f" AND expires_ms <= greatest({_TIME}, $3) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"

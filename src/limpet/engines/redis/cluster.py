@@ -95,7 +95,7 @@ class RedisCluster:
         engine = await self._engine_of(key_slot(b"limpet:store"))
         self._store_id, self._epoch = await engine.load_store_id()
 
-    # The eight primitives -----------------------------------------------------
+    # The ten primitives -----------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
@@ -110,10 +110,22 @@ class RedisCluster:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         options: dict[str, Any] = {"family": family, "where": where, "values": values, "limit": limit}
+        options["reverse"] = reverse
         return await self._on(namespace, lambda engine: engine.scan(namespace, span, **options))
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        return await self._on(namespace, lambda engine: engine.count(namespace, span, family=family))
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`. Every server has its own."""
+        firsts = {server: first for first, _, server in await self._load_slots()}
+        found = [await (await self._engine_of(first)).namespaces() for first in firsts.values()]
+        return sorted(name for names in found for name in names)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""

@@ -22,7 +22,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
@@ -178,7 +178,7 @@ class RedisEngine(ServerEngine):
         self._busy: set[str] = set()
         self._committer = Committer(self, self._display_name)
 
-    # The eight primitives, but for those that are shared ------------------------
+    # The ten primitives, but for those that are shared ------------------------
 
     async def scan(
         self,
@@ -189,14 +189,15 @@ class RedisEngine(ServerEngine):
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         self._check_open()
-        start = f"[{span.start}" if span.start else "-"
-        stop = "+" if span.stop is None else f"({span.stop}"
+        start, stop = _lex_bounds(span)
         with_value = values or where is not None
         bytes_max = PAGE_BYTES_MAX if with_value else 2**53
-        parameters = ("scan", family, start, stop, limit, bytes_max, int(with_value))
+        bounds = (stop, start) if reverse else (start, stop)
+        parameters = ("scan", family, *bounds, limit, bytes_max, int(with_value), int(reverse))
         cursor, found = await self._run(namespace, *parameters)
         pairs = zip(found[::2], found[1::2], strict=True)
         entries = [decode_entry(key.decode(), text, with_value=with_value) for key, text in pairs]
@@ -204,6 +205,17 @@ class RedisEngine(ServerEngine):
             entries = [entry for entry in entries if entry.stored is not None and where.matches(entry.stored)]
             entries = entries if values else [entry.without_value() for entry in entries]
         return ScanPage(entries, None if cursor is None else cursor.decode())
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        self._check_open()
+        count, expired = await self._run(namespace, "count", family, *_lex_bounds(span))
+        return int(count) - sum(key.decode() in span for key in expired)
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`. The server has no list of them, so this walks through all names of keys."""
+        self._check_open()
+        return sorted([name async for name in self._find_namespaces()])
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -315,16 +327,23 @@ class RedisEngine(ServerEngine):
     async def skip_revisions(self, skip: int) -> None:
         """Skip so many revisions in every namespace on this server."""
         self._check_open()
+        async for name in self._find_namespaces():
+            await self._run(name, "skip", skip)
+
+    async def _find_namespaces(self) -> AsyncIterator[str]:
+        """Find the namespaces on this server, each once."""
         data = self._key("*", "data")
         before, after = (part.encode() for part in data.split("*"))
-        cursor = b"0"
+        cursor, known = b"0", set[str]()
         while True:
             cursor, found = await self._request("SCAN", cursor, "MATCH", data, "COUNT", 1000)
             for key in found:
-                name = key.removeprefix(before).removesuffix(after).decode()
-                # Another program's key may look like one of ours.
+                name = key.removeprefix(before).removesuffix(after).decode(errors="replace")
+                # Another program's key may look like one of ours, and a walk may return a key twice.
                 with contextlib.suppress(InvalidNamespace):
-                    await self._run(check_namespace(name), "skip", skip)
+                    if check_namespace(name) not in known:
+                        known.add(name)
+                        yield name
             if cursor == b"0":
                 return
 
@@ -653,3 +672,8 @@ class RedisEngine(ServerEngine):
 
     def _translate_driver_error(self, error: Exception) -> Exception:
         return translate_error(self._display_name, error)
+
+
+def _lex_bounds(span: Span) -> tuple[str, str]:
+    """The bounds of a span for commands such as ZRANGEBYLEX."""
+    return f"[{span.start}" if span.start else "-", "+" if span.stop is None else f"({span.stop}"

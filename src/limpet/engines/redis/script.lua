@@ -927,9 +927,11 @@ end
 local function scan()
     local family, start, stop = ARGV[3], ARGV[4], ARGV[5]
     local limit, most, values = tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[8] == '1'
+    -- In reverse, the upper bound comes first.
+    local range = ARGV[9] == '1' and 'ZREVRANGEBYLEX' or 'ZRANGEBYLEX'
     local examined, size, reply, last = 0, 0, {}, false
     while true do
-        local found = call('ZRANGEBYLEX', base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
+        local found = call(range, base .. family .. ':keys', start, stop, 'LIMIT', 0, 200)
         for i = 1, #found do
             local key = found[i]
             local entry = load_entry(family, key)
@@ -959,6 +961,22 @@ function verb.scan()
     local reply = scan()
     record_time()
     return reply
+end
+
+-- Beside the count, the keys that have expired and are in it, if they are in its span: the caller compares them.
+function verb.count()
+    local family, expired = ARGV[3], {}
+    local total = call('ZLEXCOUNT', base .. family .. ':keys', ARGV[4], ARGV[5])
+    local due = call('ZRANGEBYSCORE', due_key, '-inf', load_read_ms(), 'WITHSCORES')
+    for i = 1, #due, 2 do
+        has_expired(tonumber(due[i + 1]))
+        local owner, key = match(due[i], '^(%a+):(.*)$')
+        if owner == family then
+            expired[#expired + 1] = key
+        end
+    end
+    record_time()
+    return {total, expired}
 end
 
 function verb.changes()

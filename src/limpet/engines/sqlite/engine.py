@@ -29,17 +29,18 @@ from limpet.engines.sqlite.group import GroupWriter, Ticket
 from limpet.engines.sqlite.rows import (
     CHANGES,
     CHANGES_IN_SPAN,
+    COUNT,
     DROP_CHANGES,
     DROP_EXPIRED_RECEIPTS,
     DUE,
     HAS_EXPIRED_RECEIPTS,
     INDEX_NAMES,
+    NAMESPACES,
     OLDEST_CHANGES,
     OUR_TABLES,
     PAGE_BYTES_MAX,
     RAISE_EPOCH,
-    SCAN_ENTRIES,
-    SCAN_KEYS,
+    SCANS,
     SCHEMA_REVISION,
     SKIP_REVISIONS,
     STORE,
@@ -144,7 +145,7 @@ class SqliteEngine:
         self._writer = GroupWriter(self._connections, self._cached, self._wakeup, self._now_ms)
         self._scanner: ThreadPoolExecutor | None = None
 
-    # The eight primitives -----------------------------------------------------
+    # The ten primitives -----------------------------------------------------
 
     async def read(self, namespace: str, keys: Sequence[str], *, family: Family = "data") -> list[Entry | None]:
         """See `Engine.read`."""
@@ -175,13 +176,23 @@ class SqliteEngine:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """See `Engine.scan`."""
         if self._budget.spent(SCAN_CALLS):
             await self._budget.renewed()
         if where is None and limit <= INLINE_ROWS_MAX:
-            return self._scan_page(namespace, span, family, where, values, limit)
-        return await self._aside(lambda: self._scan_page(namespace, span, family, where, values, limit))
+            return self._scan_page(namespace, span, family, where, values, limit, reverse)
+        return await self._aside(lambda: self._scan_page(namespace, span, family, where, values, limit, reverse))
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """See `Engine.count`."""
+        return await self._aside(lambda: self._count(namespace, span, family))
+
+    async def namespaces(self) -> list[str]:
+        """See `Engine.namespaces`."""
+        with self._connections.reading() as reader:
+            return sorted(name.decode() for (name,) in reader.execute(NAMESPACES).fetchall())
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """See `Engine.commit`."""
@@ -361,11 +372,18 @@ class SqliteEngine:
     # Pages --------------------------------------------------------------------
 
     def _scan_page(
-        self, namespace: str, span: Span, family: Family, where: Filter | None, values: bool, limit: int
+        self,
+        namespace: str,
+        span: Span,
+        family: Family,
+        where: Filter | None,
+        values: bool,
+        limit: int,
+        reverse: bool,
     ) -> ScanPage:
         """Up to ``limit`` entries. With a filter, a page ends after `EXAMINED_MAX` entries, so that none takes long."""
         rows_max = limit if where is None else EXAMINED_MAX
-        sql = SCAN_ENTRIES if values or where is not None else SCAN_KEYS
+        sql = SCANS[values or where is not None, reverse]
         found: list[Entry] = []
         examined, size_bytes, last = 0, 0, ""
         with self._connections.reading() as reader:
@@ -380,6 +398,13 @@ class SqliteEngine:
                     if where is None or (entry.stored is not None and where.matches(entry.stored)):
                         found.append(entry if values else entry.without_value())
         return ScanPage(found, None)
+
+    def _count(self, namespace: str, span: Span, family: Family) -> int:
+        bounds = (namespace, family, span.start, upper_bound(span))
+        with self._connections.reading() as reader:
+            now_ms = self._time_ms(reader, namespace)
+            (count,) = reader.execute(COUNT, (*bounds, *bounds, now_ms)).fetchone()
+        return int(count)
 
     def _log_page(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:
         with self._connections.reading() as reader:

@@ -29,10 +29,22 @@ READ: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND fa
 _READ_SEVERAL: Final = f"SELECT {_COLUMNS} FROM limpet_entries WHERE namespace = ? AND family = ? AND key IN"
 _SCAN: Final = (
     "SELECT {columns} FROM limpet_entries WHERE namespace = ? AND family = ? AND key >= ? AND key < ?"
-    " AND (expires_ms IS NULL OR expires_ms > ?) ORDER BY key LIMIT ?"
+    " AND (expires_ms IS NULL OR expires_ms > ?) ORDER BY key{order} LIMIT ?"
 )
-SCAN_ENTRIES: Final = _SCAN.format(columns=_COLUMNS)
-SCAN_KEYS: Final = _SCAN.format(columns=_COLUMNS.replace("kind, value", "NULL, NULL"))
+_WITHOUT_VALUE: Final = _COLUMNS.replace("kind, value", "NULL, NULL")
+SCANS: Final = {
+    (values, reverse): _SCAN.format(columns=_COLUMNS if values else _WITHOUT_VALUE, order=" DESC" if reverse else "")
+    for values in (False, True)
+    for reverse in (False, True)
+}
+"""The statement of a scan: with values or without, and in which order."""
+_IN_SPAN: Final = "namespace = ? AND family = ? AND key >= ? AND key < ?"
+# Without the condition on the expiry, which stands behind the value, the count reads no value.
+COUNT: Final = (
+    f"SELECT (SELECT count(*) FROM limpet_entries WHERE {_IN_SPAN})"
+    f" - (SELECT count(*) FROM limpet_entries INDEXED BY limpet_due WHERE {_IN_SPAN} AND expires_ms <= ?)"
+)
+NAMESPACES: Final = "SELECT namespace FROM limpet_namespaces WHERE revision > 0"
 WRITE: Final = (
     f"INSERT INTO limpet_entries (namespace, family, {_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
     " ON CONFLICT (namespace, family, key) DO UPDATE SET kind = excluded.kind, value = excluded.value,"
