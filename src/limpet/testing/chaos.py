@@ -57,7 +57,7 @@ __all__ = ["Chaos", "Fault", "open"]
 
 Fault = Literal["refused", "lost", "twice", "delay", "gap"]
 FAULTS: Final[tuple[Fault, ...]] = get_args(Fault)
-_CALLS: Final = ("read", "scan", "commit", "changes", "due", "trim", "status")
+_CALLS: Final = ("read", "scan", "count", "namespaces", "commit", "changes", "due", "trim", "status")
 _OF_COMMITS: Final = frozenset({"lost", "twice", "gap"})
 
 T = TypeVar("T")
@@ -168,12 +168,21 @@ class Chaos:
         where: Filter | None = None,
         values: bool = True,
         limit: int = 500,
+        reverse: bool = False,
     ) -> ScanPage:
         """Read live entries of a span. See `Engine`."""
+        options: dict[str, Any] = {"family": family, "where": where, "values": values}
         return await self._call(
-            "scan",
-            lambda: self._engine.scan(namespace, span, family=family, where=where, values=values, limit=limit),
+            "scan", lambda: self._engine.scan(namespace, span, limit=limit, reverse=reverse, **options)
         )
+
+    async def count(self, namespace: str, span: Span, *, family: Family = "data") -> int:
+        """Count the live entries of a span. See `Engine`."""
+        return await self._call("count", lambda: self._engine.count(namespace, span, family=family))
+
+    async def namespaces(self) -> list[str]:
+        """List the namespaces that were written to. See `Engine`."""
+        return await self._call("namespaces", self._engine.namespaces)
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """Apply a batch. See `Engine`."""
