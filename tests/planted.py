@@ -331,10 +331,7 @@ def replaced_follower_goes_on() -> None:
     async def wrong(self: Any) -> None:
         await right(self)
         while self._follower is not None:
-            page = await self.engine.changes(self.namespace, self._head, wait_s=hub.WAIT_S)
-            self._tail.extend(page.changes)
-            self._head = max(self._head, page.next_after)
-            self.notify()
+            self._add_page(await self.engine.changes(self.namespace, self.end.revision, wait_s=hub.WAIT_S))
 
     hub.Hub._follow = wrong
 

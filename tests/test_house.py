@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     },
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
-        *("hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
+        *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin"},

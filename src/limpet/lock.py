@@ -41,8 +41,9 @@ from limpet.errors import (
     LockNotHeld,
     TransientError,
 )
-from limpet.keys import check_key, check_text
+from limpet.keys import check_key, check_text, key_span
 from limpet.model import ABSENT, Batch, Commit, Delete, Entry, Guard, HeldBy, Put, Refusal, Touch, Write
+from limpet.waiters import topic_of
 
 if TYPE_CHECKING:
     from limpet.session import Session
@@ -341,7 +342,7 @@ class Lock:
             while True:
                 page = await hub.changes(after, None)
                 if page is None:
-                    await hub.wait()
+                    after = max(after, await hub.wait(topic_of(key_span(self.name), "lock")))
                     continue
                 if any(
                     change.family == "lock" and change.key == self.name and change.after is None
