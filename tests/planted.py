@@ -25,7 +25,7 @@ from limpet.engines.nats import alarms, log
 from limpet.engines.postgres import engine as postgres
 from limpet.engines.postgres import sql
 from limpet.engines.redis import engine as redis
-from limpet.engines.sqlite import cache, group
+from limpet.engines.sqlite import cache, foreign, group
 from limpet.engines.sqlite import engine as sqlite
 from limpet.engines.sqlite.group import GroupWriter
 from limpet.errors import Ambiguous, Unavailable
@@ -309,7 +309,7 @@ def commits_wake_no_waiter() -> None:
 
 def other_processes_are_noticed_late() -> None:
     """SQLite: a waiter looks for commits of other processes every three seconds."""
-    setattr(sqlite, "POLL_S", 3.0)  # noqa: B010
+    setattr(foreign, "LOOK_S", 3.0)  # noqa: B010
 
 
 def follower_outlives_its_watches() -> None:
@@ -331,10 +331,7 @@ def replaced_follower_goes_on() -> None:
     async def wrong(self: Any) -> None:
         await right(self)
         while self._follower is not None:
-            page = await self.engine.changes(self.namespace, self._head, wait_s=hub.WAIT_S)
-            self._tail.extend(page.changes)
-            self._head = max(self._head, page.next_after)
-            self.notify()
+            self._add_page(await self.engine.changes(self.namespace, self.end.revision, wait_s=hub.WAIT_S))
 
     hub.Hub._follow = wrong
 

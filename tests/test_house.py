@@ -42,7 +42,8 @@ LAYERS: list[set[str]] = [
     },
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
-        *("hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages", "many", "folders"),
+        *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
+        *("many", "folders"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin"},

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Self
 
 from limpet.draft import Fence
 from limpet.errors import Closed, Compacted, InvalidValue, LockExpired
+from limpet.keys import key_span
 from limpet.lock import RETRY_S, Lock, LockInfo, lock_info
+from limpet.waiters import topic_of
 
 if TYPE_CHECKING:
     from limpet.session import Session
@@ -127,7 +129,7 @@ class Election:
                 while not has_changed:
                     page = await self._session.retry(functools.partial(hub.changes, after, None))
                     if page is None:
-                        await hub.wait()
+                        after = max(after, await hub.wait(topic_of(key_span(self.name), "lock")))
                         continue
                     after = page.next_after
                     has_changed = any(change.family == "lock" and change.key == self.name for change in page.changes)

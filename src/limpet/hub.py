@@ -4,6 +4,9 @@ One task follows the log of a watched namespace and keeps the last changes in me
 watcher is only a position in that log. While it keeps up it reads from the hub; when it has
 fallen behind it reads the log itself, from its position. So a slow watcher never blocks a
 writer, never makes a queue grow and never misses a change silently: it gets `Compacted`.
+
+A watcher that waits is woken by changes of its own keys alone. Until then it has seen all that
+the hub has, so it does not fall behind while other keys change.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from bisect import bisect_right
 from collections import deque
 from typing import Final, Literal
 
-from limpet.clock import Clock
+from limpet.clock import Clock, wake
 from limpet.commit.log import check_after
 from limpet.engine import Engine
 from limpet.errors import Closed, Compacted, InvalidValue, LimpetError, TransientError
 from limpet.keys import Span
 from limpet.model import BEGINNING, Change, Event, LogPage, Op, Status, Synced, fingerprint
 from limpet.retry import Outage, retry
+from limpet.waiters import Point, Topic, Waiter, Waiters, topic_of
 
 __all__ = ["Hub", "Watch", "event_of"]
 
@@ -39,6 +43,7 @@ class Hub:
     """Follows the log of one namespace while it has watchers.
 
     Attributes:
+        end: Up to where the log was read. By its fingerprint another history is recognised.
         failing_since: Since when the log cannot be read, by the monotonic clock; None while it can.
     """
 
@@ -48,13 +53,12 @@ class Hub:
         self.clock = clock
         self._tail: list[Change] = []
         self._tail_bytes = 0
-        self._floor = self._head = 0
-        # The fingerprint of the change at `_head`, by which another history is recognised.
-        self._at = BEGINNING
+        self._floor = 0
+        self.end = Point(0, BEGINNING)
         self._follower: asyncio.Task[None] | None = None
         self._watchers = 0
         self._watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self._changed: asyncio.Event = asyncio.Event()
+        self._waiters = Waiters()
         self._end: LimpetError | None = None
         self.failing_since: float | None = None
 
@@ -63,23 +67,22 @@ class Hub:
         self._watchers += 1
         try:
             status = await retry(self.clock, lambda: self.engine.status(self.namespace))
-            at = await self.fingerprint_at(status.revision) if self._follower is None else self._at
+            at = await self.fingerprint_at(status.revision) if self._follower is None else self.end.fingerprint
         except BaseException:
             self.leave()
             raise
         if self._follower is None:
             self._tail, self._tail_bytes = [], 0
-            self._floor = self._head = status.revision
-            self._at = at
+            self._floor = status.revision
+            self.end = Point(status.revision, at)
             self._end = None
-            self._changed = asyncio.Event()
             self._follower = asyncio.get_running_loop().create_task(self._follow(), name="limpet-hub")
         return status
 
     async def fingerprint_at(self, revision: int) -> str:
         """Get the fingerprint of the change at a revision, or of the last one before it."""
-        if self._follower is not None and revision == self._head:
-            return self._at
+        if self._follower is not None and revision == self.end.revision:
+            return self.end.fingerprint
         page = await retry(self.clock, lambda: self.engine.changes(self.namespace, revision, limit=0))
         return page.before
 
@@ -92,7 +95,7 @@ class Hub:
 
     def lags(self) -> list[int]:
         """Count how many revisions each watch is behind the hub."""
-        return [max(0, self._head - watch._last_delivered()) for watch in self._watches]
+        return [max(0, self.end.revision - watch._last_delivered()) for watch in self._watches]
 
     async def changes(self, after: int, span: Span | None) -> LogPage | None:
         """Get the changes after a revision; None when there is none yet. Without a span, those of all families."""
@@ -100,22 +103,33 @@ class Hub:
             raise self._end
         if after < self._floor:
             return await self.engine.changes(self.namespace, after, span=span)
-        if after >= self._head:
+        if after >= self.end.revision:
             return None
         fresh = self._tail[bisect_right(self._tail, after, key=lambda change: change.revision) :]
         if span is not None:
             fresh = [change for change in fresh if change.family == "data" and change.key in span]
-        return LogPage(fresh, self._head, "", self._at)
+        return LogPage(fresh, self.end.revision, "", self.end.fingerprint)
 
-    async def wait(self) -> None:
-        """Wait until something may have changed: the log has grown, or a watch or the store was closed."""
-        await self._changed.wait()
+    def add_waiter(self, topic: Topic) -> Waiter:
+        """Add a caller that waits for the next change. It has seen all changes up to the hub's end."""
+        return self._waiters.add(topic)
 
-    def notify(self) -> None:
-        """Wake all waiters, so that they check again."""
-        # Present waiters hold the old event; later ones wait for the new one.
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def remove_waiter(self, waiter: Waiter) -> None:
+        """Remove a caller that waits no more."""
+        self._waiters.remove(waiter)
+
+    def seen_by(self, waiter: Waiter) -> Point:
+        """Up to where a waiter has missed nothing: the hub's end, or the point before the change that it waited for."""
+        return waiter.due_after or self.end
+
+    async def wait(self, topic: Topic) -> int:
+        """Wait for a change after the hub's end, or for the end of the hub. Returns the revision to read on after."""
+        waiter = self.add_waiter(topic)
+        try:
+            await waiter.future
+            return self.seen_by(waiter).revision
+        finally:
+            self.remove_waiter(waiter)
 
     async def close(self) -> None:
         """Wake all watchers and let them end."""
@@ -132,7 +146,7 @@ class Hub:
             try:
                 # After a failure, do not wait for a change, so that a success shows at once that the log works again.
                 wait_s = WAIT_S if self.failing_since is None else 0.0
-                page = await self.engine.changes(self.namespace, self._head, wait_s=wait_s)
+                page = await self.engine.changes(self.namespace, self.end.revision, wait_s=wait_s)
             except TransientError:
                 self._note_failure()
                 await self.clock.sleep(RETRY_S)
@@ -152,17 +166,20 @@ class Hub:
                 return
             self.failing_since = None
             outage.record_success()
-            if page.before != self._at:
-                self._finish(_other_history(self._head))
+            if page.before != self.end.fingerprint:
+                self._finish(_other_history(self.end.revision))
                 return
-            self._at = _last_fingerprint(page) or self._at
-            self._tail.extend(page.changes)
-            self._tail_bytes += sum(change.entry.size_bytes for change in page.changes)
-            if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
-                self._shorten_tail()
-            if page.next_after > self._head:
-                self._head = page.next_after
-                self.notify()
+            self._add_page(page)
+
+    def _add_page(self, page: LogPage) -> None:
+        """Add what the log has after the hub's end, and wake those that wait for it."""
+        before = self.end
+        self.end = _end_of(page, before)
+        self._tail.extend(page.changes)
+        self._tail_bytes += sum(change.entry.size_bytes for change in page.changes)
+        if len(self._tail) > 2 * TAIL_MAX or self._tail_bytes > TAIL_BYTES_MAX:
+            self._shorten_tail()
+        self._waiters.notify(page.changes, before)
 
     def _note_failure(self) -> None:
         if self.failing_since is None:
@@ -181,7 +198,7 @@ class Hub:
         for watch in self._watches:
             watch._end = error
         self._follower = self._follower if isinstance(error, Closed) else None
-        self.notify()
+        self._waiters.notify_all(self.end)
 
 
 class Watch:
@@ -212,19 +229,21 @@ class Watch:
         self.dropped = 0
         self._hub = hub
         self._span = span
+        self._topic = topic_of(span)
         self._after = after
         self._initial = initial
         self._overflow = overflow
-        self._cursor = 0
-        # The fingerprint of the change at the cursor. While this watch is behind the hub it may be that of an earlier
-        # change; then no change of the span lies in between.
-        self._at = BEGINNING
+        # Up to where this watch has read. While it is behind the hub, the fingerprint may be that of an earlier change;
+        # then no change of the span lies in between.
+        self._cursor = Point(0, BEGINNING)
         self._prefix = ""
         self._ready: deque[Event] = deque()
         # Revisions of entries that the initial scan found, and that are newer than its starting point.
         self._known: dict[str, int] = {}
         self._scan_from: str | None = None
         self._end: LimpetError | None = None
+        # One for each task that waits in this watch.
+        self._waiters: list[Waiter] = []
         self._state: Literal["new", "scanning", "following", "ended"] = "new"
 
     async def __aenter__(self) -> Watch:
@@ -265,7 +284,7 @@ class Watch:
         None before the watch has begun, and while an event waits to be taken: then keep the event's own position.
         """
         is_idle = self._state == "following" and not self._ready
-        return self._prefix + self._at if is_idle else None
+        return self._prefix + self._seen().fingerprint if is_idle else None
 
     async def aclose(self) -> None:
         """End this watch, also for a task that waits in it."""
@@ -276,13 +295,18 @@ class Watch:
         if self._state in ("scanning", "following"):
             self._hub.leave()
             self._hub._watches.discard(self)
-            self._hub.notify()
+            for waiter in self._waiters:
+                wake(waiter.future)
         self._state = "ended"
 
     def _last_delivered(self) -> int:
         """The revision up to which all changes were delivered. Entries of the initial scan do not count."""
         has_change = bool(self._ready) and self._ready[0].position is not None
-        return self._ready[0].revision - 1 if has_change else self._cursor
+        return self._ready[0].revision - 1 if has_change else self._seen().revision
+
+    def _seen(self) -> Point:
+        """Up to where this watch has seen all changes of its span. While it waits, that moves on with the hub."""
+        return max([self._cursor, *map(self._hub.seen_by, self._waiters)])
 
     async def _start(self) -> None:
         # Take the position before the scan. The other way round, a change made in between would be in neither.
@@ -291,11 +315,11 @@ class Watch:
         self._state = "following"
         self._hub._watches.add(self)
         try:
-            self._cursor, known = _find_start(self._after, status, self._prefix)
-            self._at = await self._hub.fingerprint_at(self._cursor)
-            if known is not None and self._at != known:
-                raise _other_history(self._cursor)
-            self._at = known or self._at
+            revision, known = _find_start(self._after, status, self._prefix)
+            found = await self._hub.fingerprint_at(revision)
+            if known is not None and found != known:
+                raise _other_history(revision)
+            self._cursor = Point(revision, found)
         except BaseException:
             self._finish()
             raise
@@ -308,13 +332,14 @@ class Watch:
         if self._state == "ended":
             return
         for entry in found.entries:
-            if entry.revision > self._cursor:
+            if entry.revision > self._cursor.revision:
                 self._known[entry.key] = entry.revision
             self._ready.append(
                 Event("put", entry.key, entry, entry.revision, entry.revision, None, at_ms=entry.updated_ms)
             )
         if found.cursor is None:
-            self._ready.append(Synced("synced", "", None, self._cursor, self._cursor, self._prefix + self._at))
+            revision, found_at = self._cursor
+            self._ready.append(Synced("synced", "", None, revision, revision, self._prefix + found_at))
             self._state = "following"
         else:
             self._scan_from = found.cursor + "\0"
@@ -322,26 +347,37 @@ class Watch:
     async def _follow(self) -> None:
         if self._end is not None:
             raise self._end
-        page = await self._hub.changes(self._cursor, self._span)
+        page = await self._hub.changes(self._cursor.revision, self._span)
         if page is None:
-            await self._hub.wait()
+            await self._wait()
             return
         if self._state == "ended":  # Closed while the log was being read.
             return
         # The hub compares histories for watches that keep up. A page from the log itself is compared here, unless the
         # cursor is between two changes of the span, where this watch has seen no change to compare with.
-        is_known = page.before and self._at.startswith(f"{self._cursor}-")
-        if is_known and page.before != self._at:
-            raise _other_history(self._cursor)
+        revision, at = self._cursor
+        is_known = page.before and at.startswith(f"{revision}-")
+        if is_known and page.before != at:
+            raise _other_history(revision)
         fresh = [change for change in page.changes if change.revision > self._known.get(change.key, 0)]
         if self._overflow == "drop" and len(fresh) > DROP_BEYOND:
             self.dropped += len(fresh) - DROP_BEYOND
             fresh = fresh[-DROP_BEYOND:]
         self._ready.extend(event_of(change, self._prefix) for change in fresh)
-        self._cursor = page.next_after
-        self._at = _last_fingerprint(page) or self._at
-        if self._known and self._cursor >= max(self._known.values()):
+        self._cursor = _end_of(page, self._cursor)
+        if self._known and self._cursor.revision >= max(self._known.values()):
             self._known = {}
+
+    async def _wait(self) -> None:
+        """Wait until there may be something to read, and go on from just before it."""
+        waiter = self._hub.add_waiter(self._topic)
+        self._waiters.append(waiter)
+        try:
+            await waiter.future
+        finally:
+            self._cursor = self._seen()
+            self._waiters.remove(waiter)
+            self._hub.remove_waiter(waiter)
 
 
 _WITH_VALUE: Final[tuple[Op, ...]] = ("put", "patch")
@@ -385,8 +421,7 @@ def _other_history(revision: int) -> Compacted:
     )
 
 
-def _last_fingerprint(page: LogPage) -> str | None:
-    """Get the fingerprint of the change at the end of a page; None when the page does not have it."""
-    if page.at is not None:
-        return page.at
-    return fingerprint(page.changes[-1]) if page.changes else None
+def _end_of(page: LogPage, before: Point) -> Point:
+    """The end of a page that was read after a point."""
+    at = page.at if page.at is not None else fingerprint(page.changes[-1]) if page.changes else before.fingerprint
+    return Point(max(before.revision, page.next_after), at)

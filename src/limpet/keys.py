@@ -105,6 +105,11 @@ def prefix_span(prefix: str) -> Span:
     return Span(prefix, head[:-1] + chr(following))
 
 
+def shared_prefix(span: Span) -> str:
+    """Return the prefix whose keys a span contains; the empty one for a span of another kind."""
+    return span.start if span == prefix_span(span.start) else ""
+
+
 def pattern_span(pattern: str) -> Span:
     """Make the span of a watch pattern: ``*``, ``something*``, or one exact key."""
     pattern = check_key(pattern)

@@ -41,8 +41,9 @@ from limpet.errors import (
     LockNotHeld,
     TransientError,
 )
-from limpet.keys import check_key, check_text
+from limpet.keys import check_key, check_text, key_span
 from limpet.model import ABSENT, Batch, Commit, Delete, Entry, Guard, HeldBy, Put, Refusal, Touch, Write
+from limpet.waiters import topic_of
 
 if TYPE_CHECKING:
     from limpet.session import Session
@@ -223,7 +224,7 @@ class Lock:
             # so that the engine is not called without end.
             least_s = RETRY_S if outcome.at_ms == refused_ms else 0.0
             refused_ms = outcome.at_ms
-            await self._await_release(outcome.found.revision, min(left_s, max(held.remaining, least_s)))
+            await self._await_release(held.token, min(left_s, max(held.remaining, least_s)))
 
     async def refresh(self, ttl: float | timedelta | None = None) -> None:
         """Extend the lease from now on. Raises `LockExpired` or `LockNotHeld`."""
@@ -302,11 +303,11 @@ class Lock:
         except Exception as error:
             self._warn("may have been granted to a cancelled caller, and then ends when its time is over", error)
 
-    async def _await_release(self, revision: int, longest_s: float) -> None:
-        """Wait until the log has a release, or until the holder's lease is over."""
+    async def _await_release(self, token: int, longest_s: float) -> None:
+        """Wait until the lock with this token is released, or until the holder's lease is over."""
         until = self._session.clock.monotonic() + min(longest_s, WAIT_TURN_S)
         try:
-            await self._wait_until(until, self._follow_release(revision))
+            await self._wait_until(until, self._follow_release(token))
         except Closed:
             raise
         except LimpetError:
@@ -332,16 +333,17 @@ class Lock:
             task.result()
         return is_done
 
-    async def _follow_release(self, revision: int) -> None:
+    async def _follow_release(self, token: int) -> None:
         """Follow the log until the lock is released."""
         hub = self._session.hub(self._namespace)
-        status = await hub.join()
-        after = max(revision, status.floor)
+        after = (await hub.join()).revision
         try:
-            while True:
+            # It may have been released before. Reading the entry costs less than reading the log since it was acquired.
+            entry = await self._session.read(self._namespace, self.name, family="lock")
+            while entry is not None and entry.created_revision == token:
                 page = await hub.changes(after, None)
                 if page is None:
-                    await hub.wait()
+                    after = max(after, await hub.wait(topic_of(key_span(self.name), "lock")))
                     continue
                 if any(
                     change.family == "lock" and change.key == self.name and change.after is None

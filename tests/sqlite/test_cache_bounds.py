@@ -18,6 +18,7 @@ from limpet import hub
 from limpet.engines.sqlite import cache as sqlite_cache
 from limpet.engines.sqlite import forks
 from limpet.engines.sqlite.engine import SqliteEngine
+from limpet.engines.sqlite.foreign import FEW
 from limpet.errors import Conflict, TypeMismatch
 from tests.sqlite.cache_scenes import COUNTERS, PAIR, Ledger, Peer
 from tests.sqlite.cache_support import (
@@ -263,6 +264,39 @@ async def test_a_waiter_leaves_the_file_alone(url: str, path: Path) -> None:
         assert len(reads) - alone >= 4
     finally:
         await engine.close()
+
+
+async def test_a_foreign_commit_wakes_the_waiters_of_its_namespace(url: str) -> None:
+    """Of many awaited namespaces one changes. The logs of the others are not read."""
+    async with limpet.open(url, sweep=False) as store, limpet.open(url, sweep=False) as other:
+        engine = store._session.engine
+        assert isinstance(engine, SqliteEngine)
+        log_page, reads, have_read_twice = engine._log_page, list[str](), asyncio.Event()
+
+        def counted(namespace: str, *rest: Any) -> Any:
+            reads.append(namespace)
+            if len(reads) == 2 * len(names):
+                have_read_twice.set()
+            return log_page(namespace, *rest)
+
+        engine._log_page = counted  # type: ignore[assignment, method-assign]
+        names = [f"n{number}" for number in range(2 * FEW)]
+        waiting = {name: asyncio.create_task(engine.changes(name, 0, wait_s=600)) for name in names}
+        await asyncio.sleep(0)
+        # At first all of them are woken, because their revisions are not known yet.
+        await other.namespace("n0").put("k", 1)
+        await waiting.pop("n0")
+        await have_read_twice.wait()
+        reads.clear()
+
+        await other.namespace("n3").put("k", 1)
+        page = await waiting.pop("n3")
+
+        assert [change.key for change in page.changes] == ["k"]
+        assert reads == ["n3"]
+        assert not any(task.done() for task in waiting.values())
+        for task in waiting.values():
+            task.cancel()
 
 
 async def test_news_that_come_while_we_look_are_not_slept_through(url: str, clock: limpet.ManualClock) -> None:

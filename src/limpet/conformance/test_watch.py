@@ -777,6 +777,26 @@ async def test_a_watch_resumes_where_it_began(store: limpet.Store) -> None:
         assert (await next_event(resumed)).key == "more"
 
 
+async def test_a_watch_that_waits_keeps_up(open_store: OpenStore) -> None:
+    """A watch that waits keeps up while other keys change, and trimming does not make it Compacted."""
+    window = limpet.Window(changes=5, age_ms_min=0)
+    store = await open_store(namespace=elsewhere(), window=window, sweep=False)
+    async with store.watch("quiet") as quiet, store.watch("end") as other:
+        waiting = asyncio.create_task(next_event(quiet))
+        await asyncio.sleep(0.05)
+        await fill(store, 3500)
+        await store.put("end", 1)
+        await next_event(other)
+        await store.trim()
+
+        position = quiet.position
+        async with store.watch("quiet", after=position) as resumed:
+            await store.put("quiet", 2)
+
+            assert (await next_event(resumed)).value == 2
+        assert (await waiting).value == 2
+
+
 async def test_a_position_serves_another_pattern(store: limpet.Store) -> None:
     """A watch resumes after the position of any event."""
     async with store.watch("a/*") as watch:

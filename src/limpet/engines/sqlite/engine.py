@@ -25,6 +25,7 @@ from limpet.engines.sql_indexes import quoted, sqlite_expression, sqlite_name, s
 from limpet.engines.sqlite import forks
 from limpet.engines.sqlite.cache import CachedFile
 from limpet.engines.sqlite.connections import OPENING, Connection, Connections, error_name, make_file
+from limpet.engines.sqlite.foreign import ForeignCommits
 from limpet.engines.sqlite.group import GroupWriter, Ticket
 from limpet.engines.sqlite.rows import (
     CHANGES,
@@ -81,7 +82,6 @@ T = TypeVar("T")
 
 INLINE_ROWS_MAX: Final = 500
 EXAMINED_MAX: Final = 5_000
-POLL_S: Final = 0.02
 
 _OPTIONS: Final = ("synchronous", "migrate", "journal")
 
@@ -143,6 +143,7 @@ class SqliteEngine:
         self._cached = CachedFile()
         self._connections = Connections(self._path, self._synchronous, self._cached, may_switch=self._may_switch)
         self._writer = GroupWriter(self._connections, self._cached, self._wakeup, self._now_ms)
+        self._foreign = ForeignCommits(self._connections, self._cached, self._wakeup)
         self._scanner: ThreadPoolExecutor | None = None
 
     # The ten primitives -----------------------------------------------------
@@ -213,20 +214,17 @@ class SqliteEngine:
         self, namespace: str, after: int, *, span: Span | None = None, limit: int = 500, wait_s: float = 0.0
     ) -> LogPage:
         """See `Engine.changes`."""
+        if wait_s <= 0 or not has_loop():
+            return self._log_page(namespace, after, span, limit)
         deadline = time.monotonic() + wait_s
-        while True:
-            token, stamp = self._wakeup.token(namespace), self._cached.wal_stamp()
-            page = self._log_page(namespace, after, span, limit)
-            if page.changes or time.monotonic() >= deadline or not has_loop():
-                return page
-            await self._wait_for_commit(namespace, token, stamp, deadline)
-
-    async def _wait_for_commit(self, namespace: str, token: object, stamp: object, deadline: float) -> None:
-        """Wait for a reason to read again. Commits of other processes do not notify; they change the WAL header."""
-        while (left := deadline - time.monotonic()) > 0:
-            await self._wakeup.wait(namespace, token, min(left, POLL_S))
-            if self._wakeup.token(namespace) is not token or stamp is None or self._cached.wal_stamp() != stamp:
-                return
+        with self._foreign.awaited(namespace):
+            while True:
+                token = self._wakeup.token(namespace)
+                page = self._log_page(namespace, after, span, limit)
+                left_s = deadline - time.monotonic()
+                if page.changes or left_s <= 0:
+                    return page
+                await self._wakeup.wait(namespace, token, left_s)
 
     async def due(self, namespace: str, *, limit: int = 500) -> list[Expire]:
         """See `Engine.due`."""
@@ -266,6 +264,7 @@ class SqliteEngine:
             if connections.closed:
                 return
             self._writer.finish()
+            self._foreign.end()
             self._wakeup.notify_all()
             self._writer.stop()
             if self._scanner is not None:
@@ -273,6 +272,7 @@ class SqliteEngine:
             connections.await_unused()
             with OPENING:
                 connections.disconnect_all()
+        self._foreign.join()
 
     # Indexes ------------------------------------------------------------------
 

@@ -101,6 +101,9 @@ COUNTERS: Final = (
 )
 SAVE_COUNTERS: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 RECORDED_MS: Final = "SELECT at_ms FROM limpet_namespaces WHERE namespace = ?"
+REVISIONS: Final = (
+    "SELECT namespace, revision, at_ms FROM limpet_namespaces WHERE namespace IN (SELECT value FROM json_each(?))"
+)
 SKIP_REVISIONS: Final = "UPDATE limpet_namespaces SET revision = revision + ?"
 OUR_TABLES: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
 FOREIGN_TABLES: Final = (
