@@ -11,7 +11,7 @@ from typing import Any, assert_type
 
 import limpet
 import limpet.sync
-from limpet import Commit, Entry, Event, Fence, LockInfo, Page, Status, Traits
+from limpet import ChildPage, Commit, Entry, Event, Fence, LockInfo, Page, Status, Traits
 from limpet.codec import Fields
 from limpet.model import Resealed, Seals
 
@@ -25,6 +25,11 @@ async def use_store(store: limpet.Store) -> None:
     assert_type(await store.create("b", {"n": 1}, ttl=timedelta(minutes=1)), Entry)
     assert_type(await store.get("a"), Any)
     assert_type(await store.entry("a"), Entry | None)
+    assert_type(await store.entries(["a", "x"]), list[Entry | None])
+    assert_type(await store.get_many(["a", "x"]), dict[str, Any])
+    assert_type(await store.children("a"), ChildPage)
+    assert_type(await store.namespaces(), list[str])
+    assert_type(await store.delete_prefix("x/"), int)
     assert_type(await store.add("n", 2, expect=limpet.ANY), int)
     assert_type(await store.update("a", lambda value: value + 1), Entry | None)
     assert_type(await store.touch("a", 60), Entry | None)
@@ -142,6 +147,11 @@ def use_sync_store(store: limpet.sync.Store) -> None:
     assert_type(store.create("b", {"n": 1}, ttl=timedelta(minutes=1)), Entry)
     assert_type(store.get("a"), Any)
     assert_type(store.entry("a"), Entry | None)
+    assert_type(store.entries(["a", "x"]), list[Entry | None])
+    assert_type(store.get_many(["a", "x"]), dict[str, Any])
+    assert_type(store.children("a"), ChildPage)
+    assert_type(store.namespaces(), list[str])
+    assert_type(store.delete_prefix("x/"), int)
     assert_type(store.add("n", 2, expect=limpet.ANY), int)
     assert_type(store.update("a", lambda value: value + 1), Entry | None)
     assert_type(store.touch("a", 60), Entry | None)
