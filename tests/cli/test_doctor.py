@@ -254,9 +254,9 @@ def test_damage_is_found(healthy: Limpet, file: Path, url: str) -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE limpet_namespaces SET keys = 7 WHERE namespace = 'jobs'",
-        "UPDATE limpet_namespaces SET log_changes = 7 WHERE namespace = 'jobs'",
-        "UPDATE limpet_namespaces SET revision = 0 WHERE namespace = 'jobs'",
+        "UPDATE limpet_changes SET total_keys = 7 WHERE namespace = 'jobs'",
+        "UPDATE limpet_changes SET logged_changes = 7 WHERE namespace = 'jobs'",
+        "UPDATE limpet_entries SET revision = 1000 WHERE namespace = 'jobs'",
         "DELETE FROM limpet_entries WHERE namespace = 'jobs'",
     ],
 )
@@ -318,8 +318,8 @@ def test_a_log_that_no_process_trims_is_reported(healthy: Limpet, url: str, file
 @pytest.mark.parametrize(
     "statement",
     [
-        "UPDATE limpet_namespaces SET log_changes = 999999999",
-        "UPDATE limpet_namespaces SET log_bytes = 999999999",
+        "UPDATE limpet_changes SET logged_changes = 999999999",
+        "UPDATE limpet_changes SET logged_bytes = 999999999",
     ],
 )
 def test_a_log_that_is_young_may_be_long(healthy: Limpet, file: Path, statement: str) -> None:

@@ -332,9 +332,7 @@ _COUNTED = (
     " sum(length(CAST(key AS BLOB)) + length(CAST(value AS BLOB))), (SELECT count(*) FROM limpet_changes),"
     " (SELECT sum(size_bytes) FROM limpet_changes) FROM limpet_entries WHERE family = 'data'"
 )
-_COUNTERS = (
-    "SELECT revision, keys, size_bytes, log_changes, log_bytes FROM limpet_namespaces WHERE namespace = 'default'"
-)
+_COUNTERS = "SELECT revision, keys, size_bytes, log_changes, log_bytes FROM limpet_counters WHERE namespace = 'default'"
 
 
 class Judge:

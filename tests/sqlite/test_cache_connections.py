@@ -21,7 +21,7 @@ import limpet
 import limpet.sync
 from limpet.engines.sqlite import connections
 from limpet.engines.sqlite.engine import SqliteEngine
-from limpet.engines.sqlite.rows import SAVE_COUNTERS
+from limpet.engines.sqlite.rows import APPEND_LAST
 from limpet.errors import Corrupt, Unavailable
 from tests.sqlite.cache_scenes import Peer
 from tests.sqlite.cache_support import (
@@ -261,7 +261,7 @@ def full() -> sqlite3.OperationalError:
 
 
 @pytest.mark.parametrize("held_elsewhere", [False, True])
-@pytest.mark.parametrize("statement", [SAVE_COUNTERS, "COMMIT"], ids=["before", "at the end"])
+@pytest.mark.parametrize("statement", [APPEND_LAST, "COMMIT"], ids=["before", "at the end"])
 async def test_a_store_that_lost_its_only_connection_begins_anew(
     engine: SqliteEngine, spy: Spy, path: Path, statement: str, held_elsewhere: bool
 ) -> None:
@@ -303,7 +303,7 @@ async def test_a_write_after_the_only_connection_was_lost_begins_from_the_file(
     await engine.commit("default", batch(put("beside", 1)))
     await engine.commit("default", batch(put("key", 1)))
     assert keeps(engine, "key")
-    spy.before[SAVE_COUNTERS] = Times(1, full)
+    spy.before[APPEND_LAST] = Times(1, full)
     with pytest.raises(Unavailable):
         await engine.commit("default", batch(put("key", 99)))
     assert not engine._connections.threads

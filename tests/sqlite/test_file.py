@@ -145,6 +145,7 @@ def test_the_static_schema_is_what_the_engine_makes(url: str, path: Path) -> Non
             "limpet_entries",
             "limpet_changes",
             "limpet_due",
+            "limpet_counters",
             "plugin_kv_storage",
         }
 
@@ -476,8 +477,31 @@ async def test_trimming_is_seen_in_the_file(engine: SqliteEngine, clock: limpet.
     # The ages are 600, 540 … 60 seconds.
     assert dropped == 5
     assert ask("SELECT min(revision), count(*) FROM limpet_changes") == [(6, 5)]
-    assert ask("SELECT floor, log_changes FROM limpet_namespaces") == [(5, 5)]
+    assert ask("SELECT floor, log_changes FROM limpet_counters") == [(5, 5)]
     assert ask("SELECT value, version FROM limpet_entries") == [("9", 10)]
+
+
+async def test_counters_stay_when_the_whole_log_is_dropped(
+    engine: SqliteEngine, url: str, clock: limpet.ManualClock
+) -> None:
+    """They stand in the log, and then in the row of the namespace."""
+    await engine.commit("default", batch(put("key", 1), put("other", 22)))
+    await engine.commit("default", batch(put("key", 333)))
+    before = await engine.status("default")
+    assert (before.keys, before.size_bytes, before.log_changes) == (2, 13, 3)
+    clock.advance(60)
+
+    assert await engine.trim("default", limpet.Window(changes=0, age_ms_min=0)) == 3
+
+    other = await open_sqlite(url, clock)
+    for opened in (engine, other):
+        found = await opened.status("default")
+        assert (found.revision, found.keys, found.size_bytes) == (before.revision, 2, 13)
+        assert (found.floor, found.log_changes, found.log_bytes) == (before.revision, 0, 0)
+    await other.commit("default", batch(put("key", 4444)))
+    found = await engine.status("default")
+    assert (found.keys, found.size_bytes, found.log_changes, found.log_bytes) == (2, 14, 1, 7)
+    await other.close()
 
 
 async def test_a_superseded_mark_goes_after_an_hour(engine: SqliteEngine, clock: limpet.ManualClock, ask: Ask) -> None:

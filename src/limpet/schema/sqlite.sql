@@ -21,8 +21,8 @@ CREATE TABLE limpet_namespaces (
     at_ms INTEGER NOT NULL,
     keys INTEGER NOT NULL,
     size_bytes INTEGER NOT NULL,
-    log_changes INTEGER NOT NULL,
-    log_bytes INTEGER NOT NULL,
+    dropped_changes INTEGER NOT NULL,
+    dropped_bytes INTEGER NOT NULL,
     floor_print TEXT,
     PRIMARY KEY (namespace)
 ) WITHOUT ROWID;
@@ -64,8 +64,22 @@ CREATE TABLE limpet_changes (
     updated_ms INTEGER NOT NULL,
     expires_ms INTEGER,
     meta TEXT,
+    total_keys INTEGER,
+    total_bytes INTEGER,
+    logged_changes INTEGER,
+    logged_bytes INTEGER,
     PRIMARY KEY (namespace, revision)
 ) WITHOUT ROWID;
+
+CREATE VIEW limpet_counters AS
+SELECT n.namespace, max(n.revision, ifnull(c.revision, 0)) AS revision, n.floor,
+    max(n.at_ms, ifnull(c.at_ms, 0)) AS at_ms,
+    ifnull(c.total_keys, n.keys) AS keys, ifnull(c.total_bytes, n.size_bytes) AS size_bytes,
+    ifnull(c.logged_changes, n.dropped_changes) - n.dropped_changes AS log_changes,
+    ifnull(c.logged_bytes, n.dropped_bytes) - n.dropped_bytes AS log_bytes,
+    n.dropped_changes, n.dropped_bytes, n.floor_print
+FROM limpet_namespaces AS n LEFT JOIN limpet_changes AS c ON c.namespace = n.namespace
+    AND c.revision = (SELECT max(m.revision) FROM limpet_changes AS m WHERE m.namespace = n.namespace);
 
 INSERT INTO limpet_store VALUES (lower(hex(randomblob(8))), 1);
 

@@ -19,6 +19,10 @@ _NUMBER: Final = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _JSON: Final = sa.LargeBinary().with_variant(postgresql.JSONB(), "postgresql")
 
 
+SQLITE_TOTALS: Final = ("total_keys", "total_bytes", "logged_changes", "logged_bytes")
+"""What the last change of a commit says: entries of the data and their size, changes ever made and their size."""
+
+
 def tables(engine: str, schema: str | None = None) -> sa.MetaData:
     """The tables of an engine, ``sqlite`` or ``postgres``."""
     metadata = sa.MetaData(schema=schema)
@@ -35,6 +39,13 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
     # The ids of superseded requests, and when their retries came: a first attempt that arrives after its retry is
     # refused. They are in this row, because every writer has just read it.
     superseded = [sa.Column("superseded", postgresql.JSONB())] if on_postgres else []
+    # On SQLite the last change of a commit has the counters, so that no other row needs to be written for them. The row
+    # of a namespace has what they were when it was last written, and the view limpet_counters puts both together.
+    logged = (
+        [_number("log_changes"), _number("log_bytes")]
+        if on_postgres
+        else [_number("dropped_changes"), _number("dropped_bytes")]
+    )
     sa.Table(
         "limpet_namespaces",
         metadata,
@@ -44,8 +55,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("at_ms"),
         _number("keys"),
         _number("size_bytes"),
-        _number("log_changes"),
-        _number("log_bytes"),
+        *logged,
         *superseded,
         # The fingerprint of the change at the floor, which is no longer in the log.
         _text("floor_print", nullable=True),
@@ -108,6 +118,7 @@ def tables(engine: str, schema: str | None = None) -> sa.MetaData:
         _number("updated_ms"),
         _number("expires_ms", nullable=True),
         _text("meta", nullable=True),
+        *[_number(name, nullable=True) for name in ([] if on_postgres else SQLITE_TOTALS)],
         comment="The log. A value is stored to the byte.",
         sqlite_with_rowid=False,
     )

@@ -115,7 +115,7 @@ def _identify(connection: sqlite3.Connection, shown: Path) -> _StoreState:
     identity = connection.execute("SELECT id, epoch FROM limpet_store").fetchone()
     if identity is None:
         raise Corrupt(f"{shown} has no store id: its table limpet_store is empty")
-    rows = connection.execute("SELECT namespace, revision, at_ms FROM limpet_namespaces")
+    rows = connection.execute("SELECT namespace, revision, at_ms FROM limpet_counters")
     return _StoreState(identity[1], {namespace: (number, at_ms) for namespace, number, at_ms in rows})
 
 
@@ -136,8 +136,8 @@ def _raise_epoch(file: Path, epoch: int, next_revisions: dict[str, tuple[int, in
         for namespace, (revision, at_ms) in next_revisions.items():
             # A namespace that is not in the backup has lost all its changes.
             store.execute(
-                "INSERT INTO limpet_namespaces (namespace, revision, floor, at_ms, keys, size_bytes, log_changes,"
-                " log_bytes) VALUES (?1, ?2, ?2, ?3, 0, 0, 0, 0)"
+                "INSERT INTO limpet_namespaces (namespace, revision, floor, at_ms, keys, size_bytes,"
+                " dropped_changes, dropped_bytes) VALUES (?1, ?2, ?2, ?3, 0, 0, 0, 0)"
                 " ON CONFLICT (namespace) DO UPDATE SET revision = ?2, at_ms = ?3",
                 (namespace, revision, at_ms),
             )

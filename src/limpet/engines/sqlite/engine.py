@@ -460,8 +460,7 @@ class SqliteEngine:
                 counters.floor_print = counters.fingerprint_at(writer, floor)
                 writer.execute(DROP_CHANGES, (namespace, floor))
                 counters.floor = floor
-                counters.log_changes -= dropped
-                counters.log_bytes -= freed_bytes
+                counters.drop(dropped, freed_bytes)
                 counters.save(writer)
         return dropped
 

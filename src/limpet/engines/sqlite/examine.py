@@ -37,7 +37,7 @@ _COUNTERS: Final = """
            (SELECT max(revision) FROM limpet_entries e WHERE e.namespace = n.namespace
              AND family NOT IN ('receipt', 'superseded')),
            (SELECT min(at_ms) FROM limpet_changes c WHERE c.namespace = n.namespace)
-      FROM limpet_namespaces n ORDER BY namespace"""
+      FROM limpet_counters n ORDER BY namespace"""
 _UNREADABLE: Final = """
     SELECT count(*) FROM limpet_entries WHERE kind IN ('json', 'record') AND NOT json_valid(CAST(value AS TEXT))"""
 _OVERDUE: Final = """

@@ -26,6 +26,7 @@ from limpet.commit.group import GroupPlan, NotApplied, commit_error, is_fault_of
 from limpet.engines.sqlite.cache import UNKNOWN, Cache, CachedFile, EntryId
 from limpet.engines.sqlite.connections import OPENING, Connection, Connections, error_name
 from limpet.engines.sqlite.rows import (
+    APPEND_LAST,
     APPEND_TO_LOG,
     CHANGES_OF_REQUEST,
     ERASE,
@@ -371,6 +372,7 @@ class GroupTransaction:
         """Write what the group does into the transaction. False when that is nothing."""
         rows: dict[EntryId, tuple[Any, ...] | None] = {}
         log: list[tuple[Any, ...]] = []
+        last: list[tuple[Any, ...]] = []
         for namespace, (plan, counters) in self.plans.items():
             for change, weight_bytes in plan.changes:
                 row = entry_row(change.entry)
@@ -379,12 +381,18 @@ class GroupTransaction:
             for (family, key), entry in plan.kept.items():
                 rows[namespace, family, key] = entry_row(entry)
             if plan.changes:
-                counters.save(self._writer)
+                last.append((*log.pop(), *counters.totals()))
+                if not counters.has_row:
+                    counters.save(self._writer)
         writes = [(entry_id[0], entry_id[1], *row) for entry_id, row in rows.items() if row is not None]
-        if writes:
+        if len(writes) == 1:
+            self._writer.execute(WRITE, writes[0])
+        elif writes:
             self._writer.executemany(WRITE, writes)
         if len(writes) < len(rows):
             self._writer.executemany(ERASE, [entry_id for entry_id, row in rows.items() if row is None])
         if log:
             self._writer.executemany(APPEND_TO_LOG, log)
+        for row in last:
+            self._writer.execute(APPEND_LAST, row)
         return bool(rows)

@@ -67,13 +67,14 @@ DROP_EXPIRED_RECEIPTS: Final = f"DELETE {_EXPIRED_RECEIPTS}"
 
 # The log ------------------------------------------------------------------------
 
+_TOTALS: Final = ("total_keys", "total_bytes", "logged_changes", "logged_bytes")
 _LOG_COLUMNS: Final = "op, revision, last_revision, at_ms, cause, family, " + _COLUMNS.replace(
     " revision,", " entry_revision,"
 )
-APPEND_TO_LOG: Final = (
-    f"INSERT INTO limpet_changes (namespace, size_bytes, {_LOG_COLUMNS})"
-    " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
+_APPEND: Final = "INSERT INTO limpet_changes (namespace, size_bytes, {columns}) VALUES ({marks})"
+APPEND_TO_LOG: Final = _APPEND.format(columns=_LOG_COLUMNS, marks=", ".join("?" * 18))
+APPEND_LAST: Final = _APPEND.format(columns=f"{_LOG_COLUMNS}, {', '.join(_TOTALS)}", marks=", ".join("?" * 22))
+"""Appends the last change of a commit, which has the counters as well."""
 CHANGES: Final = (
     f"SELECT {_LOG_COLUMNS} FROM limpet_changes WHERE namespace = ? AND revision > ? ORDER BY revision LIMIT ?"
 )
@@ -95,16 +96,16 @@ DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revisi
 
 # Namespaces and the store -------------------------------------------------------
 
-COUNTERS: Final = (
-    "SELECT revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, floor_print"
-    " FROM limpet_namespaces WHERE namespace = ?"
-)
+COUNTERS: Final = "SELECT * FROM limpet_counters WHERE namespace = ?"
 SAVE_COUNTERS: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-RECORDED_MS: Final = "SELECT at_ms FROM limpet_namespaces WHERE namespace = ?"
+RECORDED_MS: Final = "SELECT at_ms FROM limpet_counters WHERE namespace = ?"
 REVISIONS: Final = (
-    "SELECT namespace, revision, at_ms FROM limpet_namespaces WHERE namespace IN (SELECT value FROM json_each(?))"
+    "SELECT namespace, revision, at_ms FROM limpet_counters WHERE namespace IN (SELECT value FROM json_each(?))"
 )
-SKIP_REVISIONS: Final = "UPDATE limpet_namespaces SET revision = revision + ?"
+SKIP_REVISIONS: Final = (
+    "UPDATE limpet_namespaces AS n"
+    " SET revision = ? + (SELECT c.revision FROM limpet_counters AS c WHERE c.namespace = n.namespace)"
+)
 OUR_TABLES: Final = f"SELECT name FROM sqlite_master WHERE name IN ('limpet_store', '{VERSION_TABLE}')"
 FOREIGN_TABLES: Final = (
     "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name NOT GLOB 'limpet_*' AND name NOT GLOB 'sqlite_*'"
@@ -135,26 +136,63 @@ def upper_bound(span: Span) -> str | bytes:
 
 
 class NamespaceCounters(Counters):
-    """The row of a namespace: its counters, and where its log begins."""
+    """The counters of a namespace, and where its log begins.
+
+    The last change of each commit has them. The row of the namespace has only what such a change cannot say.
+
+    Attributes:
+        has_row: Whether the namespace has its row, which its first commit writes.
+        dropped_changes: Changes that are no longer in the log.
+        dropped_bytes: Their keys and values together.
+    """
 
     namespace: str = ""
     floor: int = 0
     floor_print: str | None = None
+    dropped_changes: int = 0
+    dropped_bytes: int = 0
+    has_row: bool = False
 
     @classmethod
     def load(cls, connection: Connection, namespace: str) -> NamespaceCounters:
-        """Read the row; all zero where the namespace has none yet."""
+        """Read the counters; all zero where nothing was written yet."""
         row = connection.execute(COUNTERS, (namespace,)).fetchone()
         if row is None:
             return cls(namespace=namespace)
-        revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, floor_print = row
-        floor_print = floor_print.decode() if floor_print else None
-        return cls(revision, at_ms, keys, size_bytes, log_changes, log_bytes, namespace, floor, floor_print)
+        _, revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, dropped_changes, dropped_bytes, at = row
+        return cls(
+            revision,
+            at_ms,
+            keys,
+            size_bytes,
+            log_changes,
+            log_bytes,
+            namespace,
+            floor,
+            at.decode() if at else None,
+            dropped_changes,
+            dropped_bytes,
+            has_row=True,
+        )
 
     def save(self, connection: Connection) -> None:
-        """Write the row."""
-        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes, self.log_changes, self.log_bytes)
-        connection.execute(SAVE_COUNTERS, (self.namespace, *row, self.floor_print))
+        """Write the row of the namespace."""
+        row = (self.revision, self.floor, self.at_ms, self.keys, self.size_bytes)
+        dropped = (self.dropped_changes, self.dropped_bytes)
+        connection.execute(SAVE_COUNTERS, (self.namespace, *row, *dropped, self.floor_print))
+        self.has_row = True
+
+    def drop(self, changes: int, size_bytes: int) -> None:
+        """Count changes that are dropped from the log."""
+        self.log_changes -= changes
+        self.log_bytes -= size_bytes
+        self.dropped_changes += changes
+        self.dropped_bytes += size_bytes
+
+    def totals(self) -> tuple[int, int, int, int]:
+        """What the last change of a commit says of the counters."""
+        logged_changes, logged_bytes = self.dropped_changes + self.log_changes, self.dropped_bytes + self.log_bytes
+        return self.keys, self.size_bytes, logged_changes, logged_bytes
 
     def fingerprint_at(self, connection: Connection, revision: int) -> str:
         """The fingerprint of the change at a revision, or of the last one before it."""

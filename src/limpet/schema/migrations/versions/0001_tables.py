@@ -19,6 +19,22 @@ _NAME = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
 _NUMBER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _JSON = sa.LargeBinary().with_variant(postgresql.JSONB(), "postgresql")
 
+_LOGGED = ("log_changes", "log_bytes")
+_DROPPED = ("dropped_changes", "dropped_bytes")
+_SQLITE_TOTALS = ("total_keys", "total_bytes", "logged_changes", "logged_bytes")
+
+# The counters of a namespace as its last commit left them. The last row of its log has them, or while the log is empty
+# the row of the namespace, which is written by its first commit, by a trim, and when revisions are skipped.
+_SQLITE_COUNTERS = """CREATE VIEW limpet_counters AS
+SELECT n.namespace, max(n.revision, ifnull(c.revision, 0)) AS revision, n.floor,
+    max(n.at_ms, ifnull(c.at_ms, 0)) AS at_ms,
+    ifnull(c.total_keys, n.keys) AS keys, ifnull(c.total_bytes, n.size_bytes) AS size_bytes,
+    ifnull(c.logged_changes, n.dropped_changes) - n.dropped_changes AS log_changes,
+    ifnull(c.logged_bytes, n.dropped_bytes) - n.dropped_bytes AS log_bytes,
+    n.dropped_changes, n.dropped_bytes, n.floor_print
+FROM limpet_namespaces AS n LEFT JOIN limpet_changes AS c ON c.namespace = n.namespace
+    AND c.revision = (SELECT max(m.revision) FROM limpet_changes AS m WHERE m.namespace = n.namespace)"""
+
 _FUNCTIONS = Path(__file__).with_name("0001_functions.sql")
 
 
@@ -40,8 +56,7 @@ def upgrade() -> None:
         sa.Column("at_ms", _NUMBER, nullable=False),
         sa.Column("keys", _NUMBER, nullable=False),
         sa.Column("size_bytes", _NUMBER, nullable=False),
-        sa.Column("log_changes", _NUMBER, nullable=False),
-        sa.Column("log_bytes", _NUMBER, nullable=False),
+        *[sa.Column(name, _NUMBER, nullable=False) for name in (_LOGGED if on_postgres() else _DROPPED)],
         *([sa.Column("superseded", postgresql.JSONB())] if on_postgres() else []),
         sa.Column("floor_print", sa.Text),
         comment="One row for each namespace: its counters. A writer holds its lock.",
@@ -106,11 +121,13 @@ def upgrade() -> None:
         sa.Column("updated_ms", _NUMBER, nullable=False),
         sa.Column("expires_ms", _NUMBER),
         sa.Column("meta", sa.Text),
+        *[sa.Column(name, _NUMBER) for name in ([] if on_postgres() else _SQLITE_TOTALS)],
         comment="The log. A value is stored to the byte.",
         schema=schema,
         sqlite_with_rowid=False,
     )
     if not on_postgres():
+        run(_SQLITE_COUNTERS)
         run("INSERT INTO limpet_store VALUES (lower(hex(randomblob(8))), 1)")
         return
     # A driver takes one statement at a time, and each of these begins with its comment.
@@ -125,5 +142,7 @@ def downgrade() -> None:
     if on_postgres():
         for function in ("put_one", "put", "apply", "time", "revision", "take", "notify", "stored", "now_ms"):
             run(f"DROP FUNCTION {{schema}}.limpet_{function}")
+    else:
+        run("DROP VIEW limpet_counters")
     for table in ("limpet_changes", "limpet_entries", "limpet_namespaces", "limpet_store"):
         op.drop_table(table, schema=schema)
