@@ -685,11 +685,11 @@ async def test_nothing_is_seen_by_halves(engine: SqliteEngine, monkeypatch: pyte
     assert [keeps(engine, key) for key in ("left", "right")] == [True, True]
     gate, kept, really_put = Gate(), list[str](), Cache._put
 
-    def slow_put(self: Any, entry_id: Any, entry: Entry | None) -> None:
+    def slow_put(self: Any, entry_id: Any, entry: Entry | None, weight_bytes: int) -> None:
         kept.append(entry_id[2])
         if kept == ["left", "right"]:
             gate()
-        really_put(self, entry_id, entry)
+        really_put(self, entry_id, entry, weight_bytes)
 
     with monkeypatch.context() as patch:
         patch.setattr(Cache, "_put", slow_put)

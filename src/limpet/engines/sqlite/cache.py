@@ -143,7 +143,7 @@ class Cache:
         """Keep an entry, or its absence, that was read after this header."""
         with self._lock:
             if header == self.header:
-                self._put(entry_id, entry)
+                self._put(entry_id, entry, 0 if entry is None else entry.weight_bytes)
 
     def keep_time(self, header: bytes, namespace: str, recorded_ms: int) -> None:
         """Keep the time of a namespace's latest commit, which was read after this header."""
@@ -155,10 +155,11 @@ class Cache:
         """Go on under the header of our own commit, with the changes that it made."""
         with self._lock:
             for namespace, (plan, counters) in group.plans.items():
-                for change, _ in plan.changes:
-                    self._put((namespace, change.family, change.entry.key), change.after)
-                for (family, key), entry in plan.kept.items():
-                    self._put((namespace, family, key), entry)
+                for change, weight_bytes in plan.changes:
+                    entry = change.entry
+                    self._put((namespace, change.family, entry.key), change.after, weight_bytes)
+                for (family, key), kept in plan.kept.items():
+                    self._put((namespace, family, key), kept, kept.weight_bytes)
                 if plan.changes:
                     self.times_ms[namespace] = counters.at_ms
             if len(self.counters) > CACHED_MAX:
@@ -167,15 +168,16 @@ class Cache:
                 self.times_ms.clear()
             self.header = header
 
-    def _put(self, entry_id: EntryId, entry: Entry | None) -> None:
+    def _put(self, entry_id: EntryId, entry: Entry | None, weight_bytes: int) -> None:
         entries = self.entries
-        if entry is not None and entry.size_bytes > CACHED_BYTES_MAX:
+        if weight_bytes > CACHED_BYTES_MAX and entry is not None:
             entries.pop(entry_id, None)
-            return
-        if len(entries) >= CACHED_MAX and entry_id not in entries:
+        elif len(entries) >= CACHED_MAX and entry_id not in entries:
             # Dictionaries keep their order, so the first is the oldest.
             del entries[next(iter(entries))]
-        entries[entry_id] = entry
+            entries[entry_id] = entry
+        else:
+            entries[entry_id] = entry
 
 
 class WalHeader:

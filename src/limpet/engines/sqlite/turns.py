@@ -28,6 +28,9 @@ TURN_S: Final = 0.005
 """How long a writer may go on while another has the place. One commit each costs more: the cache starts empty, and an
 entry that was read before the turn is old."""
 
+LOOK_S: Final = 0.0005
+"""For how long a writer that has found the place free does not look again. A look is a call of the system."""
+
 IDLE_S: Final = 0.0003
 """After so long without a commit the turn of a writer is over."""
 
@@ -104,6 +107,7 @@ class WriterTurns:
 
     def __init__(self) -> None:
         self._turn_ends = 0.0
+        self._free_until = 0.0
         self._alone_until = 0.0
         self._alone_s = ALONE_S
 
@@ -134,10 +138,15 @@ class WriterTurns:
             self._alone_s = min(2 * self._alone_s, ALONE_S_MAX)
 
     def _may_begin(self, place: NextWriter | None) -> bool:
-        if place is None or not place.is_taken():
+        if place is None:
             return True
         now = time.monotonic()
-        return now < self._turn_ends or now < self._alone_until
+        if now < self._free_until or now < self._turn_ends or now < self._alone_until:
+            return True
+        if place.is_taken():
+            return False
+        self._free_until = now + LOOK_S
+        return True
 
 
 def _take_or_begin(place: NextWriter, writer: sqlite3.Connection, began: float, deadline: float) -> bool:
