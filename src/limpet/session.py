@@ -66,23 +66,27 @@ class Session:
 
     async def commit(self, namespace: str, batch: Batch) -> Commit | Refusal:
         """Commit a batch. After an unknown outcome, send it again under the same request id."""
+        try:
+            return await self.engine.commit(namespace, batch)
+        except (Ambiguous, TransientError) as error:
+            return await self.commit_again(namespace, batch, error)
+
+    async def commit_again(self, namespace: str, batch: Batch, error: Ambiguous | TransientError) -> Commit | Refusal:
+        """Commit a batch after a first attempt failed."""
         unknown: Ambiguous | None = None
-        attempt = 1
-        while True:
-            try:
-                return await self.engine.commit(namespace, batch)
-            except Ambiguous as error:
+        for attempt in range(1, ATTEMPTS + 1):
+            if isinstance(error, Ambiguous):
                 unknown = error
                 since = error.since if batch.retry_since is None else min(batch.retry_since, error.since)
                 batch = msgspec.structs.replace(batch, request_id=error.request_id, retry_since=since)
-            except TransientError:
-                if attempt == ATTEMPTS and unknown is None:
-                    raise
             if attempt == ATTEMPTS:
-                assert unknown is not None
-                raise unknown
+                break
             await self.clock.sleep(pause_s(attempt))
-            attempt += 1
+            try:
+                return await self.engine.commit(namespace, batch)
+            except (Ambiguous, TransientError) as latest:
+                error = latest
+        raise unknown or error
 
     async def read(self, namespace: str, key: str, *, family: Family = "data") -> Entry | None:
         """Read one entry, with retries."""

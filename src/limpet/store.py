@@ -20,7 +20,7 @@ from limpet.codec import decode
 from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
-from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
+from limpet.errors import Ambiguous, Compacted, Conflict, Contention, InvalidValue, TransientError
 from limpet.folders import ChildPage, list_children
 from limpet.hub import Watch, event_of, position_prefix
 from limpet.index import check_field, make_probes
@@ -330,7 +330,11 @@ class Store:
         if fence is None and request_id is None:
             bytes_max = self._session.value_bytes_max
             batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max)
-            outcome = await self._session.commit(self.name, batch)
+            # Straight to the engine, as in `get`.
+            try:
+                outcome = await self._session.engine.commit(self.name, batch)
+            except (Ambiguous, TransientError) as error:
+                outcome = await self._session.commit_again(self.name, batch, error)
             if isinstance(outcome, Refusal):
                 raise refusal_error(outcome, bytes_max)
             return _only(outcome)

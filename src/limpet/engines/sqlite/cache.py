@@ -172,12 +172,11 @@ class Cache:
         entries = self.entries
         if weight_bytes > CACHED_BYTES_MAX and entry is not None:
             entries.pop(entry_id, None)
-        elif len(entries) >= CACHED_MAX and entry_id not in entries:
+            return
+        if len(entries) >= CACHED_MAX and entry_id not in entries:
             # Dictionaries keep their order, so the first is the oldest.
             del entries[next(iter(entries))]
-            entries[entry_id] = entry
-        else:
-            entries[entry_id] = entry
+        entries[entry_id] = entry
 
 
 class WalHeader:
