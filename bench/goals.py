@@ -21,17 +21,17 @@ class Goal(NamedTuple):
         return figure <= self.moonshot if self.lower else figure >= self.moonshot
 
 
-MEMORY_GET: Final = Goal(6, 10)
-MEMORY_PUT: Final = Goal(3, 5)
-PUT_OF_ONE_BY_ONE: Final = Goal(4.5, 8)
+MEMORY_GET: Final = Goal(5, 6)
+MEMORY_PUT: Final = Goal(2, 2.5)
+PUT_OF_ONE_BY_ONE: Final = Goal(5, 8)
 PUT_OF_LANGGRAPH: Final = Goal(1.2, 2)
-PUT_OF_RAW: Final = Goal(0.45, 0.75)
+PUT_OF_RAW: Final = Goal(0.45, 0.85)
 GET_OF_BEST: Final = Goal(2.8, 12)
 BLOCKING_GET: Final = Goal(1.3, 6)
-BLOCKING_PUT_NORMAL: Final = Goal(1.3, 1.9)
-BLOCKING_PUT_FULL: Final = Goal(0.8, 1.1)
+BLOCKING_PUT_NORMAL: Final = Goal(0.9, 1.6)
+BLOCKING_PUT_FULL: Final = Goal(0.8, 1)
 DURABLE_OF_NOT: Final = Goal(0.65, 0.9)
-LAG_OF_WRITERS: Final = Goal(2, 1.1, lower=True)
+LAG_OF_WRITERS: Final = Goal(2.5, 1.5, lower=True)
 LAG_OF_READERS: Final = Goal(10, 4, lower=True)
 SWEEP_S: Final = Goal(0.3, 0.2, lower=True)
 SWEEP_STALL_MS: Final = Goal(50, 20, lower=True)
@@ -42,16 +42,17 @@ COMMAND_MS: Final = Goal(250, lower=True)
 PREFIX_MS: Final = Goal(10, lower=True)
 SERVED_MB: Final = Goal(50, lower=True)
 POSTGRES: Final = {
-    "put": (Goal(4, 7), Goal(1.3, 2), Goal(0.65, 0.95)),
+    "put": (Goal(4, 6), Goal(1.1, 1.3), Goal(0.5, 0.65)),
     "get": (Goal(8, 12), Goal(3.5, 5), None),
 }
 POSTGRES_ALONE: Final = {"put": Goal(1.1, 1.5), "get": Goal(1.4, 2.2)}
 POSTGRES_PROCESSES: Final = Goal(1)
 # The cost that the store may add to the server's work, which we cannot make faster.
 OF_BY_HAND: Final = Goal(0.7, 0.9)
-REDIS: Final = {"put": (Goal(4.5, 8), Goal(0.4, 0.6)), "get": (Goal(6.5, 10), Goal(0.6, 0.9))}
-REDIS_ALONE: Final = {"put": Goal(0.7, 1.1), "get": Goal(0.75, 1.2)}
-NATS: Final = {"put": Goal(1.8, 3), "get": Goal(1.6, 3)}
+REDIS: Final = {"put": (Goal(4.5, 6), Goal(0.4, 0.6)), "get": (Goal(6.5, 9), Goal(0.6, 0.9))}
+REDIS_ALONE: Final = {"put": Goal(0.75, 0.9), "get": Goal(0.75, 1.2)}
+NATS: Final = {"put": Goal(1.25, 1.5), "get": Goal(1.6, 3)}
+NATS_PUT_BY_CPU: Final = Goal(1.5, 2)
 NATS_SYNCED: Final = {64: Goal(2.5, 4), 512: Goal(8, 12)}
 # Beside the driver by hand: alone, what the store may add to a call; at 64 callers it groups, and the driver does not.
 REDIS_WRITES: Final = {

@@ -31,6 +31,8 @@ def measure(run: Run) -> None:
                 name = f"NATS {verb}@64, x {PEER}"
                 findings.compare("nats", name, "x", found, OURS, [PEER], goals.NATS[verb])
                 if verb == "put":
+                    by_cpu = found.cpu_ratios(OURS, [PEER])
+                    findings.judge("nats", f"{name}, by CPU", "x", by_cpu, goals.NATS_PUT_BY_CPU)
                     # With no store above it, this is all there could be.
                     findings.compare("nats", f"{BY_HAND}, {name}", "x", found, BY_HAND, [PEER], None)
                     findings.compare(
