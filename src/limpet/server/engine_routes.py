@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Incoming
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from limpet.checks import check_window
 from limpet.errors import (
@@ -87,8 +88,20 @@ def routes(
     return [
         Route("/v1/engine", engine_routes.describe, methods=["GET"]),
         Route("/v1/engine/namespaces", engine_routes.list_namespaces, methods=["POST"]),
-        Route("/v1/{namespace}/engine/{primitive}", engine_routes.serve, methods=["POST"]),
+        Route("/v1/{namespace}/engine/{primitive}", Primitives(engine_routes), methods=["POST"]),
     ]
+
+
+class Primitives:
+    """The primitives as an application. Around a function, Starlette would put two layers that are not needed here."""
+
+    def __init__(self, engine_routes: EngineRoutes) -> None:
+        self._routes = engine_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a primitive, and send its result."""
+        response = await self._routes.serve(Incoming(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class GuardFailed(Conflict):
