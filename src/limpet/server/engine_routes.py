@@ -52,6 +52,8 @@ from limpet.server.engine_rights import (
 )
 from limpet.server.events import until_refused
 from limpet.server.http import TokenRefused, identify
+from limpet.server.http_headers import headers_of
+from limpet.server.http_routes import Reply
 from limpet.server.operations import Operation, Reach, Right
 from limpet.server.requests import Primitive
 from limpet.server.wording import Public, public_error
@@ -493,7 +495,8 @@ class _BodyTimeout(Public, Unavailable):
 async def _read_body(incoming: Incoming) -> bytes:
     """Read the body of a request, within limits of size and time."""
     # A page of another site can make a browser send forms and text without a preflight request, but not this type.
-    if incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.MEDIA:
+    media = headers_of(incoming.scope).first("Content-Type") or ""
+    if media != wire.MEDIA and media.partition(";")[0].strip().lower() != wire.MEDIA:
         raise InvalidValue(f"a request for a primitive has the Content-Type {wire.MEDIA}")
     body = bytearray()
     try:
@@ -518,7 +521,7 @@ async def _wait_for_disconnect(incoming: Incoming) -> None:
 
 
 def _response(answer: Any) -> Response:
-    return Response(wire.encode(answer), media_type=wire.MEDIA)
+    return Reply(wire.encode(answer), media_type=wire.MEDIA)
 
 
 def _error_response(error: Exception) -> Response:

@@ -22,7 +22,6 @@ from urllib.parse import parse_qsl
 import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Incoming
@@ -39,6 +38,7 @@ from limpet.server.events import STREAMS_MAX, Streams, WatchResponse, until_refu
 from limpet.server.fronts import OwnIds
 from limpet.server.hosts import host_name, is_known
 from limpet.server.http_errors import Problem, problem_response
+from limpet.server.http_headers import RequestHeaders, headers_of, raw_name
 from limpet.server.http_routes import (
     BYTES_TYPE,
     ENDPOINTS,
@@ -279,6 +279,7 @@ class HttpCall:
     ) -> None:
         self.namespace: str = incoming.path_params.get("namespace", "")
         self._incoming = incoming
+        self._headers = headers_of(incoming.scope)
         self._endpoint = endpoint
         self._dispatcher = dispatcher
         self._callers = callers
@@ -298,7 +299,7 @@ class HttpCall:
             if endpoint.runs == "stream":
                 return await self._watch(operation, request)
             run = self._run_while_connected if endpoint.runs == "wait" else self._run
-            return endpoint.reply(await run(operation, request), request, self._incoming.headers)
+            return endpoint.reply(await run(operation, request), request, self._headers)
         except ClientDisconnect:
             # The client left before its request was complete. A log line for each would only be noise.
             raise
@@ -312,7 +313,7 @@ class HttpCall:
         incoming = self._incoming
         members = {name: part for name, part in incoming.path_params.items() if name != "namespace"}
         query = read_query(incoming.scope["query_string"])
-        merge(members, read_parameters(self._endpoint.parameters, query, incoming.headers), "the path")
+        merge(members, read_parameters(self._endpoint.parameters, query, self._headers), "the path")
         merge(members, await self._read_body(), "the body")
         return members
 
@@ -368,7 +369,7 @@ class HttpCall:
     async def _read_body(self) -> Members:
         if self._endpoint.body is None:
             return {}
-        body = await self._incoming.body()
+        body = await _receive_body(self._incoming.receive)
         kind = self._check_content_type(has_body=bool(body))
         if not isinstance(self._endpoint.body, str):
             members = parse(body) if body else {}
@@ -387,7 +388,10 @@ class HttpCall:
         """
         takes = self._endpoint.body
         taken = VALUE_TYPES[takes] if isinstance(takes, str) else (JSON_TYPE,)
-        given, _, rest = self._header("Content-Type").partition(";")
+        sent = self._header("Content-Type")
+        if sent in taken and not self._header("Content-Encoding"):
+            return sent
+        given, _, rest = sent.partition(";")
         charset = rest.strip().lower().replace('"', "")
         is_taken = given.strip().lower() in taken and charset in ("", "charset=utf-8")
         if (has_body or given) and not is_taken:
@@ -398,7 +402,20 @@ class HttpCall:
 
     def _header(self, name: str) -> str:
         """A header, all of its lines together; empty if it has none."""
-        return ", ".join(self._incoming.headers.getlist(name))
+        return ", ".join(self._headers.getlist(name))
+
+
+async def _receive_body(receive: Receive) -> bytes:
+    """The body of a request, whose size the edge limits."""
+    parts: list[bytes] = []
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
 
 
 def _find_operation(name: str) -> Operation:
@@ -425,19 +442,24 @@ def read_query(raw: bytes) -> list[tuple[str, str]]:
         raise InvalidValue(f"the query cannot be read: {detail}") from None
 
 
-def read_parameters(parameters: Sequence[Parameter], query: Sequence[tuple[str, str]], headers: Headers) -> Members:
+def read_parameters(
+    parameters: Sequence[Parameter], query: Sequence[tuple[str, str]], headers: RequestHeaders
+) -> Members:
     """The members of a request that its query and its headers have."""
-    known = [parameter.name for parameter in parameters if parameter.place == "query"]
-    if any(name not in known for name, _ in query):
-        raise InvalidValue(f"the query has an unknown parameter; known here: {', '.join(known) or 'none'}")
+    if query:
+        known = [parameter.name for parameter in parameters if parameter.place == "query"]
+        if any(name not in known for name, _ in query):
+            raise InvalidValue(f"the query has an unknown parameter; known here: {', '.join(known) or 'none'}")
     members: Members = {}
-    sent = {*headers.keys()}
+    sent = headers.by_name
     for parameter in parameters:
         name = parameter.name
         if parameter.place == "query":
             given = [value for other, value in query if other == name]
+        elif raw_name(name) in sent:
+            given = headers.getlist(name)
         else:
-            given = headers.getlist(name) if name.lower() in sent else []
+            continue
         if len(given) > 1 and not parameter.repeats:
             raise InvalidValue(f"{name} is given {len(given)} times")
         for value in given:
@@ -476,7 +498,7 @@ class TokenRefused(PermissionDenied):
 
 async def identify(incoming: Incoming, callers: Callers) -> Caller:
     """The caller of a request, by its one Authorization header. Raises `TokenRefused`."""
-    given = incoming.headers.getlist("Authorization")
+    given = headers_of(incoming.scope).getlist("Authorization")
     scheme, _, token = given[0].partition(" ") if given else ("", "", "")
     if given and (len(given) > 1 or scheme.lower() != "bearer" or not token.strip()):
         raise TokenRefused("send one Authorization header: Bearer and a token", "invalid_request")
@@ -529,7 +551,7 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
             return
         has_begun = False
-        body = _Body(Headers(scope=scope).get("Content-Length", "0"))
+        body = _Body(headers_of(scope).first("Content-Length") or "")
 
         async def send_on(message: Message) -> None:
             nonlocal has_begun
@@ -558,7 +580,7 @@ class EdgeMiddleware:
             self._bodies_bytes -= body.taken_bytes
 
     def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         given = headers.getlist("Host")
         if len(given) > 1:
             # A proxy in front may go by another of them than we do (RFC 9112, section 3.2).
@@ -621,12 +643,12 @@ def _too_large(limit_bytes: int) -> Problem:
     return Problem(413, "body_too_large", f"a body holds up to {limit_bytes:,} bytes")
 
 
-def _is_of_another_origin(headers: Headers, host: str) -> bool:
+def _is_of_another_origin(headers: RequestHeaders, host: str) -> bool:
     """Whether a browser sent this for a page that is not ours."""
-    site = headers.get("Sec-Fetch-Site")
+    site = headers.first("Sec-Fetch-Site")
     if site is not None:
         return site not in ("same-origin", "none")
-    origin = headers.get("Origin")
+    origin = headers.first("Origin")
     return origin is not None and origin.partition("://")[2] != host
 
 
