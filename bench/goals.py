@@ -76,6 +76,8 @@ SQLITE_WRITES: Final = {
 NATS_WRITES: Final = {"guarded": Goal(0.9, 1.2), "guarded@64": Goal(1.6, 2.5)}
 # Of several processes on a hot key: the slowest must get half of what the fastest gets.
 HOT_SLOWEST: Final = Goal(0.5)
+HTTP: Final = {"put": Goal(1.1, 1.7), "get": Goal(2, 4)}
+HTTP_CLIENT_US: Final = Goal(250, 150, lower=True)
 FILTER_SQLITE: Final = Goal(100, 190)
 FILTER_POSTGRES: Final = Goal(30, 55)
 FILTER_REDIS: Final = Goal(1000, 10_000)

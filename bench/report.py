@@ -13,7 +13,7 @@ from bench.contenders import Check
 from bench.goals import Goal
 from bench.harness import Race, Slice
 
-Unit = Literal["x", "of", "s", "ms", "MB", "/s"]
+Unit = Literal["x", "of", "s", "ms", "µs", "MB", "/s"]
 
 DOCS: Final = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 IMAGES: Final = DOCS.parent / "images"

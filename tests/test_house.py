@@ -55,7 +55,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # None of this may come with `import limpet`.
 HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
-    *("starlette", "uvicorn", "httpx2", "jinja2", "prometheus_client"),
+    *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client"),
     *("click", "rich", "pytest", "hypothesis", "cryptography"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
     "limpet.testing",

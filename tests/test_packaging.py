@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from asyncio import Transport
 from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from limpet.server.connections import JoiningTransport
 
 ROOT = Path(__file__).parents[1]
 
@@ -192,6 +197,8 @@ def test_redis_py_has_the_parts_that_are_used() -> None:
 
 def test_uvicorn_has_the_parts_that_are_used() -> None:
     from uvicorn import Server
+    from uvicorn.protocols import utils
+    from uvicorn.protocols.http import flow_control, httptools_impl
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
     overridden = (
@@ -206,4 +213,9 @@ def test_uvicorn_has_the_parts_that_are_used() -> None:
     assert [name for name in kept if name not in made] == []
     cycle = inspect.getsource(RequestResponseCycle.__init__)
     assert [name for name in ("response_started", "response_complete") if name not in cycle] == []
+    used = set(
+        re.findall(r"transport\.(\w+)\(", "".join(map(inspect.getsource, (httptools_impl, flow_control, utils))))
+    )
+    # It takes a protocol of websockets, which are switched off.
+    assert used - {"set_protocol"} <= {*vars(JoiningTransport), *vars(JoiningTransport(Transport(), Mock()))}
     assert callable(Server._serve), "uvicorn's Server lost _serve, which limpet.server.service uses"

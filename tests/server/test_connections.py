@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import uvicorn
 
-from limpet.server.connections import Bounds, Connections
+from limpet.server.connections import Bounds, Connections, JoiningTransport
 from tests.server.http_support import until
 
 PATIENCE_S = 120.0
@@ -330,3 +330,74 @@ async def test_the_log_says_what_happened_once_and_then_in_a_sum(caplog: pytest.
             served.connections.sum_up()
         assert len(caplog.records) == 2
         assert "4 more" in caplog.records[1].getMessage()
+
+
+# Joining ----------------------------------------------------------------------
+
+
+class Written(asyncio.Transport):
+    """A transport that keeps what it is given to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packets: list[bytes] = []
+        self.is_open = True
+
+    def write(self, data: Any) -> None:
+        self.packets.append(bytes(data))
+
+    def is_closing(self) -> bool:
+        return not self.is_open
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def abort(self) -> None:
+        self.is_open = False
+
+
+async def test_what_is_written_in_one_turn_is_sent_as_one() -> None:
+    """Head and body of a response, and responses to requests that came together."""
+    below = Written()
+    joining = JoiningTransport(below, asyncio.get_running_loop())
+
+    joining.write(b"head ")
+    joining.write(b"body")
+    assert below.packets == []
+    await asyncio.sleep(0)
+    joining.write(b"another")
+    await asyncio.sleep(0)
+
+    assert below.packets == [b"head body", b"another"]
+
+
+async def test_what_is_large_is_not_held_until_the_turn_is_over() -> None:
+    """A stream that never waits would fill the memory, and would not notice a caller who does not read."""
+    below = Written()
+    joining = JoiningTransport(below, asyncio.get_running_loop())
+    for _ in range(10):
+        joining.write(bytes(20_000))
+
+    assert [len(packet) for packet in below.packets] == [80_000, 80_000]
+    await asyncio.sleep(0)
+    assert sum(map(len, below.packets)) == 200_000
+
+
+async def test_a_close_sends_what_is_left_and_an_abort_does_not() -> None:
+    closed, aborted, lost = Written(), Written(), Written()
+    transports = [JoiningTransport(below, asyncio.get_running_loop()) for below in (closed, aborted, lost)]
+    for one in transports:
+        one.write(b"last words")
+
+    transports[0].close()
+    transports[1].abort()
+    lost.is_open = False
+    await asyncio.sleep(0)
+
+    assert (closed.packets, aborted.packets, lost.packets) == ([b"last words"], [], [])
+    assert not closed.is_open
+    assert not aborted.is_open

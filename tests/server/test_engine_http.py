@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +30,7 @@ from limpet.errors import (
     ValueTooLarge,
 )
 from limpet.model import Batch, Patch, Put
+from limpet.protocol import engine_msgpack as wire
 from tests.engines import unique
 from tests.processes import unmeasured
 from tests.server.engine_support import Guest, Guests, Running, Scope, running
@@ -111,7 +114,7 @@ async def test_a_path_in_front_is_the_servers_own(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named_by_its_extra() -> None:
-    script = "import sys; sys.modules['httpx2'] = None; import limpet.sync; limpet.sync.open('https://host')"
+    script = "import sys; sys.modules['aiohttp'] = None; import limpet.sync; limpet.sync.open('https://host')"
     done = subprocess.run([sys.executable, "-c", script], env=unmeasured(), capture_output=True, text=True, check=False)
 
     assert "pip install 'limpet[http]'" in done.stderr
@@ -391,3 +394,117 @@ def test_the_doctor_looks_at_a_server() -> None:
     gone = cli("--url", "http://127.0.0.1:9", "doctor")
     assert gone.returncode != 0
     assert "cannot be reached now" in gone.stdout
+
+
+# Connections --------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _taking_nothing(begun: asyncio.Event) -> AsyncIterator[str]:
+    """The URL of a server that replies to the opening of a store, and then reads nothing more."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from limpet.server.engine_routes import LIMITS
+
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"GET"):
+            body = wire.encode(wire.Served(limpet.Traits("memory", "none", "host", True), LIMITS))
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.close()
+        else:
+            begun.set()
+            held.append(writer)
+
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1_000)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        for writer in held:
+            writer.transport.abort()
+        server.close()
+
+
+async def test_a_server_that_takes_nothing_of_a_large_request_is_given_up() -> None:
+    """Whether it has handled the request is unknown, so the outcome of a commit is unknown too."""
+    begun = asyncio.Event()
+    async with _taking_nothing(begun) as url, limpet.open(f"{url}?timeout=0.3", sweep=False) as store:
+        patches = tuple(Patch(f"r/{n}", {"f": b"\0" + bytes(999_000)}) for n in range(7))
+        async with asyncio.timeout(20.0):
+            with pytest.raises(Ambiguous):
+                await engine_of(store).commit("trivia", Batch((), patches))
+
+    assert begun.is_set()
+
+
+async def test_a_server_that_does_not_reply_is_given_up() -> None:
+    async with (
+        _taking_nothing(asyncio.Event()) as url,
+        limpet.open(f"{url}?timeout=0.3", sweep=False) as store,
+    ):
+        async with asyncio.timeout(20.0):
+            with pytest.raises(Ambiguous):
+                await engine_of(store).commit("trivia", Batch((), (Put("key", b"1"),)))
+            with pytest.raises(Unavailable):
+                await engine_of(store).read("trivia", ["key"])
+
+
+def test_a_handle_works_on_one_loop_after_another() -> None:
+    """Connections belong to a loop. Those of a loop that is gone are left to their sockets, without a word."""
+
+    async def begin() -> limpet.Store:
+        store = await limpet.open(f"{os.environ['LIMPET_TEST_HTTP']}/{unique('place')}", sweep=False)
+        await store.put("key", 1)
+        return store
+
+    async def go_on(store: limpet.Store) -> None:
+        await store.add("key", 1)
+
+    async def end(store: limpet.Store) -> int:
+        found: int = await store.get("key")
+        await store.close()
+        return found
+
+    store = asyncio.run(begin())
+    asyncio.run(go_on(store))
+    assert asyncio.run(end(store)) == 2
+
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()
+
+
+LEAVES_ITS_PARENT_ALONE = """
+import asyncio, gc, os, sys
+import limpet
+
+async def use(store):
+    return await store.add("key", 1)
+
+async def main():
+    store = await limpet.open(sys.argv[1], sweep=False)
+    await use(store)
+    child = os.fork()
+    if not child:
+        asyncio.events._set_running_loop(None)
+        print(asyncio.run(use(store)), flush=True)
+        del store
+        gc.collect()
+        # With all that an interpreter does at its end.
+        sys.exit(0)
+    os.waitpid(child, 0)
+    async with asyncio.timeout(20):
+        print(await use(store), flush=True)
+
+asyncio.run(main())
+gc.collect()
+"""
+
+
+def test_a_child_that_ends_leaves_the_connections_of_its_parent_alone() -> None:
+    """They share one epoll. And a store that was not closed logs no error."""
+    url = f"{os.environ['LIMPET_TEST_HTTP']}/{unique('place')}"
+    words = [sys.executable, "-c", LEAVES_ITS_PARENT_ALONE, url]
+    done = subprocess.run(words, env=unmeasured(), capture_output=True, text=True, check=False, timeout=60)
+
+    assert done.stdout.split() == ["2", "3"], done.stderr
+    assert "nclosed" not in done.stderr

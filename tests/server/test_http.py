@@ -11,14 +11,15 @@ from typing import Any
 import httpx2
 import msgspec
 import pytest
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 import limpet
 from limpet import errors
 from limpet.clock import ManualClock
 from limpet.protocol.codes import CODES
 from limpet.server.dispatch import Dispatcher
-from limpet.server.http import streams_of
+from limpet.server.engine_routes import routes as primitives
+from limpet.server.http import VerbRouter, streams_of
 from limpet.server.http_routes import ENDPOINTS
 from limpet.server.operations import OPERATIONS
 from tests.server.http_support import Face, face, until
@@ -903,6 +904,53 @@ async def test_a_request_that_is_refused_early_is_reported_once(made: Face) -> N
 
     found = [(call.operation, type(call.error).__name__) for call in made.notes.calls]
     assert found == [("list_keys", "InvalidValue"), ("list", "InvalidValue"), ("list", "NoneType")]
+
+
+PATHS = [
+    "/v1/shop/entries/a",
+    "/v1/shop/entries/",
+    "/v1/shop/entries",
+    "/v1/shop/entries/a/b//c/",
+    "/v1/shop/locks/nightly/report",
+    "/v1/shop/locks",
+    "/v1/shop/outcome/",
+    "/v1/shop/outcome/x",
+    "/v1/shop/call/put",
+    "/v1/shop/call/",
+    "/v1/shop/call/put/x",
+    "/v1/shop/engine/read",
+    "/v1/shop/engine/read/x",
+    "/v1//entries/a",
+    "/v1/entries/a",
+    "/v1/shop/nothing/a",
+    "/v1/shop//a",
+    "/v1/namespaces",
+    "/v1/",
+    "/v1",
+    "/",
+    "/v2/shop/entries/a",
+    "//v1/shop/entries/a",
+    "v1/shop/entries/a",
+    "/v1/engine/namespaces",
+    "*",
+]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "", "/v1/shop/entries/\n"])
+async def test_a_route_that_is_found_by_its_verb_is_the_one_that_starlette_finds(made: Face, path: str) -> None:
+    """Every path goes to one of the two, and to the same route with the same parameters."""
+    made.app.router.routes.extend(primitives(made.session, callers=made.tokens, dispatcher=made.dispatcher))
+    router = VerbRouter(made.app.router)
+    for method in ("GET", "HEAD", "PUT", "POST", "PATCH", "DELETE", "OPTIONS", "BREW"):
+        scope: dict[str, Any] = {"type": "http", "method": method, "path": path, "root_path": "", "headers": []}
+        matches = ((route, route.matches(scope)) for route in made.app.routes)
+        wanted = next(((route, child["path_params"]) for route, (match, child) in matches if match is Match.FULL), None)
+
+        found = router.find(scope)
+
+        assert found is None or found == wanted
+        # What callers send most is found by its verb.
+        assert found == wanted or not path.startswith(("/v1/shop/entries/", "/v1/shop/engine/read"))
 
 
 def test_every_operation_has_a_route() -> None:

@@ -10,15 +10,17 @@ engine behind the server knows whether it was applied. A request that was certai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import ssl
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
-import httpx2
+import aiohttp
 import msgspec
+import yarl
 
 from limpet.clock import Clock
 from limpet.engines.server_engine import CommitResult, GroupingEngine, ReadResult, Ticket
@@ -58,6 +60,8 @@ IDLE_S: Final = 3.0
 crosses with the close would have to be sent again."""
 GROUP_BYTES: Final = 2_000_000
 """The size at which a request of several batches is sent. It may be larger by one batch."""
+PIECE_BYTES: Final = 60_000
+"""A larger body is sent in pieces. One of this size is taken by the connection at once."""
 KEYS_GROUPED: Final = 128
 """How many keys of several callers go into one request. All their values come in one reply."""
 TOKEN: Final = "LIMPET_TOKEN"  # noqa: S105 - the name of a variable
@@ -100,8 +104,8 @@ def _parse_address(address: Address) -> tuple[str, str | None]:
     try:
         parts = urlsplit(base)
         usable = bool(parts.hostname) and (parts.port or 80) > 0 and base.isascii() and base.isprintable()
-        httpx2.URL(base)
-    except (ValueError, httpx2.InvalidURL):
+        yarl.URL(base)
+    except ValueError:
         usable = False
     if not usable:
         raise InvalidValue(f"{address}: the driver cannot use this URL; check its host and port")
@@ -154,13 +158,14 @@ class HttpEngine(GroupingEngine):
         self._headers = {"Content-Type": wire.MEDIA, "Accept": wire.MEDIA}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+        self._reply_times = self._times()
         self._limits = wire.Limits(request_bytes=0, batches=1, keys=1, wait_s=0.0)
         super().__init__(display_name)
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
-        self._connections: _Connections | None = None
-        self._urls: dict[tuple[str, str], httpx2.URL] = {}
+        self._connections: dict[asyncio.AbstractEventLoop, _Connections] = {}
+        self._urls: dict[tuple[str, str], yarl.URL] = {}
         self._polls: set[asyncio.Task[LogPage]] = set()
         # Namespaces that only the server sweeps, or trims, because this token may not.
         self._swept_by_server: set[str] = set()
@@ -169,9 +174,7 @@ class HttpEngine(GroupingEngine):
     async def prepare(self) -> None:
         """Read the server's traits and limits."""
         try:
-            content = await self._send(
-                httpx2.Request("GET", httpx2.URL(f"{self._base}/v1/engine"), headers=self._headers)
-            )
+            content = await self._send(_Request("GET", yarl.URL(f"{self._base}/v1/engine")))
         except _ReplyLost as lost:
             raise self._translate(lost) from lost.__cause__
         try:
@@ -261,9 +264,9 @@ class HttpEngine(GroupingEngine):
         for poll in list(self._polls):
             poll.cancel()
         await self._finish_tasks()
-        connections, self._connections = self._connections, None
-        if connections is not None:
-            await connections.close()
+        connections, self._connections = self._connections, {}
+        for one in connections.values():
+            await one.close()
 
     # Reading and following ------------------------------------------------------
 
@@ -378,53 +381,58 @@ class HttpEngine(GroupingEngine):
         except InvalidValue as error:
             raise Unavailable(f"{self._display_name}: the reply cannot be decoded") from error
 
-    def _build_request(self, namespace: str, primitive: str, request: Any) -> httpx2.Request:
+    def _build_request(self, namespace: str, primitive: str, request: Any) -> _Request:
         url = self._urls.get((namespace, primitive))
         if url is None:
             place = f"{namespace}/engine" if namespace else "engine"
-            url = httpx2.URL(f"{self._base}/v1/{place}/{primitive}")
+            url = yarl.URL(f"{self._base}/v1/{place}/{primitive}")
             self._urls[namespace, primitive] = url
-        return httpx2.Request("POST", url, headers=self._headers, content=wire.encode(request))
+        return _Request("POST", url, wire.encode(request))
 
-    async def _send(self, request: httpx2.Request, *, patience_s: float = 0.0, polls: bool = False) -> bytes:
+    async def _send(self, request: _Request, *, patience_s: float = 0.0, polls: bool = False) -> bytes:
         """Send a request and return the content of the reply.
 
         Raises `_ReplyLost` when the server may or may not have handled it, and our own errors when that is known.
         """
-        reply_s = self._reply_s
-        request.extensions["timeout"] = {
-            "connect": CONNECT_S,
-            "pool": reply_s,
-            "write": reply_s,
-            "read": reply_s + patience_s,
-        }
         connections = self._current_connections()
+        session = connections.polls if polls else connections.calls
+        times = self._times(patience_s) if patience_s else self._reply_times
         try:
-            response = await (connections.polls if polls else connections.calls).handle_async_request(request)
-            try:
-                content = await response.aread()
-            finally:
-                await response.aclose()
-        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout) as error:
+            if len(request.body) <= PIECE_BYTES:
+                status, headers, content = await _exchange(session, request, times)
+            else:
+                status, headers, content = await _exchange_in_pieces(session, request, times, self._reply_s)
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise self._translate(error) from error
-        except (httpx2.HTTPError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise _ReplyLost from error
-        if response.status_code == 200:
+        if status == 200:
             return content
-        raise self._translate_status(response, content)
+        raise self._translate_status(status, headers, content)
+
+    def _times(self, patience_s: float = 0.0) -> aiohttp.ClientTimeout:
+        """How long each step of a request may take. The wait for a free connection is the time of a reply."""
+        return aiohttp.ClientTimeout(
+            total=None,
+            connect=self._reply_s + CONNECT_S,
+            sock_connect=CONNECT_S,
+            sock_read=self._reply_s + patience_s,
+        )
 
     def _current_connections(self) -> _Connections:
         """The connections of the running loop."""
         loop = asyncio.get_running_loop()
-        connections = self._connections
-        if connections is None or connections.loop is not loop:
-            connections = self._connections = _Connections(loop, self._security)
-        return connections
+        found = self._connections.get(loop)
+        if found is None:
+            for other in [one for one in self._connections if one.is_closed()]:
+                del self._connections[other]
+            found = self._connections[loop] = _Connections(loop, self._security, self._headers)
+        return found
 
-    def _translate_status(self, response: httpx2.Response, content: bytes) -> Exception:
+    def _translate_status(self, status: int, headers: Mapping[str, str], content: bytes) -> Exception:
         """Our error for a status other than 200."""
-        status, display_name = response.status_code, self._display_name
-        failure = _decode_failure(response.headers.get("Content-Type", ""), content)
+        display_name = self._display_name
+        failure = _decode_failure(headers.get("Content-Type", ""), content)
         error = None if failure is None else wire.error_of(failure)
         if error is not None:
             return error
@@ -438,7 +446,7 @@ class HttpEngine(GroupingEngine):
             case 413:
                 return InvalidValue(f"{display_name}: the request is too large for a proxy in front of the server")
             case 429:
-                return RateLimited(f"{display_name} receives too many requests", retry_after=_retry_after(response))
+                return RateLimited(f"{display_name} receives too many requests", retry_after=_retry_after(headers))
             case _ if status >= 500:
                 # A proxy may have sent it, and the server may have handled the request all the same.
                 lost = _ReplyLost()
@@ -452,7 +460,7 @@ class HttpEngine(GroupingEngine):
         cause = error.__cause__ if isinstance(error, _ReplyLost) else error
         if isinstance(cause, _Unexpected):
             return Unavailable(f"{display_name} cannot serve now: {cause}")
-        if isinstance(cause, httpx2.HTTPError | OSError):
+        if isinstance(cause, aiohttp.ClientError | OSError):
             if _is_untrusted(cause):
                 return InvalidValue(f"{display_name}: its certificate is not trusted; ?ca=FILE names another to trust")
             return Unavailable(f"{display_name} cannot be reached now: {type(cause).__name__}")
@@ -467,26 +475,110 @@ class _Unexpected(Exception):
     """A reply that a Limpet server gives only by mistake."""
 
 
+class _Request(NamedTuple):
+    """A request, whose headers are those of its session."""
+
+    method: str
+    url: yarl.URL
+    body: bytes = b""
+
+
+_Reply = tuple[int, Mapping[str, str], bytes]
+"""The status, the headers and the content of a reply."""
+
+
+async def _exchange(
+    session: aiohttp.ClientSession,
+    request: _Request,
+    times: aiohttp.ClientTimeout,
+    body: bytes | AsyncIterator[bytes] | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> _Reply:
+    async with session.request(
+        request.method,
+        request.url,
+        data=body or request.body or None,
+        headers=headers,
+        timeout=times,
+        allow_redirects=False,
+    ) as response:
+        return response.status, response.headers, await response.read()
+
+
+async def _exchange_in_pieces(
+    session: aiohttp.ClientSession, request: _Request, times: aiohttp.ClientTimeout, piece_s: float
+) -> _Reply:
+    """Send a large body. Raises `TimeoutError` when the server takes nothing of it for so long.
+
+    The driver begins to wait for the reply only when the body is written, and has no limit for the writing.
+    """
+    async with asyncio.timeout(None) as limit:
+        headers = {"Content-Length": str(len(request.body))}
+        return await _exchange(session, request, times, _cut(request.body, limit, piece_s), headers)
+
+
+async def _cut(body: bytes, limit: asyncio.Timeout, piece_s: float) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    # A server may reply before it has taken all, and then there is nothing left to limit.
+    with contextlib.suppress(RuntimeError):
+        for start in range(0, len(body), PIECE_BYTES):
+            limit.reschedule(loop.time() + piece_s)
+            yield body[start : start + PIECE_BYTES]
+        limit.reschedule(None)
+
+
 class _Connections:
     """The connections of one loop: some for calls, others for long polls, which must not keep calls waiting."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, security: ssl.SSLContext) -> None:
-        self.loop = loop
-        self.calls = _create_transport(security, CALLS_MAX)
-        self.polls = _create_transport(security, None)
+    def __init__(self, loop: asyncio.AbstractEventLoop, security: ssl.SSLContext, headers: Mapping[str, str]) -> None:
+        self._loop = loop
+        self.calls = _create_session(security, headers, CALLS_MAX)
+        self.polls = _create_session(security, headers, 0)
 
     async def close(self) -> None:
-        await self.calls.aclose()
-        await self.polls.aclose()
+        """Close them, if they belong to the running loop. Those of another are closed with their sockets."""
+        if self._loop is asyncio.get_running_loop():
+            await self.calls.close()
+            await self.polls.close()
+
+    def __del__(self) -> None:
+        # Without this, the driver would log an error about a store that was not closed, and in a child process
+        # that ends it would close connections of the parent.
+        for session in (self.calls, self.polls):
+            session.detach()
 
 
-def _create_transport(security: ssl.SSLContext, connections_max: int | None) -> httpx2.AsyncHTTPTransport:
-    # The transport and not the client: nothing is sent twice, redirected, kept as a cookie, or logged, and no
-    # proxy of the environment gets the token.
-    limits = httpx2.Limits(
-        max_connections=connections_max, max_keepalive_connections=connections_max, keepalive_expiry=IDLE_S
+class _Connector(aiohttp.TCPConnector):
+    """Leaves connections that were not closed to their sockets. See `_Connections.__del__`."""
+
+    def __del__(self, _warnings: Any = None) -> None:
+        pass
+
+
+class _Resolver(aiohttp.ThreadedResolver):
+    """Finds the address of a host, within the time to connect. The driver has no limit for that alone."""
+
+    async def resolve(self, *place: Any, **options: Any) -> list[aiohttp.abc.ResolveResult]:
+        """See `aiohttp.abc.AbstractResolver.resolve`."""
+        async with asyncio.timeout(CONNECT_S):
+            return await super().resolve(*place, **options)
+
+
+def _create_session(
+    security: ssl.SSLContext, headers: Mapping[str, str], connections_max: int
+) -> aiohttp.ClientSession:
+    # Nothing is sent twice, redirected, or kept as a cookie, and no proxy of the environment gets the token. The driver
+    # repeats requests of some methods, but never a POST. Zero is no limit of connections.
+    connector = _Connector(
+        limit=connections_max, keepalive_timeout=IDLE_S, ssl=security, resolver=_Resolver(), use_dns_cache=False
     )
-    return httpx2.AsyncHTTPTransport(verify=security, trust_env=False, limits=limits, retries=0)
+    return aiohttp.ClientSession(
+        connector=connector,
+        headers=headers,
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
 
 
 def _with_request_id(batch: Batch) -> Batch:
@@ -527,9 +619,9 @@ def _decode_failure(media: str, content: bytes) -> wire.Failure | None:
     return None
 
 
-def _retry_after(response: httpx2.Response) -> float:
+def _retry_after(headers: Mapping[str, str]) -> float:
     try:
-        return max(0.0, float(response.headers.get("Retry-After", "1")))
+        return max(0.0, float(headers.get("Retry-After", "1")))
     except ValueError:
         return 1.0
 

@@ -14,6 +14,7 @@ token that is revoked anywhere is refused everywhere within moments, and a check
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import hmac
 import logging
@@ -94,11 +95,15 @@ class Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether all of a span lies in this scope."""
         if right not in self.rights or self.namespace not in ("*", namespace):
             return False
-        own = prefix_span(self.prefix)
+        own = _span_of(self.prefix)
         if span is None:
             return True
         ends_inside = own.stop is None or (span.stop is not None and span.stop <= own.stop)
         return own.start <= span.start and ends_inside
+
+
+# A request looks at the scopes of its token about five times.
+_span_of: Final = functools.lru_cache(maxsize=1024)(prefix_span)
 
 
 class Former(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

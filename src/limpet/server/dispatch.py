@@ -144,7 +144,7 @@ class Dispatcher:
     ) -> dict[str, Any]:
         """Run an operation for a caller, and report the outcome to the observers."""
         began = time.perf_counter()
-        call = Call(self._face, caller.name, namespace, operation.name, request, 0.0, has_reply=has_reply)
+        facts = (self._face, caller.name, namespace, operation.name, request)
         try:
             store = await self.admit(operation, namespace, request, caller)
             answer = await operation.run(self._semantic(store) if operation.is_semantic else store, request)
@@ -153,9 +153,9 @@ class Dispatcher:
             if isinstance(error, LimpetError):
                 error.reveal_if(lambda key: _may_see(caller, namespace, key))
             kept = error if isinstance(error, Exception) else None
-            self._report(call._replace(seconds=time.perf_counter() - began, error=kept))
+            self._report(Call(*facts, time.perf_counter() - began, error=kept, has_reply=has_reply))
             raise
-        self._report(call._replace(seconds=time.perf_counter() - began, answer=answer))
+        self._report(Call(*facts, time.perf_counter() - began, answer, has_reply=has_reply))
         return answer
 
     async def admit(self, operation: Operation, namespace: str, request: Request, caller: Caller) -> Store:

@@ -17,6 +17,7 @@ from limpet.keys import Span, key_span
 from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Patch, Put, Refusal, Write
 from limpet.server import validate
 from limpet.server.dispatch import Caller
+from limpet.server.http_headers import headers_of
 from limpet.server.operations import Right, depends_on_value
 from limpet.server.requests import REASON_MAX
 from limpet.transition import read_receipt
@@ -71,7 +72,7 @@ class EngineRequest(NamedTuple):
     @property
     def reason(self) -> str | None:
         """The reason that the caller gave for a forced write."""
-        given = self.incoming.headers.get(REASON, "").strip()
+        given = (headers_of(self.incoming.scope).first(REASON) or "").strip()
         return given[:REASON_MAX] or None
 
     def require(self, right: Right, spans: Sequence[Span], *alternatives: Right) -> None:

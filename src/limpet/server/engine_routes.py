@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Incoming
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from limpet.checks import check_window
 from limpet.errors import (
@@ -51,6 +52,8 @@ from limpet.server.engine_rights import (
 )
 from limpet.server.events import until_refused
 from limpet.server.http import TokenRefused, identify
+from limpet.server.http_headers import headers_of
+from limpet.server.http_routes import Reply
 from limpet.server.operations import Operation, Reach, Right
 from limpet.server.requests import Primitive
 from limpet.server.wording import Public, public_error
@@ -87,8 +90,20 @@ def routes(
     return [
         Route("/v1/engine", engine_routes.describe, methods=["GET"]),
         Route("/v1/engine/namespaces", engine_routes.list_namespaces, methods=["POST"]),
-        Route("/v1/{namespace}/engine/{primitive}", engine_routes.serve, methods=["POST"]),
+        Route("/v1/{namespace}/engine/{primitive}", Primitives(engine_routes), methods=["POST"]),
     ]
+
+
+class Primitives:
+    """The primitives as an application. Around a function, Starlette would put two layers that are not needed here."""
+
+    def __init__(self, engine_routes: EngineRoutes) -> None:
+        self._routes = engine_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run a primitive, and send its result."""
+        response = await self._routes.serve(Incoming(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class GuardFailed(Conflict):
@@ -480,7 +495,8 @@ class _BodyTimeout(Public, Unavailable):
 async def _read_body(incoming: Incoming) -> bytes:
     """Read the body of a request, within limits of size and time."""
     # A page of another site can make a browser send forms and text without a preflight request, but not this type.
-    if incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower() != wire.MEDIA:
+    media = headers_of(incoming.scope).first("Content-Type") or ""
+    if media != wire.MEDIA and media.partition(";")[0].strip().lower() != wire.MEDIA:
         raise InvalidValue(f"a request for a primitive has the Content-Type {wire.MEDIA}")
     body = bytearray()
     try:
@@ -505,7 +521,7 @@ async def _wait_for_disconnect(incoming: Incoming) -> None:
 
 
 def _response(answer: Any) -> Response:
-    return Response(wire.encode(answer), media_type=wire.MEDIA)
+    return Reply(wire.encode(answer), media_type=wire.MEDIA)
 
 
 def _error_response(error: Exception) -> Response:

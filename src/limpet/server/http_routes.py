@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
+from limpet.codec import Kind
 from limpet.errors import NotFound, TypeMismatch
 from limpet.model import Entry
 from limpet.protocol.json import entry_as_json, plain
@@ -64,6 +65,7 @@ __all__ = [
     "SUMMARIES",
     "VALUE_TYPES",
     "Endpoint",
+    "Reply",
     "ReplyDoc",
     "json_response",
 ]
@@ -92,9 +94,27 @@ class ReplyDoc(NamedTuple):
     headers: Sequence[str] = ()
 
 
-def json_response(document: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""Headers as they are sent: their names in lower case."""
+
+
+class Reply(Response):
+    """A response whose headers are bytes already. Starlette takes text, and encodes each header each time."""
+
+    def __init__(self, body: bytes, status: int = 200, headers: RawHeaders = (), *, media_type: str | None) -> None:
+        self.status_code = status
+        self.background = None
+        self.body = body
+        self.raw_headers = [*headers]
+        if status not in (204, 304):
+            self.raw_headers.append((b"content-length", b"%d" % len(body)))
+        if media_type is not None:
+            self.raw_headers.append((b"content-type", media_type.encode("ascii")))
+
+
+def json_response(document: Any, status: int = 200, headers: RawHeaders = ()) -> Response:
     """A JSON document as a response."""
-    return Response(msgspec.json.encode(document), status, dict(headers or {}), media_type=JSON_TYPE)
+    return Reply(msgspec.json.encode(document), status, headers, media_type=JSON_TYPE)
 
 
 # From an answer to a response -------------------------------------------------
@@ -109,13 +129,13 @@ def _reply_created(answer: Answer, request: Any, headers: Headers) -> Response:
 
 
 def _reply_done(answer: Answer, request: Any, headers: Headers) -> Response:
-    return Response(status_code=204)
+    return Reply(b"", 204, media_type=None)
 
 
 def _reply_deleted(answer: Answer, request: Any, headers: Headers) -> Response:
     if not answer["deleted"]:
         raise NotFound(request.key)
-    return Response(status_code=204)
+    return Reply(b"", 204, media_type=None)
 
 
 def _reply_value(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
@@ -123,11 +143,10 @@ def _reply_value(answer: Answer, request: requests.Entry, headers: Headers) -> R
     entry = _require_entry(answer, request)
     described = _describe(entry)
     if _is_current(headers, entry):
-        return Response(status_code=304, headers=described)
+        return Reply(b"", 304, described, media_type=None)
     value = entry.value
-    if isinstance(value, bytes):
-        return Response(value, headers=described, media_type=BYTES_TYPE)
-    return Response(msgspec.json.encode(plain(value)), headers=described, media_type=_media_type(entry))
+    body = value if isinstance(value, bytes) else msgspec.json.encode(plain(value))
+    return Reply(body, 200, described, media_type=_media_type(entry))
 
 
 def _reply_bytes(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
@@ -139,10 +158,9 @@ def _reply_bytes(answer: Answer, request: requests.Entry, headers: Headers) -> R
 
 def _reply_head(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
     entry = _require_entry(answer, request)
-    response = Response(status_code=304 if _is_current(headers, entry) else 200, headers=_describe(entry))
-    response.headers["Content-Type"] = _media_type(entry)
-    # The length of the body is not known without encoding it.
-    del response.headers["Content-Length"]
+    response = Reply(b"", 304 if _is_current(headers, entry) else 200, media_type=_media_type(entry))
+    # Without its length, which is not known without encoding the value.
+    response.raw_headers = [*_describe(entry), response.raw_headers[-1]]
     return response
 
 
@@ -153,12 +171,15 @@ def _require_entry(answer: Answer, request: requests.Entry) -> Entry:
     return entry
 
 
-def _describe(entry: Entry) -> dict[str, str]:
+def _describe(entry: Entry) -> RawHeaders:
     return entry_headers(entry_as_json(entry, with_value=False))
 
 
 def _media_type(entry: Entry) -> str:
-    return {"bytes": BYTES_TYPE, "record": RECORD_TYPE}.get(str(entry.kind), JSON_TYPE)
+    return _MEDIA_TYPES.get(entry.kind, JSON_TYPE)
+
+
+_MEDIA_TYPES: Final[Mapping[Kind | None, str]] = {"bytes": BYTES_TYPE, "record": RECORD_TYPE}
 
 
 def _is_current(headers: Headers, entry: Entry) -> bool:

@@ -6,9 +6,10 @@ parameter. The headers of a response are made here too.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from email.utils import format_datetime
 from json import dumps
 from typing import Any, Final, Literal, NamedTuple
@@ -292,25 +293,33 @@ CONDITIONS: Final = (IF_MATCH, IF_NONE_MATCH, FENCE, REQUEST_ID, IDEMPOTENCY_KEY
 # The headers of a response ----------------------------------------------------
 
 
-def entry_headers(entry: Mapping[str, Any]) -> dict[str, str]:
-    """The headers of a response that describe an entry."""
-    found = {
-        "ETag": f'"{entry["revision"]}"',
-        "Last-Modified": format_datetime(entry["updated_at"].replace(microsecond=0), usegmt=True),
-        "Limpet-Version": str(entry["version"]),
-        "Limpet-Revision": str(entry["revision"]),
-        "Limpet-Created-At": _timestamp(entry["created_at"]),
-        "Limpet-Updated-At": _timestamp(entry["updated_at"]),
-    }
+def entry_headers(entry: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
+    """The headers of a response that describe an entry, as they are sent."""
+    revision = b"%d" % entry["revision"]
+    found = [
+        (b"etag", b'"%s"' % revision),
+        (b"last-modified", _http_date(entry["updated_at"].replace(microsecond=0))),
+        (b"limpet-version", b"%d" % entry["version"]),
+        (b"limpet-revision", revision),
+        (b"limpet-created-at", _timestamp(entry["created_at"])),
+        (b"limpet-updated-at", _timestamp(entry["updated_at"])),
+    ]
     if entry["expires_at"] is not None:
-        found["Limpet-Expires-At"] = _timestamp(entry["expires_at"])
+        found.append((b"limpet-expires-at", _timestamp(entry["expires_at"])))
     if entry["meta"]:
         meta = dumps(entry["meta"], separators=(",", ":"))
         # Many clients give up at headers of eight thousand bytes.
         if len(meta) <= META_HEADER_MAX:
-            found["Limpet-Meta"] = meta
+            found.append((b"limpet-meta", meta.encode("ascii")))
     return found
 
 
-def _timestamp(at: datetime) -> str:
-    return at.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+@functools.lru_cache(maxsize=1024)
+def _http_date(second: datetime) -> bytes:
+    """A date as HTTP writes it. Entries are often read soon after they were written, many of one second."""
+    return format_datetime(second, usegmt=True).encode("ascii")
+
+
+def _timestamp(at: datetime) -> bytes:
+    """A time of an entry, which is in UTC."""
+    return at.isoformat(timespec="milliseconds").removesuffix("+00:00").encode("ascii") + b"Z"
