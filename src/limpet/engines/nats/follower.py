@@ -61,7 +61,10 @@ class Follower:
         raise NotImplementedError
 
     async def choose_first(self) -> str:
-        """Which messages come first, when nothing is known yet: all, or the last of each subject."""
+        """Which messages come first, when nothing is known yet: all, or the last of each subject.
+
+        Or, as ``by_start_sequence``, those after a position that this sets.
+        """
         return "all"
 
     def clear(self) -> None:
@@ -133,8 +136,7 @@ class Follower:
                 # A load that is interrupted is resumed too, or it might never end.
                 self._caught_up_at = asyncio.get_running_loop().time()
             self._last_connection = connection
-            is_first = not self.position
-            policy = await self.choose_first() if is_first else "by_start_sequence"
+            policy = "by_start_sequence" if self.position else await self.choose_first()
             delivered, self._number = connection.subscribe(self._on_message)
             self._connection, self._name, self._delivered = connection, os.urandom(8).hex(), 0
             config: dict[str, object] = {
@@ -150,7 +152,7 @@ class Follower:
                 "deliver_policy": policy,
                 "filter_subject": self._subject,
             }
-            if not is_first:
+            if policy == "by_start_sequence":
                 config["opt_start_seq"] = self.position + 1
             name = self._stream.name
             request = {"stream_name": name, "config": config, "action": "create"}
