@@ -75,7 +75,7 @@ _IN_SPAN: Final = "FROM {schema}.limpet_entries WHERE namespace = $1 AND family 
 # Those that have expired are found by their time. By their keys, each entry of the span would be read for it.
 _EXPIRED: Final = (
     "FROM (SELECT family, key FROM {schema}.limpet_entries WHERE namespace = $1 AND expires_ms <= now_ms"
-    " ORDER BY expires_ms OFFSET 0) AS expired WHERE family = $2 AND key >= $3 AND key < $4"
+    " OFFSET 0) AS expired WHERE family = $2 AND key >= $3 AND key < $4"
 )
 COUNT: Final = (
     f"SELECT (SELECT count(*) {_IN_SPAN}) - (SELECT count(*) {_EXPIRED}), now_ms"
