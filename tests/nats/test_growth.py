@@ -10,6 +10,7 @@ import pytest
 
 import limpet
 from limpet.engines.nats import log_follower
+from limpet.engines.nats.connection import NoReply
 from limpet.engines.nats.messages import EntryId, Message
 from limpet.engines.nats.mirror import END_MS, Mirror
 from limpet.engines.nats.stream import NamespaceStream
@@ -84,6 +85,31 @@ async def test_the_latest_change_is_found_behind_other_messages(requests: Reques
         assert await stream.revision() == last.revision
 
     assert of_any_subject(requests)
+
+
+# Following ----------------------------------------------------------------------
+
+
+async def test_a_reply_behind_many_messages_is_waited_for() -> None:
+    """The first scan of a million keys failed on a busy machine: a reply came only after all that was before it."""
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await fill(store)
+        mirror, requests = mirror_of(store), 0
+
+        async def reply_late() -> str:
+            nonlocal requests
+            requests += 1
+            if requests < 5:
+                mirror.position += 1
+                raise NoReply
+            return "reply"
+
+        async def reply_never() -> str:
+            raise NoReply
+
+        assert await mirror._request(reply_late) == "reply"
+        with pytest.raises(NoReply):
+            await mirror._request(reply_never)
 
 
 # Trimming -----------------------------------------------------------------------
