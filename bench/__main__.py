@@ -28,7 +28,9 @@ from bench import (
     sqlite,
     startup,
     sweep,
+    watch,
 )
+from bench.engines import ENGINES
 from bench.report import Findings
 from bench.run import Options, Run, say
 
@@ -44,6 +46,7 @@ GROUPS: dict[str, Callable[[Run], None]] = {
     "hot": hot.measure,
     "filter": filters.measure,
     "lag": lag.measure,
+    "watch": watch.measure,
     "sweep": sweep.measure,
     "growth": growth.measure,
     "footprint": footprint.measure,
@@ -63,6 +66,7 @@ def main() -> int:
         slice_s=chosen.slice or (0.02 if chosen.quick else 0.15),
         quick=chosen.quick,
         engines=tuple(chosen.engine or ()),
+        keys=chosen.keys,
     )
     out = chosen.out or RESULTS / f"{datetime.now():%Y-%m-%d-%H%M%S}.json"
     RESULTS.mkdir(exist_ok=True)
@@ -91,7 +95,10 @@ def _arguments() -> argparse.Namespace:
         "--only", action="append", choices=GROUPS, help="measure this alone; may be given several times"
     )
     parser.add_argument(
-        "--engine", action="append", choices=hot.ENGINES, help="of hot, measure this engine alone; may be repeated"
+        "--engine", action="append", choices=ENGINES, help="of hot and growth, this engine alone; may be repeated"
+    )
+    parser.add_argument(
+        "--keys", type=int, metavar="N", help="of growth, up to so many keys on every engine (1,000,000 or 100,000)"
     )
     parser.add_argument(
         "--quick", action="store_true", help="try everything out in a few seconds; the figures mean nothing"

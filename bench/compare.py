@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final, NamedTuple
 
-from bench.report import Findings, Line, brief, show_figure, spread, table
+from bench.report import Findings, Line, show_figure, spread
+from bench.words import brief, table
 
 WORSE: Final = 0.95
 """A line below this part of what it was counts as worse."""

@@ -15,8 +15,8 @@ from typing import Any
 import limpet
 from bench import goals
 from bench.contenders import load
-from bench.report import brief, table
 from bench.run import Run, say
+from bench.words import brief, table
 from tests.servers import postgres, redis
 
 RECORDS = 100_000

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from bench import contenders_memory, goals, workload
 from bench.contenders import AnyContender, BlockingContender
-from bench.report import brief, table
 from bench.run import Run, say
+from bench.words import brief, table
 
 KEYS = 100_000
 STATM = Path("/proc/self/statm")

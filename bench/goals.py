@@ -41,6 +41,12 @@ IMPORT_MS: Final = Goal(100, lower=True)
 COMMAND_MS: Final = Goal(250, lower=True)
 PREFIX_MS: Final = Goal(10, lower=True)
 SERVED_MB: Final = Goal(50, lower=True)
+# Of the cost in the smallest store.
+GROWTH_OF_SQLITE_PUT: Final = Goal(2, 1.5, lower=True)
+NATS_STATUS_MS: Final = Goal(5, 1, lower=True)
+WATCH_PUT_MS: Final = Goal(1, 0.1, lower=True)
+WATCH_HOLD_MS: Final = Goal(20, lower=True)
+WATCH_FOREIGN_MS: Final = Goal(5, 3, lower=True)
 POSTGRES: Final = {
     "put": (Goal(4, 6), Goal(1.1, 1.3), Goal(0.5, 0.65)),
     "get": (Goal(8, 12), Goal(3.5, 5), None),

@@ -1,10 +1,10 @@
-"""Whether a call costs more when there are more keys: SQLite at 1,000, 100,000 and 1,000,000.
+"""Whether a call costs more where there are more keys, on every engine.
 
-The three files are made first. Then all are open in one process and are measured in turn, as
-everything else. What a process holds in memory after serving 100,000 keys of each file is
-measured in a separate process:
+An engine gets a store of each size first, filled through the store itself. Then the sizes are measured in turn, as
+everything else: what the first calls of a process cost, and what all later ones do. What a process holds in memory
+after it has served keys, and after it has listed them, is measured in a separate process:
 
-    python -m bench.growth URL KEYS
+    python -m bench.growth URL SIZE SERVED
 """
 
 from __future__ import annotations
@@ -13,177 +13,208 @@ import asyncio
 import gc
 import itertools
 import json
-import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import limpet
-from bench import goals, workload
+from bench import crowds, goals, workload
+from bench.engines import ENGINES, Cost, Place, serve
 from bench.footprint import STATM, resident_bytes
-from bench.harness import together
-from bench.report import growth_rows, table
+from bench.growth_figures import BATCH, PAGE, measure_round
+from bench.growth_report import growth_table
 from bench.run import Run, say
 
-SIZES = (1_000, 100_000, 1_000_000)
-QUICK_SIZES = (1_000, 2_000, 5_000)
-SERVED = 100_000
-PAGE = 1_000
-BATCH = 128
-PAGES_PER_ROUND = 5
-WAKES_PER_ROUND = 20
-JOBS_PER_ROUND = 10_000
+FIRST: Final = 1_000
+LARGEST: Final = {"memory": 1_000_000, "sqlite": 1_000_000, "postgres": 1_000_000, "redis": 100_000, "nats": 100_000}
+"""The number of keys up to which each engine is measured, unless ``--keys`` says otherwise."""
 
-STATUS = Path("/proc/self/status")
+QUICK: Final = 5_000
+ROUNDS: Final = 5
+SERVED: Final = 100_000
+AT_ONCE: Final = 16
+"""Batches under way at a time while a store is filled."""
+
+SAY_S: Final = 10.0
+STATUS: Final = Path("/proc/self/status")
 
 Samples = dict[str, Any]
+"""Of one size: by figure, wall and CPU seconds of each round; and the sizes in memory and on the disk."""
 
 
 def measure(run: Run) -> None:
-    sizes, findings = QUICK_SIZES if run.options.quick else SIZES, run.findings
-    paths = {size: run.folder / f"growth-{size}.db" for size in sizes}
-    for size, path in paths.items():
-        began = time.perf_counter()
-        run.runner.run(_make(path, size))
-        say(f"made {size:,} keys in {time.perf_counter() - began:.1f} s")
-    found = run.runner.run(_in_turn(paths, run.options.rounds, run.options.slice_s))
-    served = run.options.scaled(SERVED, 2_000)
-    for size, path in paths.items():
-        found[size] |= {"served_mb": 0.0, "served_private_mb": 0.0}
-        if STATM.exists():
-            found[size] |= json.loads(run.child("bench.growth", f"sqlite:///{path}", str(size), str(served)))
-        found[size]["file_mb"] = path.stat().st_size / 1e6
+    found: dict[str, dict[int, Samples]] = {}
+    for name in run.options.engines or ENGINES:
+        with serve(run, name, "growth") as place:
+            found[name] = _measure_engine(run, place, _sizes(run, name))
+            crowds.measure_on(run, place)
+        by_size = {str(size): samples for size, samples in found[name].items()}
+        run.findings.samples.setdefault("growth", {})[place.title] = by_size
+        say(f"\nGrowth on {place.title}, medians of {_rounds(run)} rounds")
+        say(growth_table(place.title, by_size))
+        _judge(run, place.title, found[name])
+    if "sqlite" in found:
+        _judge_sqlite(run, found["sqlite"])
+    if 100_000 in found.get("nats", {}):
+        status_ms = [1000 * took for took in found["nats"][100_000]["status"]["wall"]]
+        run.findings.judge("growth", "NATS status at 100,000 keys", "ms", status_ms, goals.NATS_STATUS_MS)
 
-    samples = {str(size): found[size] for size in sizes}
-    findings.samples["growth"] = samples
-    say(f"\nGrowth on SQLite FULL; RSS after serving {served:,} keys")
-    say(table(*growth_rows(samples)))
-    largest, middle = sizes[-1], sizes[1]
-    for what, kind in (("by a prefix of their own", "prefix_ms"), ("by a prefix of all", "page_ms")):
-        line = f"{PAGE:,} of {largest:,} keys {what}"
-        findings.judge("growth", line, "ms", found[largest][kind], goals.PREFIX_MS)
-    line = f"RSS growth after serving {served:,} keys of {middle:,}"
+
+def _sizes(run: Run, engine: str) -> list[int]:
+    """From a thousand on, each ten times the one before; the last may be less."""
+    largest = run.options.scaled(run.options.keys or LARGEST[engine], QUICK)
+    sizes = [FIRST * 10**power for power in range(10) if FIRST * 10**power < largest]
+    return [*sizes, largest]
+
+
+def _rounds(run: Run) -> int:
+    return min(run.options.rounds, ROUNDS)
+
+
+def _measure_engine(run: Run, place: Place, sizes: list[int]) -> dict[int, Samples]:
+    found: dict[int, Samples] = {}
+    for size in sizes:
+        before = place.size_bytes()
+        run.runner.run(_fill(place.url_of(f"keys{size}"), size, f"{place.title}: {size:,} keys"))
+        found[size] = {"disk_bytes": place.size_bytes() - before}
+    for size, samples in run.runner.run(_in_turn(run, place, sizes)).items():
+        found[size] |= samples
     if STATM.exists():
-        findings.judge("growth", line, "MB", [found[middle]["served_mb"]], goals.SERVED_MB)
-    else:
-        findings.missing("growth", line, "MB", goals.SERVED_MB, "this system does not tell")
-    for what, kind in (("put@64", "put_us"), ("get@64", "get_us"), ("wake-up of a watch", "wake_ms")):
-        pairs = zip(found[largest][kind], found[sizes[0]][kind], strict=True)
-        line = f"{what} at {largest:,} keys, x the cost at {sizes[0]:,}"
-        findings.judge("growth", line, "x", [large / small for large, small in pairs]).lower = True
+        served = run.options.scaled(SERVED, 2_000)
+        for size in sizes:
+            found[size] |= json.loads(
+                run.child("bench.growth", place.url_of(f"keys{size}"), str(size), str(min(size, served)))
+            )
+    return found
 
 
-async def _make(path: Path, size: int) -> None:
-    """Fill a file, quickly and not durably. Its log ends up as long as a log is kept: the rest is trimmed."""
-    window = limpet.Window(age_ms_min=0)
-    async with limpet.open(f"sqlite:///{path}?synchronous=normal", sweep=False, window=window) as store:
-        jobs = workload.in_order(size)
-        while some := list(itertools.islice(jobs, 16 * BATCH)):
-            await asyncio.gather(*(_commit(store, some[start : start + BATCH]) for start in range(0, len(some), BATCH)))
+# Filling ----------------------------------------------------------------------
+
+
+async def _fill(url: str, size: int, what: str) -> None:
+    """Fill a store. Its log ends up as long as a log is kept: the rest is trimmed."""
+    began = said = time.perf_counter()
+    fast = f"{url}?synchronous=normal" if url.startswith("sqlite:") else url
+    async with limpet.open(fast, sweep=False, window=limpet.Window(age_ms_min=0)) as store:
+        batches = _batches(size)
+        for done in itertools.count(AT_ONCE * BATCH, AT_ONCE * BATCH):
+            if not (group := list(itertools.islice(batches, AT_ONCE))):
+                break
+            await asyncio.gather(*(_commit(store, batch) for batch in group))
+            if time.perf_counter() - said > SAY_S:
+                said = time.perf_counter()
+                say(f"  {what}: {min(done, size):,} after {said - began:.0f} s")
         await store.trim()
+    say(f"{what}, made in {time.perf_counter() - began:.1f} s")
 
 
-async def _commit(store: limpet.Store, jobs: list[tuple[str, dict[str, Any]]]) -> None:
+def _batches(size: int) -> Iterator[range]:
+    return (range(first, min(first + BATCH, size)) for first in range(0, size, BATCH))
+
+
+async def _commit(store: limpet.Store, numbers: range) -> None:
     draft = store.batch()
-    for job in jobs:
-        draft.put(*job)
+    for number in numbers:
+        draft.put(workload.key(number), workload.value(number))
     await draft.commit()
 
 
-async def _in_turn(paths: dict[int, Path], rounds: int, slice_s: float) -> dict[int, Samples]:
-    """Each file's figures, round by round."""
-    stores = {size: await limpet.open(f"sqlite:///{path}") for size, path in paths.items()}
-    found: dict[int, Samples] = {
-        size: {"put_us": [], "get_us": [], "page_ms": [], "prefix_ms": [], "wake_ms": []} for size in paths
-    }
+# Measuring --------------------------------------------------------------------
+
+
+async def _in_turn(run: Run, place: Place, sizes: list[int]) -> dict[int, Samples]:
+    """The figures of each size, round by round."""
+    urls = {size: place.url_of(f"keys{size}") for size in sizes}
+    stores = {size: await limpet.open(url, sweep=False) for size, url in urls.items()}
+    found: dict[int, dict[str, list[Cost]]] = {size: {} for size in sizes}
     try:
-        order = list(paths)
-        for turn in range(-1, rounds):
+        order = list(sizes)
+        for turn in range(-1, _rounds(run)):
             for size in order:
-                figures = await _round(stores[size], size, slice_s)
+                figures = await measure_round(place, urls[size], stores[size], size, run.options.slice_s)
                 # The first round warms up.
                 if turn >= 0:
-                    for name, figure in figures.items():
-                        found[size][name].append(figure)
+                    for name, cost in figures.items():
+                        found[size].setdefault(name, []).append(cost)
             order = [*order[1:], order[0]]
     finally:
         for store in stores.values():
             await store.close()
-    return found
+    return {size: {name: _columns(costs) for name, costs in figures.items()} for size, figures in found.items()}
 
 
-async def _round(store: limpet.Store, size: int, slice_s: float) -> dict[str, float]:
-    dice = random.Random()
-    numbers = [dice.randrange(size) for _ in range(JOBS_PER_ROUND)]
-    turn = dice.randrange(900)
-    puts = itertools.cycle([(workload.key(number), workload.value(number, turn)) for number in numbers])
-    gets = itertools.cycle([(workload.key(number),) for number in numbers])
-    put = await together(store.put, puts, slice_s)
-    get = await together(store.get, gets, slice_s)
-    wakes = [await _wake_ms(store, workload.key(dice.randrange(size))) for _ in range(WAKES_PER_ROUND)]
-    return {
-        "put_us": 1e6 / put.rate,
-        "get_us": 1e6 / get.rate,
-        "page_ms": statistics.median([await _page_ms(store, "tenant/") for _ in range(PAGES_PER_ROUND)]),
-        "prefix_ms": statistics.median(
-            [await _page_ms(store, workload.prefix(dice.randrange(size // PAGE))) for _ in range(PAGES_PER_ROUND)]
-        ),
-        "wake_ms": statistics.median(wakes),
-    }
+def _columns(costs: list[Cost]) -> dict[str, list[float]]:
+    return {"wall": [cost.wall_s for cost in costs], "cpu": [cost.cpu_s for cost in costs]}
 
 
-async def _page_ms(store: limpet.Store, prefix: str) -> float:
-    began = time.perf_counter()
-    page = await store.keys(prefix, limit=PAGE)
-    took = time.perf_counter() - began
-    assert page.count == PAGE
-    return 1000 * took
+# Judging ----------------------------------------------------------------------
 
 
-async def _wake_ms(store: limpet.Store, key: str) -> float:
-    """From the call of a put to the arrival of its event at a watch of that key."""
-    async with store.watch(key) as watch:
-        waiting = asyncio.ensure_future(anext(watch))
-        await asyncio.sleep(0)
-        began = time.perf_counter()
-        writing = asyncio.ensure_future(store.put(key, workload.value(0)))
-        await waiting
-        took = time.perf_counter() - began
-        await writing
-    return 1000 * took
+def _judge(run: Run, engine: str, found: dict[int, Samples]) -> None:
+    """How much more a call costs in the largest store than in the smallest."""
+    first, last = min(found), max(found)
+    for what, name in (("put@64", "put64"), ("get@64", "get64"), ("a watch", "watch")):
+        line = f"{engine} {what} at {last:,} random keys, x the cost at {first:,}"
+        goal = goals.GROWTH_OF_SQLITE_PUT if (engine, name) == ("SQLite", "put64") else None
+        ratios = {clock: _ratios(found[last][name][clock], found[first][name][clock]) for clock in ("wall", "cpu")}
+        judged = run.findings.judge("growth", line, "x", ratios["wall"], goal)
+        judged.lower, judged.by_cpu = True, statistics.median(ratios["cpu"])
+
+
+def _ratios(large: list[float], small: list[float]) -> list[float]:
+    return [one / other for one, other in zip(large, small, strict=True)]
+
+
+def _judge_sqlite(run: Run, found: dict[int, Samples]) -> None:
+    last = max(found)
+    for what, name in (("by a prefix of their own", "keys"), ("by a prefix of all", "all_keys")):
+        took_ms = [1000 * took for took in found[last][name]["wall"]]
+        run.findings.judge("growth", f"{PAGE:,} of {last:,} keys {what}", "ms", took_ms, goals.PREFIX_MS)
+    served = run.options.scaled(SERVED, 2_000)
+    size = 100_000 if 100_000 in found else last
+    line = f"RSS growth after serving {min(size, served):,} keys of {size:,}"
+    if STATM.exists():
+        run.findings.judge("growth", line, "MB", [found[size]["served_bytes"] / 1e6], goals.SERVED_MB)
+    else:
+        run.findings.missing("growth", line, "MB", goals.SERVED_MB, "this system does not tell")
 
 
 # In a separate process --------------------------------------------------------
 
 
-async def _serve(url: str, size: int, calls: int) -> dict[str, float]:
-    """What a process grows by when it reads so many keys and writes a tenth of them."""
-    async with limpet.open(url) as store:
+async def _serve(url: str, size: int, served: int) -> dict[str, float]:
+    """What a process grows by when it reads so many keys and writes a tenth of them, and then lists all keys."""
+    async with limpet.open(url, sweep=False) as store:
         await store.put(workload.key(0), workload.value(0))
-        await store.get(workload.key(0))
-        gc.collect()
-        resident, private = resident_bytes(), _private_bytes()
-        for turn in range(calls):
-            number = turn * 7919 % size
-            assert await store.get(workload.key(number)) is not None
-            if turn % 640 == 0:
-                await asyncio.gather(
-                    *(store.put(workload.key((number + i) % size), workload.value(i)) for i in range(64))
-                )
-        gc.collect()
-        return {
-            "served_mb": (resident_bytes() - resident) / 1e6,
-            "served_private_mb": (_private_bytes() - private) / 1e6,
-        }
+        before = _memory()
+        if url.startswith("memory:"):
+            await asyncio.gather(*(_commit(store, batch) for batch in _batches(size)))
+        for first in range(0, served, 64):
+            numbers = [turn * 7919 % size for turn in range(first, first + 64)]
+            assert None not in await asyncio.gather(*(store.get(workload.key(number)) for number in numbers))
+            if first % 640 == 0:
+                await asyncio.gather(*(store.put(workload.key(number), workload.value(number)) for number in numbers))
+        has_served = _memory()
+        await store.keys(limit=PAGE)
+        await store.status()
+        async with store.watch(workload.key(0)):
+            has_listed = _memory()
+    return {
+        "served_bytes": has_served[0] - before[0],
+        "served_private_bytes": has_served[1] - before[1],
+        "listed_bytes": has_listed[0] - has_served[0],
+    }
 
 
-def _private_bytes() -> int:
-    """What is not a page of a file that the system can take back at any time."""
+def _memory() -> tuple[int, int]:
+    """What of this process is in memory, and what of that is no page of a file, which the system may take back."""
+    gc.collect()
     for line in STATUS.read_text().splitlines():
         if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
+            return resident_bytes(), int(line.split()[1]) * 1024
     raise AssertionError("no RssAnon in /proc/self/status")
 
 

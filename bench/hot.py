@@ -15,17 +15,16 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import limpet
 from bench import goals
 from bench.contenders import Void
-from bench.report import brief, table
+from bench.engines import ENGINES, serve
 from bench.run import Run, say
-from tests.servers import nats, postgres, redis
+from bench.words import brief, table
 
 VERBS: Final = ("add", "set", "swap", "guarded put", "update")
 STAGES: Final = (1, 4, 8)
@@ -84,11 +83,10 @@ class Failure(NamedTuple):
 
 def measure(run: Run) -> None:
     for name in run.options.engines or ENGINES:
-        engine, serve = _ENGINES[name]
         stages = STAGES if name != "memory" else STAGES[:1]
-        with serve(run) as url, Processes(url) as processes:
-            found = _shares(run, engine, processes, stages)
-        _report(run, engine, found)
+        with serve(run, name, "hot") as place, Processes(place.url_of("hot")) as processes:
+            found = _shares(run, place.title, processes, stages)
+        _report(run, place.title, found)
 
 
 def cells(processes: int) -> list[Cell]:
@@ -343,46 +341,3 @@ class Caller:
         except limpet.errors.Contention:
             return False
         return True
-
-
-# The engines ------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _on_memory(run: Run) -> Iterator[str]:
-    yield "memory:"
-
-
-@contextlib.contextmanager
-def _on_sqlite(run: Run) -> Iterator[str]:
-    yield f"sqlite:///{run.folder / 'hot.db'}"
-
-
-@contextlib.contextmanager
-def _on_postgres(run: Run) -> Iterator[str]:
-    # On the disk that is measured; the server is not root's, and must get there.
-    run.folder.chmod(0o711)
-    with postgres(folder=run.folder / "hot-postgres") as server:
-        yield server.url
-
-
-@contextlib.contextmanager
-def _on_redis(run: Run) -> Iterator[str]:
-    with redis({"appendonly": "yes", "appendfsync": "everysec"}) as server:
-        yield server.url
-
-
-@contextlib.contextmanager
-def _on_nats(run: Run) -> Iterator[str]:
-    with nats() as server:
-        yield server.url
-
-
-_ENGINES: Final[dict[str, tuple[str, Callable[[Run], AbstractContextManager[str]]]]] = {
-    "memory": ("memory", _on_memory),
-    "sqlite": ("SQLite", _on_sqlite),
-    "postgres": ("PostgreSQL", _on_postgres),
-    "redis": ("Redis", _on_redis),
-    "nats": ("NATS", _on_nats),
-}
-ENGINES: Final = tuple(_ENGINES)

@@ -17,8 +17,8 @@ from bench import contenders_sqlite as on_sqlite
 from bench import goals, workload
 from bench.contenders import Contender
 from bench.harness import percentile, together
-from bench.report import brief, table
 from bench.run import Run, say
+from bench.words import brief, table
 
 TICK_S = 0.001
 SLICE_S = 0.6

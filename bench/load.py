@@ -30,8 +30,8 @@ import nats
 
 from bench import holding
 from bench.harness import percentile
-from bench.report import brief
 from bench.run import ROOT, say
+from bench.words import brief
 from tests.servers import nats as nats_server
 
 PLUGINS: Final = 10

@@ -1,4 +1,4 @@
-"""Pictures for the README and the benchmarks page, drawn from a result: ratios as bars, growth as lines.
+"""Pictures for the README and the benchmarks page, drawn from a result: ratios as bars, growth as panels of lines.
 
 SVG is written by hand, because three pictures do not need a plotting library. Colours follow the
 reader's light or dark setting; every bar and line also carries its name and number in text.
@@ -6,14 +6,15 @@ reader's light or dark setting; every bar and line also carries its name and num
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from bench.report import IMAGES, Findings, Line, brief, show_figure
+from bench.growth_report import Sizes
+from bench.panels import draw_panels, growth_panels
+from bench.report import IMAGES, Findings, Line, show_figure
+from bench.words import brief
 
 WIDTH: Final = 860
 LABELS: Final = 400
@@ -35,13 +36,18 @@ text { font: 13px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #24292
 .faint { fill: #59636e; font-size: 12px }
 .bar { fill: #1a7f64 } .missed { fill: #bc4c00 }
 .grid { stroke: #d1d9e0; stroke-width: 1 } .mark { stroke: #24292f; stroke-width: 2 }
-.put { stroke: #bc4c00 } .get { stroke: #1a7f64 } .page { stroke: #0969da } .wake { stroke: #8250df }
-.line { fill: none; stroke-width: 2.5 }
+.e-memory { stroke: #59636e; fill: #59636e } .e-sqlite { stroke: #0969da; fill: #0969da }
+.e-postgresql { stroke: #8250df; fill: #8250df } .e-redis { stroke: #bc4c00; fill: #bc4c00 }
+.e-nats { stroke: #1a7f64; fill: #1a7f64 }
+.line { fill: none; stroke-width: 2 } .letter { stroke: none; font-weight: 600; font-size: 12px }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .faint { fill: #9198a1 }
   .bar { fill: #3fb18e } .missed { fill: #f0883e }
   .grid { stroke: #3d444d } .mark { stroke: #e6edf3 }
-  .put { stroke: #f0883e } .get { stroke: #3fb18e } .page { stroke: #58a6ff } .wake { stroke: #bc8cff }
+  .e-memory { stroke: #9198a1; fill: #9198a1 } .e-sqlite { stroke: #58a6ff; fill: #58a6ff }
+  .e-postgresql { stroke: #bc8cff; fill: #bc8cff } .e-redis { stroke: #f0883e; fill: #f0883e }
+  .e-nats { stroke: #3fb18e; fill: #3fb18e }
+  .line { fill: none } .letter { stroke: none }
 }
 </style>"""
 
@@ -59,9 +65,9 @@ def draw(findings: Findings, folder: Path = IMAGES) -> list[Path]:
     if six := [line for what in SIX for line in ratios if line.what == what]:
         drawn.append(folder / "peers.svg")
         drawn[-1].write_text(peers(six, _under(findings)), encoding="utf-8")
-    if sizes := findings.samples.get("growth"):
+    if engines := findings.samples.get("growth"):
         drawn.append(folder / "growth.svg")
-        drawn[-1].write_text(growth(sizes, _under(findings)), encoding="utf-8")
+        drawn[-1].write_text(growth(engines, _under(findings)), encoding="utf-8")
     return drawn
 
 
@@ -139,57 +145,11 @@ def _short(line: Line) -> str:
 
 # Growth -----------------------------------------------------------------------
 
-_SERIES: Final = (
-    ("put_us", 1.0, "put", "put, 64 callers"),
-    ("get_us", 1.0, "get", "get, 64 callers"),
-    ("page_ms", 1000.0, "page", "page of 1,000 keys"),
-    ("wake_ms", 1000.0, "wake", "wake-up of a watch"),
-)
 
-
-def growth(sizes: dict[str, dict[str, Any]], under: str) -> str:
-    """The cost of a call by the number of keys, both on scales where a step is a factor of ten."""
-    left, right, top, height = 70, 215, 48, 300
-    counts = [int(size) for size in sizes]
-    costs = {
-        name: [statistics.median(size[kind]) * factor for size in sizes.values()] for kind, factor, name, _ in _SERIES
-    }
-    everything = [cost for line in costs.values() for cost in line]
-    low, high = math.floor(math.log10(min(everything))), math.ceil(math.log10(max(everything)))
-    first, last = math.log10(counts[0]), math.log10(counts[-1])
-
-    def x(count: int) -> float:
-        return left + (WIDTH - left - right) * (math.log10(count) - first) / (last - first)
-
-    def y(cost: float) -> float:
-        return top + height * (high - math.log10(cost)) / (high - low)
-
-    body = ['<text class="title" x="12" y="28">Cost of a call by number of keys, SQLite, every write synced</text>']
-    for power in range(low, high + 1):
-        at = y(10.0**power)
-        body += [
-            f'<line class="grid" x1="{left}" x2="{WIDTH - right}" y1="{at:.1f}" y2="{at:.1f}"/>',
-            f'<text class="faint" x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">{_time(10.0**power)}</text>',
-        ]
-    for count in counts:
-        at = top + height + 26
-        body.append(f'<text class="faint" x="{x(count):.1f}" y="{at}" text-anchor="middle">{count:,} keys</text>')
-    for place, (_, _, name, words) in _apart(costs, y):
-        points = " ".join(f"{x(count):.1f},{y(cost):.1f}" for count, cost in zip(counts, costs[name], strict=True))
-        body.append(f'<polyline class="line {name}" points="{points}"/>')
-        text = f"{words}, {_time(costs[name][-1])}"
-        body.append(f'<text x="{WIDTH - right + 10}" y="{place + 4:.1f}">{escape(text)}</text>')
-    body.append(f'<text class="faint" x="12" y="{top + height + 54}">{escape(under)}</text>')
-    return _svg(top + height + 66, body, "Cost of a call by number of keys")
-
-
-def _apart(costs: dict[str, list[float]], y: Any) -> list[tuple[float, tuple[str, float, str, str]]]:
-    """Where each name goes beside the end of its line, so that no two names lie on each other."""
-    placed: list[tuple[float, tuple[str, float, str, str]]] = []
-    for series in sorted(_SERIES, key=lambda series: y(costs[series[2]][-1])):
-        place = y(costs[series[2]][-1])
-        placed.append((max(place, placed[-1][0] + 17) if placed else place, series))
-    return placed
+def growth(engines: dict[str, Sizes], under: str) -> str:
+    """What each figure of growth is by the number of keys."""
+    height, body = draw_panels(growth_panels(engines, _time), under)
+    return _svg(height, body, "Cost of a call by number of keys")
 
 
 def _time(microseconds: float) -> str:

@@ -22,8 +22,8 @@ from bench import goals, sweep, workload, writes
 from bench.contenders import load
 from bench.harness import together
 from bench.remote import races
-from bench.report import brief, table
 from bench.run import ROOT, Run, say
+from bench.words import brief, table
 from tests.servers import postgres
 
 KEYS = 5_000

@@ -11,7 +11,10 @@ from typing import Any, Final, Literal
 
 from bench.contenders import Check
 from bench.goals import Goal
+from bench.growth_report import HEAD as GROWTH_HEAD
+from bench.growth_report import Sizes, growth_rows
 from bench.harness import Race, Slice
+from bench.words import brief, markdown, table
 
 Unit = Literal["x", "of", "s", "ms", "µs", "MB", "/s"]
 
@@ -119,13 +122,6 @@ class Findings:
 # Words ------------------------------------------------------------------------
 
 
-def brief(figure: float) -> str:
-    """A figure with three significant digits."""
-    if figure >= 100 or figure == int(figure):
-        return f"{figure:,.0f}"
-    return f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
-
-
 def show_figure(figure: float, unit: Unit) -> str:
     return f"{brief(figure)}x" if unit == "x" else brief(figure) if unit == "of" else f"{brief(figure)} {unit}"
 
@@ -149,22 +145,6 @@ def by_cpu(line: Line) -> str:
 
 
 # On the terminal --------------------------------------------------------------
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns as wide as they need to be; the first to the left, numbers to the right."""
-    body = [list(row) for row in rows]
-    widths = [max(len(row[column]) for row in (head, *body)) for column in range(len(head))]
-    right = [column > 0 and all(row[column][:1] in "≤≥-0123456789" for row in body) for column in range(len(head))]
-
-    def lined_up(row: Sequence[str]) -> str:
-        cells = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        )
-        return "  ".join(cells).rstrip()
-
-    return "\n".join((lined_up(head), lined_up(["─" * width for width in widths]), *map(lined_up, body)))
 
 
 def race_table(title: str, race: Race, ours: str, checks: Iterable[Check]) -> str:
@@ -244,14 +224,14 @@ def figures(findings: Findings) -> str:
         # They have a table of their own.
         if line.group != "hot"
     ]
-    text.append(_markdown(("figure", "median", "pass", "moonshot", "", "rounds", "by CPU"), rows))
+    text.append(markdown(("figure", "median", "pass", "moonshot", "", "rounds", "by CPU"), rows))
     for name, lanes in findings.races.items():
         race = Race({lane: [Slice(int(calls), *times) for calls, *times in slices] for lane, slices in lanes.items()})
-        text += [f"**{name}**", _markdown(("contender", "calls/s", "CPU µs a call"), _rates(race))]
+        text += [f"**{name}**", markdown(("contender", "calls/s", "CPU µs a call"), _rates(race))]
     if cells := findings.samples.get("hot"):
         text += ["**Hot keys**, 4 callers in each process", _hot(cells, findings.lines)]
-    if sizes := findings.samples.get("growth"):
-        text += ["**Growth on SQLite**, medians", _growth(sizes)]
+    if engines := findings.samples.get("growth"):
+        text += ["**Growth**, medians", _growth(engines)]
     packages = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     text.append(f"Peers: {packages}.")
     if findings.absent:
@@ -259,37 +239,13 @@ def figures(findings: Findings) -> str:
     return "\n\n".join(text) + "\n"
 
 
-def growth_rows(sizes: dict[str, dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    head = (
-        "keys",
-        "put@64 µs",
-        "get@64 µs",
-        "page ms",
-        "prefix ms",
-        "wake-up ms",
-        "RSS MB",
-        "of it private",
-        "file MB",
-    )
-    rows = [
-        (
-            f"{int(keys):,}",
-            *(brief(statistics.median(size[what])) for what in ("put_us", "get_us", "page_ms", "prefix_ms", "wake_ms")),
-            brief(size["served_mb"]),
-            brief(size["served_private_mb"]),
-            brief(size["file_mb"]),
-        )
-        for keys, size in sizes.items()
-    ]
-    return head, rows
-
-
 def _verdict(line: Line) -> str:
     return f"**{line.verdict}**" if line.verdict in ("MISS", "VOID") else line.verdict
 
 
-def _growth(sizes: dict[str, dict[str, Any]]) -> str:
-    return _markdown(*growth_rows(sizes))
+def _growth(engines: dict[str, Sizes]) -> str:
+    rows = [row for engine, sizes in engines.items() for row in growth_rows(engine, sizes)]
+    return markdown(GROWTH_HEAD, rows)
 
 
 def _hot(cells: dict[str, dict[str, Any]], lines: Iterable[Line]) -> str:
@@ -299,14 +255,9 @@ def _hot(cells: dict[str, dict[str, Any]], lines: Iterable[Line]) -> str:
         line = judged.get(what)
         evenness = ("", "") if line is None else (brief(line.figure), _verdict(line))
         rows.append((what, brief(statistics.median(cell["rates"])), *evenness, brief(max(cell["waits_ms"]))))
-    return _markdown(("", "writes/s", "slowest of fastest", "", "longest wait ms"), rows)
+    return markdown(("", "writes/s", "slowest of fastest", "", "longest wait ms"), rows)
 
 
 def _rates(race: Race) -> list[tuple[str, ...]]:
     ordered = sorted(race.slices, key=race.rate, reverse=True)
     return [(name, f"{race.rate(name):,.0f}", f"{race.cpu_us(name):.1f}") for name in ordered]
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -36,7 +36,9 @@ class Options:
     slice_s: float
     quick: bool
     engines: tuple[str, ...] = ()
-    """Those to measure in the group ``hot``; all when there is none."""
+    """Those to measure in the groups ``hot`` and ``growth``; all when there is none."""
+    keys: int | None = None
+    """Up to how many keys the group ``growth`` measures each engine; as many as it takes minutes for when not given."""
 
     def scaled(self, full: int, quick: int) -> int:
         """A number of keys or repetitions, small in a trial run."""

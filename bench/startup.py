@@ -15,8 +15,8 @@ from pathlib import Path
 
 import limpet.sync
 from bench import goals
-from bench.report import brief, table
 from bench.run import Run, say
+from bench.words import brief, table
 
 INSTALLED = ("limpet", "msgspec", "click")
 

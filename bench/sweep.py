@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import limpet
 from bench import goals, workload
 from bench.harness import percentile
-from bench.report import brief, table
 from bench.run import Run, say
+from bench.words import brief, table
 
 EXPIRED = 10_000
 LIVE = 1_000

@@ -115,6 +115,12 @@ class ServerProcess(ABC):
     def url(self) -> str:
         """The URL of the server."""
 
+    @property
+    def pid(self) -> int:
+        """Its process, which has a new number after each start."""
+        assert self._process is not None
+        return self._process.pid
+
     @abstractmethod
     def _command(self) -> Sequence[str | Path]:
         """The words that start it."""
@@ -303,9 +309,11 @@ class Redis(ServerProcess):
 
 
 @contextlib.contextmanager
-def redis(settings: Mapping[str, str] | None = None, kind: str = "valkey") -> Iterator[Redis]:
+def redis(
+    settings: Mapping[str, str] | None = None, kind: str = "valkey", folder: Path | None = None
+) -> Iterator[Redis]:
     """A running Redis server on a folder that is removed with it."""
-    with _running("redis", lambda folder: Redis(folder, settings, kind)) as server:
+    with _running("redis", lambda made: Redis(made, settings, kind), folder) as server:
         yield server
 
 
@@ -350,9 +358,9 @@ class Nats(ServerProcess):
 
 
 @contextlib.contextmanager
-def nats(settings: Callable[[Path], str] = jetstream) -> Iterator[Nats]:
+def nats(settings: Callable[[Path], str] = jetstream, folder: Path | None = None) -> Iterator[Nats]:
     """A running NATS server on a folder that is removed with it."""
-    with _running("nats", lambda folder: Nats(folder, settings(folder))) as server:
+    with _running("nats", lambda made: Nats(made, settings(made)), folder) as server:
         yield server
 
 

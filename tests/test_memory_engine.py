@@ -353,3 +353,25 @@ async def test_a_superseded_mark_is_dropped_after_an_hour(engine: MemoryEngine, 
     await engine.trim("default", Window())
 
     assert not space.map["superseded"]
+
+
+async def test_a_count_looks_only_at_entries_that_have_expired(
+    engine: MemoryEngine, clock: limpet.ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at all that will expire, and not at the others."""
+    for number in range(100):
+        await engine.commit("default", Batch((), (Put(f"{number:02}", b"1", 1000 * (number + 1)),)))
+    state, looked = engine._memory.state("default"), 0
+    is_current = type(state)._is_current
+
+    def count(*arguments: Any) -> bool:
+        nonlocal looked
+        looked += 1
+        return is_current(*arguments)
+
+    monkeypatch.setattr(type(state), "_is_current", count)
+    clock.advance(5.5)
+
+    assert await engine.count("default", EVERYTHING) == 95
+    assert looked == 5
+    assert await engine.count("default", Span("03", "50")) == 45

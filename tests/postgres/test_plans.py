@@ -15,7 +15,7 @@ import limpet
 from limpet.engines.postgres.engine import PostgresEngine, open_over
 from limpet.errors import Unavailable
 from limpet.keys import key_span, prefix_span
-from limpet.model import ABSENT, PRESENT, Add, Delete, Guard, Revision, Touch
+from limpet.model import ABSENT, PRESENT, Add, Delete, Guard, Revision, Touch, Window
 from tests.postgres.support import Spy, batch, connected, contend, engine_of, new_schema, put, server, url_of
 
 MANY = 20_000
@@ -53,8 +53,11 @@ def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
     return [plan, *(node for below in plan.get("Plans", ()) for node in nodes(below))]
 
 
-async def assert_by_index(spy: Spy, table: str, index: str, condition: str, scans: int = 1) -> None:
-    """Check that the last statement uses an index: with its parameters, and in the generic plan."""
+async def assert_by_index(spy: Spy, table: str, index: str, condition: str, scans: int = 1, bounded: int = 1) -> None:
+    """Check that the last statement uses an index: with its parameters, and in the generic plan.
+
+    Of its scans, so many are bounded by the condition.
+    """
     statement, parameters = (await spy.calls())[-1]
     async with connected() as connection:
         await connection.execute("SET plan_cache_mode = force_generic_plan")
@@ -68,7 +71,7 @@ async def assert_by_index(spy: Spy, table: str, index: str, condition: str, scan
             assert [node for node in found if node["Node Type"] == "Seq Scan" and node["Relation Name"] == table] == []
             used = [node for node in found if node.get("Index Name") in (f"{table}_pkey", index)]
             assert {node["Index Name"] for node in used} == {index}
-            assert [condition in node["Index Cond"] for node in used].count(True) == 1
+            assert [condition in node["Index Cond"] for node in used].count(True) == bounded
             assert len(used) == scans
 
 
@@ -104,9 +107,55 @@ async def test_the_log_is_read_from_where_a_watcher_stands(filled: PostgresEngin
     page = await filled.changes("default", MANY - 10)
 
     assert len(page.changes) == 10
-    # Once for the changes, and once for the one that they follow.
-    await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision >", scans=2)
+    # Once for the changes, and once for the one that they follow, which is not looked for below the floor.
+    await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision >", scans=2, bounded=2)
+    await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision > n.floor", scans=2)
     await assert_by_index(spy, "limpet_changes", "limpet_changes_pkey", "revision <=", scans=2)
+
+
+async def test_a_count_reads_only_entries_that_have_expired(filled: PostgresEngine, spy: Spy) -> None:
+    """The others are counted in the index, and those that expire by their time: not by reading all of the span."""
+    assert await filled.count("default", prefix_span("group/7/")) == MANY // 40
+    assert await filled.count("default", prefix_span("group/")) == MANY - MANY // 100
+    statement, parameters = (await spy.calls())[-1]
+    async with connected() as connection:
+        await connection.execute("SET max_parallel_workers_per_gather = 0")
+        plan = await connection.fetchval(f"EXPLAIN (ANALYZE, FORMAT JSON) {statement}", *parameters)
+    found = nodes(json.loads(plan)[0]["Plan"])
+    removed = [node.get("Rows Removed by Filter", 0) for node in found]
+    (due,) = (node for node in found if node.get("Index Name") == "limpet_due")
+    assert due["Actual Rows"] == MANY // 100
+    assert max(removed) < MANY // 100
+
+
+async def test_the_oldest_change_is_looked_for_from_the_floor_on(filled: PostgresEngine, spy: Spy) -> None:
+    """What was trimmed stays in the index until it is vacuumed, and each trim would go through it."""
+    window = Window(age_ms=10**15, changes=10, age_ms_min=0)
+    while await filled.trim("default", window):
+        pass
+
+    assert (await filled.status("default")).log_changes == 10
+    await filled.trim("default", window)
+    calls = [call for call in await spy.calls() if "ORDER BY revision LIMIT" in call[0]]
+    async with connected() as connection:
+        plan = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {calls[-1][0]}", *calls[-1][1])
+    top = json.loads(plan)[0]["Plan"]
+    assert top["Actual Rows"] == 1
+    assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 10
+
+
+async def test_a_page_of_the_log_from_its_floor_reads_nothing_that_was_trimmed(
+    filled: PostgresEngine, spy: Spy
+) -> None:
+    while await filled.trim("default", Window(age_ms=10**15, changes=10, age_ms_min=0)):
+        pass
+
+    assert len((await filled.changes("default", MANY - 10)).changes) == 10
+    statement, parameters = (await spy.calls())[-1]
+    async with connected() as connection:
+        plan = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {statement}", *parameters)
+    top = json.loads(plan)[0]["Plan"]
+    assert top["Shared Hit Blocks"] + top["Shared Read Blocks"] < 20
 
 
 async def test_commits_and_retries_never_look_through_a_whole_table(filled: PostgresEngine, spy: Spy) -> None:

@@ -134,9 +134,8 @@ class MemoryEngine:
         state = self._state(namespace)
         now_ms = state.now_ms(self._memory.clock)
         with self._memory.lock:
-            entries = state.map[family]
-            keys = state.sorted_keys[family].between(span, entries)
-            return sum(live(entries[key], now_ms) is not None for key in keys)
+            stored = state.sorted_keys[family].count(span, state.map[family])
+            return stored - state.count_expired(family, span, now_ms)
 
     async def namespaces(self) -> list[str]:
         """See `Engine.namespaces`."""

@@ -167,6 +167,17 @@ class Namespace:
             heapq.heappush(self.expiries, item)
         return [Expire(key, revision, family) for _, family, key, revision in due]
 
+    def count_expired(self, family: Family, span: Span, now_ms: int) -> int:
+        """Count the entries of a span that have expired and were not swept."""
+        count, places = 0, [0]
+        # Below an item of a heap, all are later.
+        while places:
+            place = places.pop()
+            if place < len(self.expiries) and (item := self.expiries[place])[0] <= now_ms:
+                count += item[1] == family and item[2] in span and self._is_current(item)
+                places += (2 * place + 1, 2 * place + 2)
+        return count
+
     def trim(self, window: Window, now_ms: int) -> int:
         """See `Engine.trim`."""
         for unlogged in _UNLOGGED:

@@ -28,6 +28,26 @@ class SortedKeys:
 
     def between(self, span: Span, entries: Mapping[str, object], *, reverse: bool = False) -> Iterator[str]:
         """The keys of a span that are still in the map, in order; with ``reverse`` the last one first."""
+        places = self._places(span, entries)
+        chosen = reversed(places) if reverse else places
+        return (key for key in map(self._sorted.__getitem__, chosen) if key in entries)
+
+    def count(self, span: Span, entries: Mapping[str, object]) -> int:
+        """Count the keys of a span that are still in the map, in a time that does not depend on how many they are."""
+        self._add_fresh(entries)
+        if len(self._sorted) > len(entries):
+            # Once after a delete, and not in each count.
+            self._sorted = [key for key in self._sorted if key in entries]
+        return len(self._places(span, entries))
+
+    def _places(self, span: Span, entries: Mapping[str, object]) -> range:
+        """Where the keys of a span are among the sorted ones."""
+        self._add_fresh(entries)
+        start = bisect_left(self._sorted, span.start)
+        stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
+        return range(start, stop)
+
+    def _add_fresh(self, entries: Mapping[str, object]) -> None:
         if len(self._fresh) > FRESH_MAX or self._is_stale(entries):
             self._sorted = sorted(entries)
         else:
@@ -36,10 +56,6 @@ class SortedKeys:
                 if at == len(self._sorted) or self._sorted[at] != key:
                     insort(self._sorted, key, lo=at)
         self._fresh = []
-        start = bisect_left(self._sorted, span.start)
-        stop = len(self._sorted) if span.stop is None else bisect_left(self._sorted, span.stop)
-        chosen = range(stop - 1, start - 1, -1) if reverse else range(start, stop)
-        return (key for key in map(self._sorted.__getitem__, chosen) if key in entries)
 
     def tidy(self, entries: Mapping[str, object]) -> None:
         """Drop deleted keys when they are many."""

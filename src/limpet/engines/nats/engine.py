@@ -27,6 +27,7 @@ from limpet.commit.log import check_after
 from limpet.engines.nats.alarms import Alarms
 from limpet.engines.nats.connection import ApiError, Connection, ConnectionLost, NoReply, NoResponders
 from limpet.engines.nats.log import LogItem
+from limpet.engines.nats.log_follower import LogFollower
 from limpet.engines.nats.mirror import Mirror
 from limpet.engines.nats.stream import KeyChanged, NamespaceStream, ReplyLost, list_buckets
 from limpet.engines.nats.writer import Writer
@@ -218,8 +219,7 @@ class NatsEngine:
             if not await handle.stream.ensure(create=False):
                 return 0
             await handle.mirror.catch_up()
-            now_ms, heads = handle.stream.now_ms(), handle.mirror.heads[family]
-            return sum(live(heads[key].held, now_ms) is not None for key in handle.mirror.keys(family, span))
+            return handle.mirror.count(family, span)
 
     async def namespaces(self) -> list[str]:
         """See `Engine.namespaces`."""
@@ -275,6 +275,9 @@ class NatsEngine:
             if not await self._is_excessive(handle, window):
                 await handle.mirror.purge_more()
                 return 0
+            # The mirror has all of it.
+            handle.log.stop()
+            handle.log.clear()
             await handle.mirror.load_log()
             return await handle.mirror.trim(window)
 
@@ -358,18 +361,22 @@ class NatsEngine:
         return LogPage(changes, next_after, before)
 
     async def _is_excessive(self, handle: _NamespaceHandle, window: Window) -> bool:
-        """Whether the stream may be beyond the window, so that it is worth following it to trim it.
+        """Whether the log is beyond the window, so that it is worth following all keys to trim it.
 
-        There are at most as many changes as numbers since it was trimmed, and as messages. A process that only writes
-        need not follow its own writes.
+        There are at most as many changes as numbers since it was trimmed, and as messages, and they take less room
+        than the stream. A process that only writes need not follow its own writes while these are within the window.
         """
         state = (await handle.stream.info())["state"]
         floor = await handle.stream.floor()
         changes = min(state["last_seq"] - floor, state["messages"])
-        if changes > window.changes or state["bytes"] > window.size_bytes:
-            return True
-        oldest = [await handle.stream.first_after(floor, subject) for subject in handle.stream.subjects.logged]
-        return any(message is not None and handle.stream.now_ms() - message.at_ms > window.age_ms for message in oldest)
+        may_be: bool = changes > window.changes or state["bytes"] > window.size_bytes
+        if not may_be:
+            now_ms, oldest = handle.stream.now_ms(), await handle.stream.oldest_changes(floor, state)
+            may_be = any(now_ms - message.at_ms > window.age_ms for message in oldest)
+        if not may_be or handle.mirror.has_log:
+            return may_be
+        await handle.log.catch_up()
+        return handle.log.is_beyond(window)
 
     # The connection -------------------------------------------------------------
 
@@ -461,12 +468,14 @@ class _NamespaceHandle:
         self.stream = NamespaceStream(engine, namespace, f"{engine.bucket_prefix}{namespace}")
         self.writer = Writer(engine, self.stream)
         self.mirror = Mirror(self.stream, engine.connection, lambda: engine.notify(namespace))
+        self.log = LogFollower(self.stream, engine.connection)
         self.alarms = Alarms(self.stream, engine.connection)
 
     def stop(self) -> None:
         self.stream.stop()
         self.writer.stop()
         self.mirror.stop()
+        self.log.stop()
         self.alarms.stop()
 
     def __enter__(self) -> _NamespaceHandle:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
 
-from limpet.engines.nats.connection import Connection
+from limpet.engines.nats.connection import Connection, NoReply
 from limpet.engines.nats.stream import NamespaceStream
 from limpet.errors import Unavailable
 
 __all__ = ["Follower", "RangeReader"]
+
+T = TypeVar("T")
 
 IDLE_S: Final = 60.0
 LOOK_S: Final = 0.05
@@ -61,7 +63,10 @@ class Follower:
         raise NotImplementedError
 
     async def choose_first(self) -> str:
-        """Which messages come first, when nothing is known yet: all, or the last of each subject."""
+        """Which messages come first, when nothing is known yet: all, or the last of each subject.
+
+        Or, as ``by_start_sequence``, those after a position that this sets.
+        """
         return "all"
 
     def clear(self) -> None:
@@ -77,7 +82,7 @@ class Follower:
         if seq is None:
             self._caught_up_at = loop.time()
             return
-        last = int((await self._stream.info())["state"]["last_seq"]) if until is None else until
+        last = await self._last_seq() if until is None else until
         progress, progress_at = (self.position, seq), loop.time()
         while seq is not None and seq <= last:
             await self._wait_for(seq)
@@ -95,8 +100,27 @@ class Follower:
 
     async def _next_seq(self) -> int | None:
         """The number of the next message that was not delivered yet."""
-        found = await self._stream.get({"seq": self.position + 1, "next_by_subj": self._subject})
+        get = self._stream.get
+        found = await self._request(lambda: get({"seq": self.position + 1, "next_by_subj": self._subject}))
         return None if found is None else found[1]
+
+    async def _last_seq(self) -> int:
+        """The number of the last message in the stream."""
+        info = await self._request(self._stream.info)
+        return int(info["state"]["last_seq"])
+
+    async def _request(self, request: Callable[[], Awaitable[T]]) -> T:
+        """Make a request, and make it again for as long as messages come.
+
+        Its reply comes on the same connection, and at first hundreds of thousands of messages may be before it.
+        """
+        while True:
+            before = self.position
+            try:
+                return await request()
+            except NoReply:
+                if self.position == before:
+                    raise
 
     async def _wait_for(self, seq: int) -> None:
         """Wait for a message, which may be dropped before it is delivered."""
@@ -133,8 +157,7 @@ class Follower:
                 # A load that is interrupted is resumed too, or it might never end.
                 self._caught_up_at = asyncio.get_running_loop().time()
             self._last_connection = connection
-            is_first = not self.position
-            policy = await self.choose_first() if is_first else "by_start_sequence"
+            policy = "by_start_sequence" if self.position else await self.choose_first()
             delivered, self._number = connection.subscribe(self._on_message)
             self._connection, self._name, self._delivered = connection, os.urandom(8).hex(), 0
             config: dict[str, object] = {
@@ -150,7 +173,7 @@ class Follower:
                 "deliver_policy": policy,
                 "filter_subject": self._subject,
             }
-            if not is_first:
+            if policy == "by_start_sequence":
                 config["opt_start_seq"] = self.position + 1
             name = self._stream.name
             request = {"stream_name": name, "config": config, "action": "create"}

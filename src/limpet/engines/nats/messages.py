@@ -29,6 +29,8 @@ __all__ = [
     "encode_name",
     "encode_value",
     "parse",
+    "parse_floor",
+    "parse_head",
     "parse_time",
 ]
 
@@ -163,6 +165,7 @@ _OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", 
 _NO_CAUSE: Final = "="
 _HEADER: Final = b"\r\nLimpet: "
 _META: Final = b"\r\nLimpet-Meta: "
+_FLOOR: Final = b"\r\nLimpet-Floor: "
 _GUARD: Final = b"\r\nNats-Expected-Last-Subject-Sequence: "
 _WORDS: Final = 12
 _split_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -226,6 +229,21 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
         return Message(seq, _OPS[op], entry, seq + int(after), int(at_ms), name, int(size), prev)
     except (ValueError, KeyError, msgspec.DecodeError) as error:
         raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error
+
+
+def parse_head(key: str, seq: int, headers: bytes) -> Message:
+    """Parse a message without its body. One that cannot be parsed is reported when its key is read."""
+    try:
+        return parse(key, seq, headers, None)
+    except Corrupt:
+        return parse(key, seq, b"", None)
+
+
+def parse_floor(headers: bytes) -> tuple[int, str]:
+    """Up to which change the log was trimmed, and the fingerprint of that change."""
+    at = headers.index(_FLOOR) + len(_FLOOR)
+    floor_print = headers[at : headers.index(b"\r\n", at)].decode()
+    return int(floor_print.partition("-")[0]), floor_print
 
 
 def parse_time(headers: bytes) -> int:

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import nlargest
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Final
 
 from limpet.engines.nats.follower import Follower
 from limpet.engines.nats.log import Log, LogItem
-from limpet.engines.nats.messages import EntryId, Message, parse
+from limpet.engines.nats.messages import EntryId, Message, parse_floor, parse_head
 from limpet.engines.nats.stream import NamespaceStream
 from limpet.engines.sorted_keys import SortedKeys
-from limpet.errors import Compacted, Corrupt
+from limpet.errors import Compacted
 from limpet.keys import Span
 from limpet.model import FAMILIES, Family, Status, Window, fingerprint, live
 
@@ -61,6 +62,9 @@ class Mirror(Follower):
         self.size_bytes = 0
         self.heads: dict[Family, dict[str, Message]] = {family: {} for family in FAMILIES}
         self._keys: dict[Family, SortedKeys] = {family: SortedKeys() for family in FAMILIES}
+        # How many entries of each family expire.
+        self._expiring: Counter[Family] = Counter()
+        # In the order of the messages.
         self._ends: dict[EntryId, Message] = {}
         self._receipts_max = RECEIPTS_MIN
         # The highest number that no message was delivered with.
@@ -89,13 +93,12 @@ class Mirror(Follower):
         entry_id = self._stream.subjects.entry_id(subject)
         if entry_id is None:
             if subject == self._stream.subjects.floor:
-                floor_print = _header(headers, b"Limpet-Floor").decode()
-                floor = int(floor_print.partition("-")[0])
+                floor, floor_print = parse_floor(headers)
                 self._is_trimmer = floor == self._own_floor or (self._is_trimmer and floor <= self.log.floor)
                 self._raise_floor(floor, floor_print)
                 self._notify()
             return
-        message = _parse_header(entry_id[1], seq, headers)
+        message = parse_head(entry_id[1], seq, headers)
         self._stream.observe_time(message.at_ms)
         before = self._replace_last(entry_id, message)
         if entry_id[0] == "receipt":
@@ -114,12 +117,15 @@ class Mirror(Follower):
         family, key = entry_id
         heads = self.heads[family]
         before = heads.get(key)
+        self._expiring[family] += _expires(message) - (before is not None and _expires(before))
         if family == "data":
             held_bytes = message.weight_bytes if message.held is not None else 0
             self.size_bytes += held_bytes - (0 if before is None else before.weight_bytes)
         if message.held is None:
             heads.pop(key, None)
-            ended, self._ends[entry_id] = self._ends.get(entry_id), message
+            # To the end of the map, so that it is in the order of the messages.
+            ended = self._ends.pop(entry_id, None)
+            self._ends[entry_id] = message
             return before or ended
         heads[key] = message
         if before is None:
@@ -141,12 +147,25 @@ class Mirror(Follower):
         if len(receipts) > self._receipts_max:
             now_ms = self._stream.now_ms()
             for key in [key for key, message in receipts.items() if live(message.entry, now_ms) is None]:
-                del receipts[key]
+                self._expiring["receipt"] -= _expires(receipts.pop(key))
             self._receipts_max = 2 * len(receipts) + RECEIPTS_MIN
+
+    @property
+    def has_log(self) -> bool:
+        """Whether this process has begun to read the log, so that trimming it takes no more than that."""
+        return self._has_log
 
     def keys(self, family: Family, span: Span, *, reverse: bool = False) -> Iterator[str]:
         """The keys of a span, in their order or its reverse."""
         return self._keys[family].between(span, self.heads[family], reverse=reverse)
+
+    def count(self, family: Family, span: Span) -> int:
+        """Count the live entries of a span."""
+        heads = self.heads[family]
+        if not self._expiring[family]:
+            return self._keys[family].count(span, heads)
+        now_ms = self._stream.now_ms()
+        return sum(live(heads[key].held, now_ms) is not None for key in self.keys(family, span))
 
     def _last_message(self, entry_id: EntryId) -> Message | None:
         return self.heads[entry_id[0]].get(entry_id[1]) or self._ends.get(entry_id)
@@ -285,15 +304,9 @@ class Mirror(Follower):
         now = time.monotonic()
         self._purges = min(PURGES_MAX, self._purges + (now - self._purged_at) * PURGES_PER_S)
         self._purged_at = now
-        old_ms = self._stream.now_ms() - END_MS
-        ends = [
-            (entry_id, message.seq)
-            for entry_id, message in self._ends.items()
-            if message.seq <= self.log.floor and message.at_ms < old_ms
-        ]
         garbage = self._garbage
         room = int(self._purges)
-        chosen = dict(ends[:room])
+        chosen = dict(islice(self._old_ends(), room))
         oldest = islice(garbage, 2 * PURGES_MAX)
         for entry_id in nlargest(room - len(chosen), oldest, key=garbage.__getitem__):
             last = self._last_message(entry_id)
@@ -314,6 +327,12 @@ class Mirror(Follower):
             if end is not None and end.seq <= seq:
                 del self._ends[entry_id]
 
+    def _old_ends(self) -> Iterator[tuple[EntryId, int]]:
+        """The ends of keys that need not be kept any longer, the oldest first."""
+        old_ms, floor = self._stream.now_ms() - END_MS, self.log.floor
+        old = takewhile(lambda end: end[1].seq <= floor and end[1].at_ms < old_ms, self._ends.items())
+        return ((entry_id, message.seq) for entry_id, message in old)
+
     async def _count_garbage(self) -> None:
         """Find the keys of which messages below the floor are left from an earlier process."""
         log = self.log
@@ -330,6 +349,10 @@ class Mirror(Follower):
                 self._add_garbage(entry_id, (count - 1) * last.weight_bytes)
 
 
+def _expires(message: Message) -> bool:
+    return message.held is not None and message.entry.expires_ms is not None
+
+
 def _find_lost(message: Message, before: Message | None) -> int:
     """Up to which number changes of a key were dropped between two messages that were delivered; 0 if none was."""
     known, prev = 0 if before is None else before.seq, message.prev or 0
@@ -337,16 +360,3 @@ def _find_lost(message: Message, before: Message | None) -> int:
     if prev == known or (prev == 0 and (before is None or before.held is None)):
         return 0
     return prev if prev > known else message.seq - 1
-
-
-def _parse_header(key: str, seq: int, headers: bytes) -> Message:
-    """A message without its body. One that cannot be parsed is reported when its key is read."""
-    try:
-        return parse(key, seq, headers, None)
-    except Corrupt:
-        return parse(key, seq, b"", None)
-
-
-def _header(headers: bytes, name: bytes) -> bytes:
-    at = headers.index(b"\r\n" + name + b": ") + len(name) + 4
-    return headers[at : headers.index(b"\r\n", at)]

@@ -47,6 +47,9 @@ KNOWN_BYTES_MAX: Final = 2_048
 # How many messages of a key the server keeps. What the log need not keep is purged before (see `mirror`).
 KEPT_PER_KEY: Final = 100_000
 
+# A change may be followed by an alarm, a receipt and a floor.
+NEAR_THE_END: Final = 4
+
 _KEY_CHANGED: Final = frozenset({10071, 10164})
 # The server did not get all messages of a batch, or had too many batches under way.
 _ABANDONED: Final = frozenset({10176, 10210, 10211})
@@ -232,7 +235,7 @@ class NamespaceStream:
             await self.api(f"STREAM.UPDATE.{self.name}", config | {"max_msgs_per_subject": KEPT_PER_KEY})
         self.direct = bool(config.get("allow_direct"))
         self.store_id = self._make_id(info)
-        await self._latest()
+        await self._latest(info)
         self.exists = True
 
     async def info(self) -> dict[str, Any]:
@@ -283,7 +286,7 @@ class NamespaceStream:
     async def _renew(self) -> None:
         with contextlib.suppress(Exception):
             # The recorded time first: the server's clock may have been set back since.
-            await self._latest()
+            await self._latest(await self.api(f"STREAM.INFO.{self.name}"))
             await self.info()
 
     def observe_time(self, at_ms: int) -> None:
@@ -430,22 +433,47 @@ class NamespaceStream:
 
     async def revision(self) -> int:
         """The revision of the latest change."""
-        return max(await self.floor(), await self._latest())
+        return max(await self.floor(), await self._latest(await self.info()))
 
-    async def _latest(self) -> int:
+    async def _latest(self, info: dict[str, Any]) -> int:
         """The number of the latest change, 0 where the log is empty. Its recorded time is observed."""
-        found = await asyncio.gather(*(self.get({"last_by_subj": subject}) for subject in self.subjects.logged))
-        latest = max((one for one in found if one is not None), key=lambda one: one[1], default=None)
+        latest = await self._last_logged(info["state"]["last_seq"])
         if latest is None:
             return 0
         self.observe_time(parse_time(latest[2]))
         return latest[1]
+
+    async def _last_logged(self, last_seq: int) -> tuple[str, int, bytes, bytes] | None:
+        """The last message that is a change, in a stream whose last message has this number."""
+        # Nearly always it is one of the last. For the last of many subjects, the server goes through all of them.
+        for seq in range(last_seq, max(0, last_seq - NEAR_THE_END), -1):
+            found = await self.get({"seq": seq})
+            entry_id = None if found is None else self.subjects.entry_id(found[0])
+            if entry_id is not None and entry_id[0] != "receipt":
+                return found
+        last = await asyncio.gather(*(self.get({"last_by_subj": subject}) for subject in self.subjects.logged))
+        return max((one for one in last if one is not None), key=lambda one: one[1], default=None)
 
     async def first_after(self, seq: int, subject: str) -> Message | None:
         """Read the oldest message of these subjects after a number."""
         found = await self.get({"seq": seq + 1, "next_by_subj": subject})
         entry_id = None if found is None else self.subjects.entry_id(found[0])
         return None if found is None or entry_id is None else self._message(entry_id, *found[1:])
+
+    async def oldest_changes(self, floor: int, state: dict[str, Any]) -> list[Message]:
+        """Read the oldest change after the floor; or the oldest of each kind, one of which is that.
+
+        ``state`` is the state of the stream.
+        """
+        # Nearly always it is the next message. For the next one of any subject, from the first message of the stream
+        # on, the server goes through all subjects.
+        is_first = floor < state["first_seq"]
+        found = await self.get({"seq": state["first_seq"]} if is_first else {"seq": floor + 1, "next_by_subj": ">"})
+        entry_id = None if found is None else self.subjects.entry_id(found[0])
+        if found is not None and entry_id is not None and entry_id[0] != "receipt":
+            return [self._message(entry_id, *found[1:])]
+        oldest = [await self.first_after(floor, subject) for subject in self.subjects.logged]
+        return [message for message in oldest if message is not None]
 
     async def floor(self) -> int:
         """Up to where the log was trimmed."""

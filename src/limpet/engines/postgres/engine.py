@@ -250,7 +250,8 @@ class PostgresEngine(PostgresConnections):
         await self._fetch(sql.DROP_RECEIPTS, namespace)
         await self._fetch(sql.FORGET_SUPERSEDED, namespace)
         # Check without locking the namespace first: usually there is nothing to drop.
-        status, oldest = await self.status(namespace), await self._fetch(sql.OLDEST_CHANGES, namespace, 1)
+        status = await self.status(namespace)
+        oldest = await self._fetch(sql.OLDEST_CHANGES, namespace, status.floor, 1)
         count, size_bytes = status.log_changes, status.log_bytes
         if not window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=status.now_ms)[0]:
             return 0
@@ -260,13 +261,13 @@ class PostgresEngine(PostgresConnections):
         try:
             async with self._transaction() as connection:
                 taken = await connection.fetchrow(self._sql(sql.TAKE), namespace, self._seen_ms.get(namespace, 0))
-                _, now_ms, count, size_bytes = taken
-                oldest = await connection.fetch(self._sql(sql.OLDEST_CHANGES), namespace, TRIM_CHANGES_MAX)
+                before, now_ms, count, size_bytes = taken
+                oldest = await connection.fetch(self._sql(sql.OLDEST_CHANGES), namespace, before, TRIM_CHANGES_MAX)
                 dropped, freed_bytes, floor = window.excess(oldest, count=count, size_bytes=size_bytes, now_ms=now_ms)
                 if dropped:
                     last = await connection.fetchrow(self._sql(sql.LAST_CHANGE), namespace, floor)
                     floor_print = fingerprint_from_row(last)
-                    await connection.execute(self._sql(sql.DROP_CHANGES), namespace, floor)
+                    await connection.execute(self._sql(sql.DROP_CHANGES), namespace, before, floor)
                     await connection.execute(
                         self._sql(sql.SET_FLOOR), namespace, floor, dropped, freed_bytes, floor_print
                     )

@@ -72,8 +72,13 @@ def reverse_order(page: str) -> str:
 
 
 _IN_SPAN: Final = "FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
+# Those that have expired are found by their time. By their keys, each entry of the span would be read for it.
+_EXPIRED: Final = (
+    "FROM (SELECT family, key FROM {schema}.limpet_entries WHERE namespace = $1 AND expires_ms <= now_ms"
+    " OFFSET 0) AS expired WHERE family = $2 AND key >= $3 AND key < $4"
+)
 COUNT: Final = (
-    f"SELECT (SELECT count(*) {_IN_SPAN}) - (SELECT count(*) {_IN_SPAN} AND expires_ms <= now_ms), now_ms"
+    f"SELECT (SELECT count(*) {_IN_SPAN}) - (SELECT count(*) {_EXPIRED}), now_ms"
     f" FROM (SELECT greatest({_TIME}, $5) AS now_ms) AS time"
 )
 NAMESPACES: Final = "SELECT namespace FROM {schema}.limpet_namespaces WHERE revision > 0"
@@ -110,9 +115,11 @@ LAST_CHANGE: Final = (
     f"SELECT {FINGERPRINT_COLUMNS} FROM {{schema}}.limpet_changes WHERE namespace = $1 AND revision <= $2"
     " ORDER BY revision DESC LIMIT 1"
 )
+# What was trimmed stays in the index until it is vacuumed. So whatever begins at the oldest change begins at the floor.
+_LAST_KEPT_CHANGE: Final = LAST_CHANGE.replace("revision <= $2", "revision <= $2 AND revision > n.floor")
 LOG_PAGE: Final = (
     "SELECT n.revision, n.floor, c.*, n.floor_print, b.* FROM {schema}.limpet_namespaces n"
-    f" LEFT JOIN LATERAL ({LAST_CHANGE}) AS b ON true LEFT JOIN LATERAL ("
+    f" LEFT JOIN LATERAL ({_LAST_KEPT_CHANGE}) AS b ON true LEFT JOIN LATERAL ("
     f"SELECT {LOG_COLUMNS}, count(*) OVER () AS total,"
     " sum(size_bytes) OVER (ORDER BY revision) - size_bytes AS before FROM ("
     "SELECT * FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2"
@@ -123,11 +130,12 @@ LOG_PAGE: Final = (
 
 # Trimming ---------------------------------------------------------------------
 
-TAKE: Final = "SELECT revision, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1, $2)"
+TAKE: Final = "SELECT floor, at_ms, log_changes, log_bytes FROM {schema}.limpet_take($1, $2)"
 OLDEST_CHANGES: Final = (
-    "SELECT revision, at_ms, size_bytes FROM {schema}.limpet_changes WHERE namespace = $1 ORDER BY revision LIMIT $2"
+    "SELECT revision, at_ms, size_bytes FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2"
+    " ORDER BY revision LIMIT $3"
 )
-DROP_CHANGES: Final = "DELETE FROM {schema}.limpet_changes WHERE namespace = $1 AND revision <= $2"
+DROP_CHANGES: Final = "DELETE FROM {schema}.limpet_changes WHERE namespace = $1 AND revision > $2 AND revision <= $3"
 SET_FLOOR: Final = (
     "UPDATE {schema}.limpet_namespaces SET floor = $2, log_changes = log_changes - $3, log_bytes = log_bytes - $4,"
     " floor_print = $5 WHERE namespace = $1"

@@ -503,17 +503,19 @@ end
 -- Call visit with each item of the log after a revision, until it returns true.
 local function each_log_item(after, visit)
     local first = after == 0 and '-' or format('(%d-0', after)
+    -- An item may have 256 changes with large values, and the first one is often enough: begin with few.
+    local count = 1
     while true do
-        local items = call('XRANGE', log_key, first, '+', 'COUNT', 50)
+        local items = call('XRANGE', log_key, first, '+', 'COUNT', count)
         for i = 1, #items do
             if visit(items[i][2], tonumber(match(items[i][1], '^%d+'))) then
                 return true
             end
         end
-        if #items < 50 then
+        if #items < count then
             return false
         end
-        first = '(' .. items[#items][1]
+        first, count = '(' .. items[#items][1], math.min(2 * count, 50)
     end
 end
 
