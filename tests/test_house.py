@@ -43,7 +43,7 @@ LAYERS: list[set[str]] = [
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
         *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
-        *("many", "folders"),
+        *("append", "many", "folders"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin"},

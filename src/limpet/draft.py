@@ -67,8 +67,10 @@ __all__ = [
     "Fence",
     "Fencing",
     "Meta",
+    "digest_of",
     "equals",
     "field",
+    "make_put",
     "refusal_error",
     "request_digest",
     "single_put",
@@ -224,7 +226,7 @@ class Draft:
         meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Self:
         """Replace the whole value."""
-        return self._append(*_make_put(key, value, ttl, meta, self._session.value_bytes_max))
+        return self._append(*make_put(key, value, ttl, meta, self._session.value_bytes_max))
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
         """Put a value under a key that must not exist."""
@@ -378,7 +380,7 @@ def single_put(
 ) -> Batch:
     """Make a batch of one put, perhaps with a guard on its key. Most writes are one, and need no draft."""
     guards = () if expect is ANY else (Guard(check_key(key), _make_condition(expect)),)
-    put, _ = _make_put(key, value, ttl, meta, value_bytes_max)
+    put, _ = make_put(key, value, ttl, meta, value_bytes_max)
     return Batch(guards, (put,), value_bytes_max=value_bytes_max)
 
 
@@ -405,7 +407,7 @@ def refusal_error(refusal: Refusal, value_bytes_max: int) -> LimpetError:
             return NotFound(key)
 
 
-def _make_put(
+def make_put(
     key: str,
     value: object,
     ttl: TTL | Literal[Sentinel.KEEP],

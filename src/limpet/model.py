@@ -68,15 +68,16 @@ __all__ = [
     "live",
 ]
 
-Family = Literal["data", "lock", "receipt", "audit", "recoverable"]
+Family = Literal["data", "lock", "receipt", "audit", "recoverable", "sequence"]
 """The parts of a namespace. They share its revisions, its log and its commits.
 
-Beside the data and its locks: receipts of requests, the audit trail, and recoverable copies of expired entries.
+Beside the data and its locks: receipts of requests, the audit trail, recoverable copies of expired entries, and the
+counters of `append`.
 """
 
 FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
 
-StoredFamily = Literal["data", "lock", "receipt", "audit", "recoverable", "superseded"]
+StoredFamily = Literal["data", "lock", "receipt", "audit", "recoverable", "sequence", "superseded"]
 """The families, and the marks of superseded requests, which only a commit reads and writes."""
 
 Op = Literal["put", "patch", "touch", "delete", "expire"]

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from limpet.append import append_entry
 from limpet.checks import check_filter, check_flag
 from limpet.clock import Clock
 from limpet.codec import decode
-from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
+from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, make_put, refusal_error, single_put
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
@@ -349,6 +350,32 @@ class Store:
     ) -> Entry:
         """Put a value under a key that must not exist. Raises `Conflict` when it does."""
         return await self.put(key, value, ttl=ttl, expect=ABSENT, fence=fence, request_id=request_id, meta=meta)
+
+    async def append(
+        self,
+        prefix: str,
+        value: object,
+        *,
+        ttl: TTL = None,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta = None,
+    ) -> Entry:
+        """Put a value under a new key: the prefix and a number of 16 digits. The keys sort in the order of the commits.
+
+        Of any number of callers and processes, each gets a key of its own, and a number never comes again. Callers of
+        one opened store share commits.
+
+        Args:
+            prefix: What the key begins with, such as ``events/``.
+            value: Any JSON value, raw bytes, or `Fields` for a record.
+            ttl: Seconds until it expires; None for never.
+            fence: A lock that must still be held.
+            request_id: Makes the call safe to repeat for ten minutes, across crashes.
+            meta: A small JSON object beside the value.
+        """
+        put, _ = make_put(prefix, value, ttl, meta, self._session.value_bytes_max)
+        return await append_entry(self, put, fence, request_id)
 
     async def update(
         self,

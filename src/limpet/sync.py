@@ -264,6 +264,7 @@ class Store(Proxy):
     keys = mirror(_store.Store.keys)
     put = mirror(_store.Store.put)
     create = mirror(_store.Store.create)
+    append = mirror(_store.Store.append)
     add = mirror(_store.Store.add)
     delete = mirror(_store.Store.delete)
     delete_prefix = mirror(_store.Store.delete_prefix)

@@ -420,6 +420,21 @@ async def test_the_namespaces_are_listed(http: httpx2.AsyncClient) -> None:
     assert (await http.get(f"{ROOT}/v1/namespaces")).json() == {"namespaces": ["shop", "trivia"]}
 
 
+async def test_an_append_makes_a_new_key(http: httpx2.AsyncClient) -> None:
+    first = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
+    again = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
+    raw = await http.post(
+        "append/log/", content=b"\x01", headers={"Content-Type": "application/octet-stream", "Limpet-TTL": "60"}
+    )
+
+    assert (first.status_code, first.json()["key"]) == (201, "log/0000000000000001")
+    assert again.json() == first.json()
+    assert raw.json()["key"] == "log/0000000000000002"
+    assert raw.json()["expires_at"] is not None
+    assert (await http.get("entries/log/0000000000000001")).json() == {"x": 1}
+    problem(await http.post("append/" + "k" * 1009, json=1), 400, "invalid_key")
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
     await http.put("entries/b", json=[1])
     await http.put("entries/a", json=2)
@@ -514,6 +529,7 @@ async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClien
     needed: dict[str, dict[str, Any]] = {
         "entries": {"keys": ["k"]},
         "delete_prefix": {"prefix": "k"},
+        "append": {"prefix": "k", "value": 1},
         "set": {"value": 1},
         "put": {"value": 1},
         "cas": {"value": 1, "expect": {"absent": True}},
@@ -915,6 +931,7 @@ def test_every_operation_has_a_route() -> None:
             "records",
             "swap",
             "incr",
+            "append",
             "take",
             "touch",
             "batch",

@@ -173,6 +173,35 @@ def put(
 
 
 @main.command(
+    epilog=examples(
+        """limpet append event/ '{"kind": "paid"}'    # prints event/0000000000000001""",
+        "limpet append event/ @event.json --ttl 7d --request-id order-17",
+    )
+)
+@click.argument("prefix", shell_complete=complete_key)
+@click.argument("value")
+@click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long: 250ms, 30s, 5m, 1h30m, 7d.")
+@click.option("--text", "form", flag_value="text", help="Store a string, whatever VALUE looks like.")
+@click.option("--bytes", "form", flag_value="bytes", help="Store raw bytes.")
+@write_options
+@pass_setup
+def append(
+    setup: Setup, prefix: str, value: str, ttl: float | None, form: str | None, fenced: bool, request_id: str | None
+) -> None:
+    """Store VALUE under a new key, and print the key.
+
+    The key is PREFIX and a number of 16 digits, which grows with each commit. VALUE is read as by 'limpet put'.
+    """
+    content, fence = value_of(value, form), _fence(fenced)
+    with setup.open(make=True) as store:
+        entry = store.append(prefix, content, ttl=ttl, fence=fence, request_id=request_id)
+    if setup.as_json:
+        _show_written(setup, entry)
+    else:
+        output.show_line(output.visible(entry.key))
+
+
+@main.command(
     name="del",
     epilog=examples("limpet del session/42", "limpet del theme --if-version 3", "limpet del session/ --prefix"),
 )

@@ -697,6 +697,7 @@ VERBS: dict[str, Verb] = {
     "update": lambda store: store.update("k", lambda value: 1),
     "add": lambda store: store.add("n"),
     "delete": lambda store: store.delete("k"),
+    "append": lambda store: store.append("k", 1),
     "delete_prefix": lambda store: store.delete_prefix("k"),
     "take": lambda store: store.take("k"),
     "touch": lambda store: store.touch("k", 5),

@@ -68,8 +68,8 @@ REMEMBERED_BYTES_MAX: Final = 16_384
 RESEAL_CAUSE: Final = "limpet-reseal-"
 """The prefix of the causes of changes that only replace the key of a value."""
 
-# Lock entries contain only the holder name, which waiters must be able to read.
-_PLAIN_FAMILIES: Final[frozenset[Family]] = frozenset({"lock"})
+# Lock entries contain only the holder name, which waiters must be able to read, and counters what keys tell as well.
+_PLAIN_FAMILIES: Final[frozenset[Family]] = frozenset({"lock", "sequence"})
 # A receipt cannot be encrypted with another key: its hash is made from the request, which is not stored. It expires
 # within ten minutes.
 _RESEALED_FAMILIES: Final[tuple[Family, ...]] = ("data", "audit", "recoverable")

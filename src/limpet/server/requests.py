@@ -184,6 +184,19 @@ class Put(Guarded, frozen=True, kw_only=True):
     meta: dict[str, Any] | None = None
 
 
+class Append(Strict, frozen=True, kw_only=True):
+    """Put a value, or a record, or raw bytes, under a new key of the prefix."""
+
+    prefix: str
+    value: Any = UNSET
+    fields: dict[str, Any] | UnsetType = UNSET
+    bytes: Bytes | UnsetType = UNSET
+    ttl: TTL = None
+    meta: dict[str, Any] | None = None
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
 class Cas(Strict, frozen=True, kw_only=True):
     """Replace a value if the key is as expected."""
 
