@@ -19,6 +19,7 @@ from limpet.checks import check_filter, check_flag
 from limpet.clock import Clock
 from limpet.codec import decode
 from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, make_put, refusal_error, single_put
+from limpet.edit import Decide, Edit
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Compacted, Conflict, Contention, InvalidValue, TransientError
@@ -400,6 +401,20 @@ class Store:
         """
         if not callable(change):
             raise TypeError(f"update takes a function of the value, not something of type {type(change).__name__}")
+        return await self._change(
+            key, lambda found: change(None if found is None else found.value), ttl=ttl, fence=fence, meta=meta
+        )
+
+    async def _change(
+        self,
+        key: str,
+        change: Callable[[Entry | None], Any],
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP],
+        fence: Fencing | Fence | None,
+        meta: Meta | Literal[Sentinel.KEEP],
+    ) -> Entry | None:
+        """Update a key by a function of the entry found."""
         clock = self._session.clock
         turn = self._session.turns.turn(("update", self.name, check_key(key)))
         found: Entry | None = None
@@ -408,7 +423,7 @@ class Store:
                 if attempt == 1 or not turn.is_up:
                     await take_turn(turn, attempt)
                     found = await self.entry(key)
-                value = change(None if found is None else found.value)
+                value = change(found)
                 if inspect.isawaitable(value):
                     value = await value
                 if value is UNCHANGED:
@@ -428,6 +443,32 @@ class Store:
             raise Contention(key, attempts=UPDATE_ATTEMPTS)
         finally:
             turn.leave()
+
+    def edit(
+        self,
+        key: str,
+        *,
+        on_conflict: Decide | None = None,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Edit:
+        """A copy of an object or a record to work on, with ``async with``; at the end it is written.
+
+        Nothing is held meanwhile. If others have written, each member that only one side has changed, added or
+        removed is taken from that side, nested objects member by member. A member that both have changed to
+        different values raises `Conflict` with its ``clashes``, and nothing is written. Nor is it when nothing
+        changed, or when the body raises.
+
+        Args:
+            key: The key. Where there is none, the copy is an empty object.
+            on_conflict: A function, plain or async, of the path of such a member and of its values in base, mine and
+                theirs. It returns the value to keep, or ABSENT for none. It may run again when others keep writing.
+            ttl: Seconds until it expires; None for never, KEEP to leave it as it is.
+            fence: A lock that must be held at the end.
+            meta: A small JSON object beside the value, or KEEP.
+        """
+        return Edit(self, key, on_conflict=on_conflict, ttl=ttl, fence=fence, meta=meta)
 
     async def add(
         self,

@@ -33,6 +33,8 @@ async def use_store(store: limpet.Store) -> None:
     assert_type(await store.delete_prefix("x/"), int)
     assert_type(await store.add("n", 2, expect=limpet.ANY), int)
     assert_type(await store.update("a", lambda value: value + 1), Entry | None)
+    async with store.edit("b", on_conflict=lambda path, base, mine, theirs: mine) as doc:
+        assert_type(doc, dict[str, Any])
     assert_type(await store.touch("a", 60), Entry | None)
     assert_type(await store.persist("a"), Entry | None)
     assert_type(await store.keys("a", limit=10), Page)
@@ -156,6 +158,8 @@ def use_sync_store(store: limpet.sync.Store) -> None:
     assert_type(store.delete_prefix("x/"), int)
     assert_type(store.add("n", 2, expect=limpet.ANY), int)
     assert_type(store.update("a", lambda value: value + 1), Entry | None)
+    with store.edit("b") as doc:
+        assert_type(doc, dict[str, Any])
     assert_type(store.touch("a", 60), Entry | None)
     assert_type(store.persist("a"), Entry | None)
     assert_type(store.keys("a", limit=10), Page)

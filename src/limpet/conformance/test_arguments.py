@@ -80,6 +80,9 @@ async def _finish(made: Any) -> None:
     elif hasattr(made, "__aenter__") and hasattr(made, "aclose"):
         async with made:
             pass
+    elif type(getattr(made, "_twin", made)).__name__ == "Edit":
+        async with made as doc:
+            doc["odd"] = 1
     elif isinstance(made, AsyncIterator):
         async for _ in made:
             pass

@@ -695,6 +695,7 @@ VERBS: dict[str, Verb] = {
     "put": lambda store: store.put("k", 1),
     "create": lambda store: store.create("k", 1),
     "update": lambda store: store.update("k", lambda value: 1),
+    "edit": lambda store: store.edit("k").__aenter__(),
     "add": lambda store: store.add("n"),
     "delete": lambda store: store.delete("k"),
     "append": lambda store: store.append("k", 1),
