@@ -43,6 +43,7 @@ from limpet.model import (
     Patch,
     Put,
     Revision,
+    Rule,
     Sentinel,
     Test,
     Touch,
@@ -70,6 +71,8 @@ NUMBER_MAX: Final = codec.INT_MAX
 TTL_MS_MAX: Final = 1000 * TTL_S_MAX
 
 _COMPARISONS: Final = frozenset(get_args(Comparison))
+_RULES: Final = frozenset(get_args(Rule))
+TTL_TWICE: Final = "is given twice: ttl holds for every entry, and ttl_if_new for a new one alone"
 
 
 def check_number(number: object, what: str) -> int:
@@ -196,6 +199,11 @@ def check_write(write: object) -> int:
             check_disjoint(map(_check_name, write.unset), write.fields)
         case Add():
             check_step(write.by)
+            if write.rule not in _RULES:
+                raise InvalidValue(f"an integer is written by one of the rules {', '.join(sorted(_RULES))}")
+            _check_ttl(write.new_ttl_ms)
+            if write.new_ttl_ms is not None and write.ttl_ms is not KEEP:
+                raise InvalidTTL(TTL_TWICE)
         case Delete():
             check_flag(write.take, "take")
         case Expire():

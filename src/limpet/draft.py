@@ -15,6 +15,7 @@ import msgspec
 
 from limpet import codec
 from limpet.checks import (
+    TTL_TWICE,
     check_batch_limits,
     check_condition,
     check_disjoint,
@@ -28,7 +29,16 @@ from limpet.checks import (
     check_write,
 )
 from limpet.clock import ttl_to_ms
-from limpet.errors import Conflict, InvalidValue, LimpetError, LockLost, NotFound, TypeMismatch, ValueTooLarge
+from limpet.errors import (
+    Conflict,
+    InvalidTTL,
+    InvalidValue,
+    LimpetError,
+    LockLost,
+    NotFound,
+    TypeMismatch,
+    ValueTooLarge,
+)
 from limpet.keys import OPERANDS_MAX, check_key
 from limpet.model import (
     ABSENT,
@@ -50,6 +60,7 @@ from limpet.model import (
     Put,
     Refusal,
     Revision,
+    Rule,
     Sentinel,
     Test,
     Touch,
@@ -238,10 +249,50 @@ class Draft:
         by: int = 1,
         *,
         ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
-        """Add to a counter. A missing key counts as zero."""
-        return self._append(Add(check_key(key), check_step(by), _convert_ttl(ttl), _encode_meta(key, meta)))
+        """Add to a counter. A missing key counts as zero; ``ttl_if_new`` is its time to live then."""
+        return self._count("add", key, by, ttl, ttl_if_new, meta)
+
+    def minimum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Self:
+        """Keep the smaller of the number found and this one, which a missing key takes."""
+        return self._count("minimum", key, number, ttl, ttl_if_new, meta)
+
+    def maximum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Self:
+        """Keep the larger of the number found and this one, which a missing key takes."""
+        return self._count("maximum", key, number, ttl, ttl_if_new, meta)
+
+    def _count(
+        self,
+        rule: Rule,
+        key: str,
+        number: int,
+        ttl: TTL | Literal[Sentinel.KEEP],
+        ttl_if_new: float | timedelta | None,
+        meta: Meta | Literal[Sentinel.KEEP],
+    ) -> Self:
+        new_ttl_ms = None if ttl_if_new is None else ttl_to_ms(ttl_if_new)
+        if new_ttl_ms is not None and ttl is not KEEP:
+            raise InvalidTTL(TTL_TWICE)
+        key, number, meta_json = check_key(key), check_step(number), _encode_meta(key, meta)
+        return self._append(Add(key, number, _convert_ttl(ttl), meta_json, rule=rule, new_ttl_ms=new_ttl_ms))
 
     def set(
         self,

@@ -53,6 +53,7 @@ __all__ = [
     "Put",
     "Refusal",
     "Revision",
+    "Rule",
     "ScanPage",
     "Sentinel",
     "Status",
@@ -284,14 +285,23 @@ class Put(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="put"):
     family: Family = "data"
 
 
+Rule = Literal["add", "minimum", "maximum"]
+"""What a write makes of an integer and the one found: their sum, the smaller or the larger."""
+
+
 class Add(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="add"):
-    """Add to an integer. A missing key counts as zero."""
+    """Add to an integer, where a missing key counts as zero; or keep the smaller or the larger of two.
+
+    ``new_ttl_ms`` is the time to live where there is no entry yet, instead of ``ttl_ms``.
+    """
 
     key: str
     by: int
     ttl_ms: Ttl = KEEP
     meta_json: bytes | Keep | None = KEEP
     family: Family = "data"
+    rule: Rule = "add"
+    new_ttl_ms: int | None = None
 
 
 class Patch(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="patch"):

@@ -476,15 +476,57 @@ class Store:
         by: int = 1,
         *,
         ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
         expect: Expectation = ANY,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> int:
-        """Add to a counter, in one step. Returns its new value; a missing key counts as zero."""
-        draft = self._draft(key, expect, fence, request_id).add(key, by, ttl=ttl, meta=meta)
-        number: int = _only(await draft.commit()).value
-        return number
+        """Add to a counter, in one step. Returns its new value; a missing key counts as zero.
+
+        With ``ttl_if_new`` a missing key gets this time to live, and the next adds leave it as it is: the counter
+        covers a window of time.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.add(key, by, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
+
+    async def minimum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> int:
+        """Keep the smaller of the number found and this one, in one step, and return it. A missing key takes this one.
+
+        It is a write also when the number stays.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.minimum(key, number, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
+
+    async def maximum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> int:
+        """Keep the larger of the number found and this one, in one step, and return it. A missing key takes this one.
+
+        It is a write also when the number stays.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.maximum(key, number, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
 
     async def delete(
         self,
@@ -714,6 +756,11 @@ def _only(commit: Commit) -> Entry:
     entry = commit.entries[0]
     assert entry is not None
     return entry
+
+
+def _number_in(commit: Commit) -> int:
+    number: int = _only(commit).value
+    return number
 
 
 # Opening ----------------------------------------------------------------------

@@ -267,6 +267,8 @@ class Store(Proxy):
     create = mirror(_store.Store.create)
     append = mirror(_store.Store.append)
     add = mirror(_store.Store.add)
+    minimum = mirror(_store.Store.minimum)
+    maximum = mirror(_store.Store.maximum)
     delete = mirror(_store.Store.delete)
     delete_prefix = mirror(_store.Store.delete_prefix)
     take = mirror(_store.Store.take)

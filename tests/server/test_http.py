@@ -420,6 +420,17 @@ async def test_the_namespaces_are_listed(http: httpx2.AsyncClient) -> None:
     assert (await http.get(f"{ROOT}/v1/namespaces")).json() == {"namespaces": ["shop", "trivia"]}
 
 
+async def test_a_counter_keeps_a_minimum_or_a_maximum(http: httpx2.AsyncClient) -> None:
+    assert (await http.post("incr/n", json={"maximum": 7, "ttl_if_new": 60})).json() == {"value": 7}
+    assert (await http.post("incr/n", json={"minimum": 5})).json() == {"value": 5}
+    assert (await http.get("entries/n")).headers["Limpet-Version"] == "2"
+    writes = [{"op": "add", "key": "n", "maximum": 9}, {"op": "add", "key": "m", "by": 2, "ttl_if_new": 60}]
+    found = (await http.post("batch", json={"writes": writes})).json()["entries"]
+    assert [entry["expires_at"] is None for entry in found] == [False, False]
+    problem(await http.post("incr/n", json={"maximum": 7, "by": 1}), 400, "invalid_value")
+    problem(await http.post("incr/n", json={"ttl": 7, "ttl_if_new": 1}), 400, "invalid_ttl")
+
+
 async def test_an_append_makes_a_new_key(http: httpx2.AsyncClient) -> None:
     first = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
     again = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})

@@ -38,6 +38,7 @@ GOOD: Final[dict[str, object]] = {
     "fields": {"a": 1},
     "expected": 1,
     "new": 2,
+    "number": 2,
 }
 """Good arguments for what a verb needs. Everything else has a default."""
 

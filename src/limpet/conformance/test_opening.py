@@ -697,6 +697,8 @@ VERBS: dict[str, Verb] = {
     "update": lambda store: store.update("k", lambda value: 1),
     "edit": lambda store: store.edit("k").__aenter__(),
     "add": lambda store: store.add("n"),
+    "minimum": lambda store: store.minimum("n", 1),
+    "maximum": lambda store: store.maximum("n", 1),
     "delete": lambda store: store.delete("k"),
     "append": lambda store: store.append("k", 1),
     "delete_prefix": lambda store: store.delete_prefix("k"),

@@ -30,6 +30,7 @@ from limpet.model import (
     Equals,
     FieldEquals,
     Filter,
+    Rule,
     Sentinel,
     Write,
 )
@@ -127,7 +128,23 @@ async def _cas(store: Store, request: requests.Cas) -> Answer:
 
 
 async def _incr(store: Store, request: requests.Incr) -> Answer:
-    return {"value": await store.add(request.key, request.by, ttl=_ttl_or_keep(request.ttl), **_conditions(request))}
+    rule, number = _counting(request)
+    count = getattr(store, rule)
+    ttl = _ttl_or_keep(request.ttl)
+    return {"value": await count(request.key, number, ttl=ttl, ttl_if_new=request.ttl_if_new, **_conditions(request))}
+
+
+def _counting(request: requests.Incr | requests.BatchWrite) -> tuple[Rule, int]:
+    """What to do with an integer, and the number to do it with."""
+    numbers: dict[Rule, int | UnsetType] = {
+        "add": request.by,
+        "minimum": request.minimum,
+        "maximum": request.maximum,
+    }
+    given = [(rule, number) for rule, number in numbers.items() if not isinstance(number, UnsetType)]
+    if len(given) > 1:
+        raise InvalidValue(f"{request.key!r} is counted with one of by, minimum and maximum")
+    return given[0] if given else ("add", 1)
 
 
 async def _take(store: Store, request: requests.Take) -> Answer:
@@ -188,7 +205,8 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
         case "create":
             draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta)
         case "add":
-            draft.add(write.key, write.by, ttl=ttl)
+            rule, number = _counting(write)
+            getattr(draft, rule)(write.key, number, ttl=ttl, ttl_if_new=write.ttl_if_new)
         case "set":
             fields = {} if isinstance(write.fields, UnsetType) else write.fields
             changed = {name: field_of(item) for name, item in fields.items()}

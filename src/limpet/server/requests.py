@@ -209,11 +209,14 @@ class Cas(Strict, frozen=True, kw_only=True):
 
 
 class Incr(Guarded, frozen=True, kw_only=True):
-    """Add to a counter."""
+    """Add to a counter, or keep the smaller or the larger number."""
 
     key: str
-    by: Int64 = 1
+    by: Int64 | UnsetType = UNSET
+    minimum: Int64 | UnsetType = UNSET
+    maximum: Int64 | UnsetType = UNSET
     ttl: TTL | UnsetType = UNSET
+    ttl_if_new: TTL = None
 
 
 class Take(Guarded, frozen=True, kw_only=True):
@@ -265,10 +268,13 @@ class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     value: Any = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
     bytes: Bytes | UnsetType = UNSET
-    by: Int64 = 1
+    by: Int64 | UnsetType = UNSET
+    minimum: Int64 | UnsetType = UNSET
+    maximum: Int64 | UnsetType = UNSET
     unset: list[str] = []
     if_exists: bool = False
     ttl: TTL | UnsetType = UNSET
+    ttl_if_new: TTL = None
     meta: dict[str, Any] | None = None
 
 
