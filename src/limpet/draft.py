@@ -119,13 +119,20 @@ class Fencing(Protocol):
 
 
 class field:  # noqa: N801 - part of the filter language, where names are lower case
-    """A field of a record or a top-level member of a JSON object: ``limpet.field("state") != "done"``."""
+    """A field of a record or a member of a JSON object: ``limpet.field("state") != "done"``.
 
-    def __init__(self, name: str) -> None:
+    More names lead to a member below: ``limpet.field("address", "city") == "Oslo"``.
+    """
+
+    def __init__(self, name: str, *below: str) -> None:
         self._name = check_key(name)
+        self._path = tuple(check_key(each) for each in below)
+        if len(below) >= codec.DEPTH_MAX:
+            raise InvalidValue(f"a field has up to {codec.DEPTH_MAX} names, as deep as a value can be")
 
     def _test(self, comparison: Any, *operands: object) -> Filter:
-        return Filter((Test(self._name, comparison, tuple(codec.encode_field(operand) for operand in operands)),))
+        encoded = tuple(codec.encode_field(operand) for operand in operands)
+        return Filter((Test(self._name, comparison, encoded, path=self._path),))
 
     def __eq__(self, other: object) -> Filter:  # type: ignore[override]
         return self._test("eq", other)

@@ -431,6 +431,23 @@ async def test_a_counter_keeps_a_minimum_or_a_maximum(http: httpx2.AsyncClient) 
     problem(await http.post("incr/n", json={"ttl": 7, "ttl_if_new": 1}), 400, "invalid_ttl")
 
 
+async def test_a_scan_takes_alternatives_and_members_below(http: httpx2.AsyncClient) -> None:
+    for key, value in {"a": {"n": {"x": 1}}, "b": {"n": 2}, "c": {"n": 3}}.items():
+        await http.put(f"entries/{key}", json=value)
+    below, two = {"field": "n", "path": ["x"], "value": 1}, {"field": "n", "value": 2}
+
+    async def scan(*where: Any) -> list[str]:
+        found = await http.post("scan", json={"where": where})
+        return [entry["key"] for entry in found.json()["entries"]]
+
+    assert await scan(below) == ["a"]
+    assert await scan({"any": [[below], [two]]}) == ["a", "b"]
+    assert await scan({"any": [[below], [two]]}, {"field": "n", "op": "gt", "value": 1}) == ["b"]
+    refused: list[Any] = [{}, {"any": []}, {"any": [[], [two]]}, {"any": [[two]], "field": "n", "value": 1}]
+    for wrong in refused:
+        problem(await http.post("scan", json={"where": [wrong]}), 400, "invalid_value")
+
+
 async def test_an_append_makes_a_new_key(http: httpx2.AsyncClient) -> None:
     first = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
     again = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})

@@ -224,9 +224,7 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
 async def _scan(store: Store, request: requests.Scan) -> Answer:
     if not 1 <= request.limit <= PAGE_MAX:
         raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} entries", path="$.limit")
-    where: Filter | None = None
-    for test in request.where:
-        where = test.filter() if where is None else where & test.filter()
+    where = requests.filter_of(request.where) if request.where else None
     page: list[Answer] = []
     size_bytes, cursor = 0, None
     options: dict[str, Any] = {"where": where, "after": request.after, "reverse": request.reverse}
