@@ -71,6 +71,16 @@ def test_threads_that_add_lose_nothing(blocking: limpet.sync.Store) -> None:
     assert (entry.value, entry.version) == (THREADS * 50, THREADS * 50)
 
 
+def test_threads_that_append_lose_nothing(blocking: limpet.sync.Store) -> None:
+    """Threads that write at once lose nothing."""
+    answers = in_threads(lambda thread: [blocking.append("log/", [thread, number]) for number in range(50)])
+
+    made = sorted((entry for answer in answers for entry in answer), key=lambda entry: entry.key)
+    assert [entry.key for entry in made] == [f"log/{number:016}" for number in range(1, THREADS * 50 + 1)]
+    assert [entry.revision for entry in made] == sorted(entry.revision for entry in made)
+    assert list(blocking.scan("log/")) == made
+
+
 async def test_tasks_that_add_lose_nothing(url: str) -> None:
     """Concurrent adds all count."""
     async with limpet.open(url) as store:

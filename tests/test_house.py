@@ -37,13 +37,13 @@ API = "\n".join(
 # part; a module at the root is one too.
 LAYERS: list[set[str]] = [
     {
-        *("errors", "keys", "clock", "codec", "model", "index", "checks", "transition"),
+        *("errors", "keys", "clock", "codec", "model", "index", "checks", "transition", "merge"),
         *("engine", "urls", "request_ids", "retry", "turns"),
     },
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
         *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
-        *("many", "folders"),
+        *("append", "edit", "many", "folders"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin"},

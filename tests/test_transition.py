@@ -540,6 +540,14 @@ families = st.sampled_from(["data", "data", "data", "lock"])
 writes = st.one_of(
     st.builds(Put, keys, stored_values, kept_ttls, metas, families),
     st.builds(Add, keys, st.sampled_from([1, -1, 0, codec.INT_MAX]), kept_ttls, metas, families),
+    st.builds(
+        Add,
+        keys,
+        st.sampled_from([1, -1, 0, codec.INT_MAX]),
+        family=families,
+        rule=st.sampled_from(["add", "minimum", "maximum"]),
+        new_ttl_ms=st.sampled_from([None, 10]),
+    ),
     st.builds(Patch, keys, records, st.sampled_from([(), ("h",)]), st.booleans(), kept_ttls, metas, families),
     st.builds(Touch, keys, ttls, families),
     st.builds(Delete, keys, st.booleans(), families),

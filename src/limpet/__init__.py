@@ -11,11 +11,13 @@ from limpet import errors, sync
 from limpet.clock import Clock, ManualClock, SystemClock
 from limpet.codec import Fields
 from limpet.draft import Draft, Fence, equals, field
+from limpet.edit import Edit
 from limpet.election import Election
 from limpet.errors import LimpetError
 from limpet.folders import Child, ChildPage
 from limpet.hub import Watch
 from limpet.lock import Lock, LockInfo
+from limpet.merge import Clash
 from limpet.model import (
     ABSENT,
     ANY,
@@ -51,9 +53,11 @@ __all__ = [
     "UNCHANGED",
     "Child",
     "ChildPage",
+    "Clash",
     "Clock",
     "Commit",
     "Draft",
+    "Edit",
     "Election",
     "Entry",
     "Event",

@@ -9,6 +9,7 @@ itself.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final, get_args
 
@@ -43,6 +44,7 @@ from limpet.model import (
     Patch,
     Put,
     Revision,
+    Rule,
     Sentinel,
     Test,
     Touch,
@@ -70,6 +72,8 @@ NUMBER_MAX: Final = codec.INT_MAX
 TTL_MS_MAX: Final = 1000 * TTL_S_MAX
 
 _COMPARISONS: Final = frozenset(get_args(Comparison))
+_RULES: Final = frozenset(get_args(Rule))
+TTL_TWICE: Final = "is given twice: ttl holds for every entry, and ttl_if_new for a new one alone"
 
 
 def check_number(number: object, what: str) -> int:
@@ -196,6 +200,11 @@ def check_write(write: object) -> int:
             check_disjoint(map(_check_name, write.unset), write.fields)
         case Add():
             check_step(write.by)
+            if write.rule not in _RULES:
+                raise InvalidValue(f"an integer is written by one of the rules {', '.join(sorted(_RULES))}")
+            _check_ttl(write.new_ttl_ms)
+            if write.new_ttl_ms is not None and write.ttl_ms is not KEEP:
+                raise InvalidTTL(TTL_TWICE)
         case Delete():
             check_flag(write.take, "take")
         case Expire():
@@ -216,15 +225,19 @@ def check_filter(where: object) -> Filter:
     """Check a filter: it can test a value."""
     if not isinstance(where, Filter):
         raise InvalidValue("where is a filter such as limpet.field('state') != 'done'")
-    _check_kind(where.tests, tuple, "the tests of a filter")
-    if not 0 < len(where.tests) <= TESTS_MAX:
+    _check_groups(where, TESTS_MAX)
+    tests = list(itertools.islice(where.all_tests(), TESTS_MAX + 1))
+    if not 0 < len(tests) <= TESTS_MAX:
         raise InvalidValue(f"a filter has 1 to {TESTS_MAX} tests")
-    for test in where.tests:
+    for test in tests:
         _check_kind(test, Test, "a test of a filter")
         _check_kind(test.operands, tuple, "the values of a test")
         if test.comparison not in _COMPARISONS:
             raise InvalidValue(f"a test of field {test.name!r} compares by one of {', '.join(sorted(_COMPARISONS))}")
         _check_name(test.name)
+        _check_kind(test.path, tuple, "the path of a test")
+        for name in test.path:
+            _check_name(name)
         count = len(test.operands)
         wanted = {"exists": count == 0, "in": True, "not_in": True}.get(test.comparison, count == 1)
         if not wanted or count > OPERANDS_MAX:
@@ -235,6 +248,22 @@ def check_filter(where: object) -> Filter:
         for operand in test.operands:
             _check_encoded(test.name, operand)
     return where
+
+
+def _check_groups(where: object, depth: int) -> None:
+    """Check how a filter is built. Two filters in each group, so that the number of tests bounds the depth as well."""
+    _check_kind(where, Filter, "a part of a filter")
+    assert isinstance(where, Filter)
+    _check_kind(where.tests, tuple, "the tests of a filter")
+    _check_kind(where.any_of, tuple, "the groups of a filter")
+    if (not where.tests and not where.any_of) or not depth:
+        raise InvalidValue(f"a filter has 1 to {TESTS_MAX} tests")
+    for group in where.any_of:
+        _check_kind(group, tuple, "a group of a filter")
+        if not 2 <= len(group) <= TESTS_MAX:
+            raise InvalidValue("filters are joined by | with one another: a group has two or more")
+        for each in group:
+            _check_groups(each, depth - 1)
 
 
 def check_window(window: object) -> Window:

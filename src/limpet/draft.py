@@ -15,6 +15,7 @@ import msgspec
 
 from limpet import codec
 from limpet.checks import (
+    TTL_TWICE,
     check_batch_limits,
     check_condition,
     check_disjoint,
@@ -28,7 +29,16 @@ from limpet.checks import (
     check_write,
 )
 from limpet.clock import ttl_to_ms
-from limpet.errors import Conflict, InvalidValue, LimpetError, LockLost, NotFound, TypeMismatch, ValueTooLarge
+from limpet.errors import (
+    Conflict,
+    InvalidTTL,
+    InvalidValue,
+    LimpetError,
+    LockLost,
+    NotFound,
+    TypeMismatch,
+    ValueTooLarge,
+)
 from limpet.keys import OPERANDS_MAX, check_key
 from limpet.model import (
     ABSENT,
@@ -50,6 +60,7 @@ from limpet.model import (
     Put,
     Refusal,
     Revision,
+    Rule,
     Sentinel,
     Test,
     Touch,
@@ -67,8 +78,10 @@ __all__ = [
     "Fence",
     "Fencing",
     "Meta",
+    "digest_of",
     "equals",
     "field",
+    "make_put",
     "refusal_error",
     "request_digest",
     "single_put",
@@ -106,13 +119,20 @@ class Fencing(Protocol):
 
 
 class field:  # noqa: N801 - part of the filter language, where names are lower case
-    """A field of a record or a top-level member of a JSON object: ``limpet.field("state") != "done"``."""
+    """A field of a record or a member of a JSON object: ``limpet.field("state") != "done"``.
 
-    def __init__(self, name: str) -> None:
+    More names lead to a member below: ``limpet.field("address", "city") == "Oslo"``.
+    """
+
+    def __init__(self, name: str, *below: str) -> None:
         self._name = check_key(name)
+        self._path = tuple(check_key(each) for each in below)
+        if len(below) >= codec.DEPTH_MAX:
+            raise InvalidValue(f"a field has up to {codec.DEPTH_MAX} names, as deep as a value can be")
 
     def _test(self, comparison: Any, *operands: object) -> Filter:
-        return Filter((Test(self._name, comparison, tuple(codec.encode_field(operand) for operand in operands)),))
+        encoded = tuple(codec.encode_field(operand) for operand in operands)
+        return Filter((Test(self._name, comparison, encoded, path=self._path),))
 
     def __eq__(self, other: object) -> Filter:  # type: ignore[override]
         return self._test("eq", other)
@@ -224,7 +244,7 @@ class Draft:
         meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Self:
         """Replace the whole value."""
-        return self._append(*_make_put(key, value, ttl, meta, self._session.value_bytes_max))
+        return self._append(*make_put(key, value, ttl, meta, self._session.value_bytes_max))
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
         """Put a value under a key that must not exist."""
@@ -236,10 +256,50 @@ class Draft:
         by: int = 1,
         *,
         ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Self:
-        """Add to a counter. A missing key counts as zero."""
-        return self._append(Add(check_key(key), check_step(by), _convert_ttl(ttl), _encode_meta(key, meta)))
+        """Add to a counter. A missing key counts as zero; ``ttl_if_new`` is its time to live then."""
+        return self._count("add", key, by, ttl, ttl_if_new, meta)
+
+    def minimum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Self:
+        """Keep the smaller of the number found and this one, which a missing key takes."""
+        return self._count("minimum", key, number, ttl, ttl_if_new, meta)
+
+    def maximum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Self:
+        """Keep the larger of the number found and this one, which a missing key takes."""
+        return self._count("maximum", key, number, ttl, ttl_if_new, meta)
+
+    def _count(
+        self,
+        rule: Rule,
+        key: str,
+        number: int,
+        ttl: TTL | Literal[Sentinel.KEEP],
+        ttl_if_new: float | timedelta | None,
+        meta: Meta | Literal[Sentinel.KEEP],
+    ) -> Self:
+        new_ttl_ms = None if ttl_if_new is None else ttl_to_ms(ttl_if_new)
+        if new_ttl_ms is not None and ttl is not KEEP:
+            raise InvalidTTL(TTL_TWICE)
+        key, number, meta_json = check_key(key), check_step(number), _encode_meta(key, meta)
+        return self._append(Add(key, number, _convert_ttl(ttl), meta_json, rule=rule, new_ttl_ms=new_ttl_ms))
 
     def set(
         self,
@@ -378,7 +438,7 @@ def single_put(
 ) -> Batch:
     """Make a batch of one put, perhaps with a guard on its key. Most writes are one, and need no draft."""
     guards = () if expect is ANY else (Guard(check_key(key), _make_condition(expect)),)
-    put, _ = _make_put(key, value, ttl, meta, value_bytes_max)
+    put, _ = make_put(key, value, ttl, meta, value_bytes_max)
     return Batch(guards, (put,), value_bytes_max=value_bytes_max)
 
 
@@ -405,7 +465,7 @@ def refusal_error(refusal: Refusal, value_bytes_max: int) -> LimpetError:
             return NotFound(key)
 
 
-def _make_put(
+def make_put(
     key: str,
     value: object,
     ttl: TTL | Literal[Sentinel.KEEP],

@@ -26,8 +26,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from limpet.merge import Clash
     from limpet.model import Entry
 
 __all__ = [
@@ -58,6 +59,8 @@ __all__ = [
     "Unavailable",
     "ValueTooLarge",
 ]
+
+CLASHES_SHOWN: Final = 3
 
 Outcome = Literal["rejected", "unavailable", "unknown", "broken"]
 
@@ -188,14 +191,29 @@ class Conflict(StateError):
         actual_revision: The revision found, or None when the key does not exist.
         current: The entry found, or None.
         reason: ``"guard"`` or ``"stale_request"``.
+        clashes: Of an `edit`, the members that another writer has changed to other values, each with ``path``,
+            ``base``, ``mine`` and ``theirs``.
     """
 
     code = "conflict"
 
     def __init__(
-        self, key: str, *, expected: str, current: Entry | None, reason: Literal["guard", "stale_request"] = "guard"
+        self,
+        key: str,
+        *,
+        expected: str,
+        current: Entry | None,
+        reason: Literal["guard", "stale_request"] = "guard",
+        clashes: Sequence[Clash] = (),
     ) -> None:
-        if reason == "stale_request":
+        if clashes:
+            shown = ", ".join(_quote(".".join(("$", *clash.path))) for clash in clashes[:CLASHES_SHOWN])
+            more = f" and {len(clashes) - CLASHES_SHOWN} more" if len(clashes) > CLASHES_SHOWN else ""
+            text = (
+                f"conflict on {_quote(key)}: another writer changed {shown}{more} to other values meanwhile. "
+                "Nothing was written: edit it again, or decide with on_conflict"
+            )
+        elif reason == "stale_request":
             text = f"request id {_quote(key)} was used before for another request: make a new id for a new request"
         else:
             found = (
@@ -211,6 +229,7 @@ class Conflict(StateError):
         self.actual_version = None if current is None else current.version
         self.actual_revision = None if current is None else current.revision
         self.reason = reason
+        self.clashes = tuple(clashes)
 
     def public_fields(self) -> dict[str, Any]:
         """See `LimpetError.public_fields`; with the version and the revision found, which are null where none is."""

@@ -411,7 +411,8 @@ def _find_start(after: str | int | None, status: Status, prefix: str) -> tuple[i
             raise Compacted("the position does not identify its change, so it cannot be compared with the log")
         after = int(known.partition("-")[0])
     check_after(after, floor=status.floor, revision=status.revision)
-    return after, known
+    # A plain int: drivers treat subclasses of int, such as a member of an enum, differently.
+    return int(after), known
 
 
 def _other_history(revision: int) -> Compacted:

@@ -64,7 +64,7 @@ def make_probes(where: Filter) -> list[IndexProbe]:
 
 
 def _make_probe(test: Test) -> IndexProbe | None:
-    if not _PLAIN.match(test.name):
+    if not _PLAIN.match(test.name) or test.path:
         return None
     if test.comparison in ("lt", "le", "gt", "ge") and test.operands[0][:1] == b"\0" and not test.raw:
         # Raw bytes are ordered by their bytes, digits included; the index would order digits as numbers.

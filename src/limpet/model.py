@@ -11,7 +11,7 @@ are arrays there; what is one of several kinds begins with the name of its kind 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from hashlib import blake2b
@@ -53,6 +53,7 @@ __all__ = [
     "Put",
     "Refusal",
     "Revision",
+    "Rule",
     "ScanPage",
     "Sentinel",
     "Status",
@@ -68,15 +69,16 @@ __all__ = [
     "live",
 ]
 
-Family = Literal["data", "lock", "receipt", "audit", "recoverable"]
+Family = Literal["data", "lock", "receipt", "audit", "recoverable", "sequence"]
 """The parts of a namespace. They share its revisions, its log and its commits.
 
-Beside the data and its locks: receipts of requests, the audit trail, and recoverable copies of expired entries.
+Beside the data and its locks: receipts of requests, the audit trail, recoverable copies of expired entries, and the
+counters of `append`.
 """
 
 FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
 
-StoredFamily = Literal["data", "lock", "receipt", "audit", "recoverable", "superseded"]
+StoredFamily = Literal["data", "lock", "receipt", "audit", "recoverable", "sequence", "superseded"]
 """The families, and the marks of superseded requests, which only a commit reads and writes."""
 
 Op = Literal["put", "patch", "touch", "delete", "expire"]
@@ -283,14 +285,23 @@ class Put(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="put"):
     family: Family = "data"
 
 
+Rule = Literal["add", "minimum", "maximum"]
+"""What a write makes of an integer and the one found: their sum, the smaller or the larger."""
+
+
 class Add(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="add"):
-    """Add to an integer. A missing key counts as zero."""
+    """Add to an integer, where a missing key counts as zero; or keep the smaller or the larger of two.
+
+    ``new_ttl_ms`` is the time to live where there is no entry yet, instead of ``ttl_ms``.
+    """
 
     key: str
     by: int
     ttl_ms: Ttl = KEEP
     meta_json: bytes | Keep | None = KEEP
     family: Family = "data"
+    rule: Rule = "add"
+    new_ttl_ms: int | None = None
 
 
 class Patch(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="patch"):
@@ -588,8 +599,9 @@ _ORDER: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 class Test(msgspec.Struct, frozen=True, gc=False):
-    """One test of one field. ``operands`` are encoded values.
+    """One test of one field, or of a member below it. ``operands`` are encoded values.
 
+    ``path`` has the names of the members below the field, from the top down.
     A ``raw`` test reads every field as bytes, JSON as its text. Numbers, raw bytes of decimal digits included, are
     ordered as numbers among themselves.
     """
@@ -600,10 +612,13 @@ class Test(msgspec.Struct, frozen=True, gc=False):
     comparison: Comparison
     operands: tuple[bytes, ...] = ()
     raw: bool = False
+    path: tuple[str, ...] = ()
 
     def matches(self, stored: Stored) -> bool:
         """Whether the value passes. Equality is of encodings; order only within one type."""
         found = codec.member(stored, self.name)
+        for name in self.path:
+            found = None if found is None else codec.member(found, name)
         if self.raw and found is not None:
             return self._matches_raw(found)
         match self.comparison:
@@ -638,25 +653,50 @@ def _comparable(left: object, right: object) -> bool:
 
 
 class Filter(msgspec.Struct, frozen=True, gc=False):
-    """Tests that must all pass. Join filters with ``&``."""
+    """Tests that must all pass, and groups of filters of each of which one must. Join filters with ``&`` and ``|``.
+
+    An engine may leave the groups out where it only narrows a scan down.
+    """
 
     tests: tuple[Test, ...]
+    any_of: tuple[tuple[Filter, ...], ...] = ()
 
     def __and__(self, other: Filter) -> Filter:
         if not isinstance(other, Filter):
             return NotImplemented
-        if len(self.tests) + len(other.tests) > TESTS_MAX:
+        return Filter(self.tests + other.tests, self.any_of + other.any_of)._within_limit()
+
+    def __or__(self, other: Filter) -> Filter:
+        if not isinstance(other, Filter):
+            return NotImplemented
+        return Filter((), (self._alternatives() + other._alternatives(),))._within_limit()
+
+    def _alternatives(self) -> tuple[Filter, ...]:
+        """The filters of which one must match: of one that is joined by ``|`` its parts, so that it nests no deeper."""
+        return self.any_of[0] if not self.tests and len(self.any_of) == 1 else (self,)
+
+    def _within_limit(self) -> Filter:
+        if sum(1 for _ in self.all_tests()) > TESTS_MAX:
             raise InvalidValue(f"a filter has up to {TESTS_MAX} tests: split the scan, or test the rest yourself")
-        return Filter(self.tests + other.tests)
+        return self
+
+    def all_tests(self) -> Iterator[Test]:
+        """Every test, those in the groups too."""
+        yield from self.tests
+        for group in self.any_of:
+            for each in group:
+                yield from each.all_tests()
 
     def matches(self, stored: Stored) -> bool:
-        """Whether the value passes every test."""
-        return all(test.matches(stored) for test in self.tests)
+        """Whether the value passes every test, and one filter of each group."""
+        return all(test.matches(stored) for test in self.tests) and all(
+            any(each.matches(stored) for each in group) for group in self.any_of
+        )
 
     def as_condition(self) -> FieldEquals:
         """Convert this filter, which must be one equality of one field, to a guard."""
-        test = self.tests[0]
-        if len(self.tests) != 1 or test.comparison != "eq":
+        test = self.tests[0] if len(self.tests) == 1 and not self.any_of else None
+        if test is None or test.comparison != "eq" or test.path:
             raise InvalidValue("a guard on a field is one equality: limpet.field('state') == 'pending'")
         return FieldEquals(test.name, test.operands[0])
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,9 @@ from limpet.model import Batch, Commit, Entry, Family, Refusal, Window
 from limpet.retry import ATTEMPTS, pause_s, retry
 from limpet.sweep import Sweeper
 from limpet.turns import Turns
+
+if TYPE_CHECKING:
+    from limpet.append import Appender
 
 T = TypeVar("T")
 
@@ -43,6 +46,9 @@ class Session:
         self._ended = threading.Event()
         # Background tasks beside the sweeper and the hubs. They end with the session.
         self.background: set[asyncio.Task[None]] = set()
+        # Commits for several callers. Closing waits for them.
+        self._finishing: set[asyncio.Task[None]] = set()
+        self.appenders: dict[tuple[str, str], Appender] = {}
         self._hubs: dict[str, Hub] = {}
         self._followed: Engine | None = None
 
@@ -56,6 +62,7 @@ class Session:
         """Copy the session with another engine in front. Both share their hubs, which follow the first engine."""
         twin = copy.copy(self)
         twin.engine = engine
+        twin.appenders = {}
         twin._followed = self._followed or self.engine
         return twin
 
@@ -105,6 +112,12 @@ class Session:
         """Run a call that changes nothing, and run it again after transient errors."""
         return await retry(self.clock, call)
 
+    def start_to_finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start work in a task of its own. Closing the session waits until it is done."""
+        task = asyncio.create_task(work)
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
     def hub(self, namespace: str) -> Hub:
         """Get the hub of a namespace."""
         self.check_open()
@@ -126,6 +139,8 @@ class Session:
         """Drop everything that lived on an event loop that is gone, as in a child after a fork."""
         self._hubs.clear()
         self.background.clear()
+        self._finishing.clear()
+        self.appenders.clear()
         self.sweeper.forget_loop()
 
     async def close(self) -> None:
@@ -134,6 +149,7 @@ class Session:
             return
         self._ended.set()
         await self.sweeper.stop()
+        await asyncio.gather(*self._finishing)
         if self.background:
             for task in (background := [*self.background]):
                 task.cancel()

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from limpet.append import append_entry
 from limpet.checks import check_filter, check_flag
 from limpet.clock import Clock
 from limpet.codec import decode
-from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, refusal_error, single_put
+from limpet.draft import TTL, Draft, Expectation, Fence, Fencing, Meta, make_put, refusal_error, single_put
+from limpet.edit import Decide, Edit
 from limpet.election import Election
 from limpet.engine import Indexing, Sealing
 from limpet.errors import Ambiguous, Compacted, Conflict, Contention, InvalidValue, TransientError
@@ -354,6 +356,32 @@ class Store:
         """Put a value under a key that must not exist. Raises `Conflict` when it does."""
         return await self.put(key, value, ttl=ttl, expect=ABSENT, fence=fence, request_id=request_id, meta=meta)
 
+    async def append(
+        self,
+        prefix: str,
+        value: object,
+        *,
+        ttl: TTL = None,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta = None,
+    ) -> Entry:
+        """Put a value under a new key: the prefix and a number of 16 digits. The keys sort in the order of the commits.
+
+        Of any number of callers and processes, each gets a key of its own, and a number never comes again. Callers of
+        one opened store share commits.
+
+        Args:
+            prefix: What the key begins with, such as ``events/``.
+            value: Any JSON value, raw bytes, or `Fields` for a record.
+            ttl: Seconds until it expires; None for never.
+            fence: A lock that must still be held.
+            request_id: Makes the call safe to repeat for ten minutes, across crashes.
+            meta: A small JSON object beside the value.
+        """
+        put, _ = make_put(prefix, value, ttl, meta, self._session.value_bytes_max)
+        return await append_entry(self, put, fence, request_id)
+
     async def update(
         self,
         key: str,
@@ -377,6 +405,20 @@ class Store:
         """
         if not callable(change):
             raise TypeError(f"update takes a function of the value, not something of type {type(change).__name__}")
+        return await self._change(
+            key, lambda found: change(None if found is None else found.value), ttl=ttl, fence=fence, meta=meta
+        )
+
+    async def _change(
+        self,
+        key: str,
+        change: Callable[[Entry | None], Any],
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP],
+        fence: Fencing | Fence | None,
+        meta: Meta | Literal[Sentinel.KEEP],
+    ) -> Entry | None:
+        """Update a key by a function of the entry found."""
         clock = self._session.clock
         turn = self._session.turns.turn(("update", self.name, check_key(key)))
         found: Entry | None = None
@@ -385,7 +427,7 @@ class Store:
                 if attempt == 1 or not turn.is_up:
                     await take_turn(turn, attempt)
                     found = await self.entry(key)
-                value = change(None if found is None else found.value)
+                value = change(found)
                 if inspect.isawaitable(value):
                     value = await value
                 if value is UNCHANGED:
@@ -406,21 +448,89 @@ class Store:
         finally:
             turn.leave()
 
+    def edit(
+        self,
+        key: str,
+        *,
+        on_conflict: Decide | None = None,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Edit:
+        """A copy of an object or a record to work on, with ``async with``; at the end it is written.
+
+        Nothing is held meanwhile. If others have written, each member that only one side has changed, added or
+        removed is taken from that side, nested objects member by member. A member that both have changed to
+        different values raises `Conflict` with its ``clashes``, and nothing is written. Nor is it when nothing
+        changed, or when the body raises.
+
+        Args:
+            key: The key. Where there is none, the copy is an empty object.
+            on_conflict: A function, plain or async, of the path of such a member and of its values in base, mine and
+                theirs. It returns the value to keep, or ABSENT for none. It may run again when others keep writing.
+            ttl: Seconds until it expires; None for never, KEEP to leave it as it is.
+            fence: A lock that must be held at the end.
+            meta: A small JSON object beside the value, or KEEP.
+        """
+        return Edit(self, key, on_conflict=on_conflict, ttl=ttl, fence=fence, meta=meta)
+
     async def add(
         self,
         key: str,
         by: int = 1,
         *,
         ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
         expect: Expectation = ANY,
         fence: Fencing | Fence | None = None,
         request_id: str | None = None,
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> int:
-        """Add to a counter, in one step. Returns its new value; a missing key counts as zero."""
-        draft = self._draft(key, expect, fence, request_id).add(key, by, ttl=ttl, meta=meta)
-        number: int = _only(await draft.commit()).value
-        return number
+        """Add to a counter, in one step. Returns its new value; a missing key counts as zero.
+
+        With ``ttl_if_new`` a missing key gets this time to live, and the next adds leave it as it is: the counter
+        covers a window of time.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.add(key, by, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
+
+    async def minimum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> int:
+        """Keep the smaller of the number found and this one, in one step, and return it. A missing key takes this one.
+
+        It is a write also when the number stays.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.minimum(key, number, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
+
+    async def maximum(
+        self,
+        key: str,
+        number: int,
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        ttl_if_new: float | timedelta | None = None,
+        expect: Expectation = ANY,
+        fence: Fencing | Fence | None = None,
+        request_id: str | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> int:
+        """Keep the larger of the number found and this one, in one step, and return it. A missing key takes this one.
+
+        It is a write also when the number stays.
+        """
+        draft = self._draft(key, expect, fence, request_id)
+        return _number_in(await draft.maximum(key, number, ttl=ttl, ttl_if_new=ttl_if_new, meta=meta).commit())
 
     async def delete(
         self,
@@ -650,6 +760,11 @@ def _only(commit: Commit) -> Entry:
     entry = commit.entries[0]
     assert entry is not None
     return entry
+
+
+def _number_in(commit: Commit) -> int:
+    number: int = _only(commit).value
+    return number
 
 
 # Opening ----------------------------------------------------------------------

@@ -25,6 +25,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
+from limpet import edit as _edit
 from limpet import election as _election
 from limpet import hub as _hub
 from limpet import lock as _lock
@@ -43,7 +44,7 @@ from limpet.session import Session
 if TYPE_CHECKING:
     from limpet.encryption.keyring import Keyring
 
-__all__ = ["Draft", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
+__all__ = ["Draft", "Edit", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -264,7 +265,10 @@ class Store(Proxy):
     keys = mirror(_store.Store.keys)
     put = mirror(_store.Store.put)
     create = mirror(_store.Store.create)
+    append = mirror(_store.Store.append)
     add = mirror(_store.Store.add)
+    minimum = mirror(_store.Store.minimum)
+    maximum = mirror(_store.Store.maximum)
     delete = mirror(_store.Store.delete)
     delete_prefix = mirror(_store.Store.delete_prefix)
     take = mirror(_store.Store.take)
@@ -305,11 +309,25 @@ class Store(Proxy):
         meta: Meta | Literal[Sentinel.KEEP] = KEEP,
     ) -> Entry | None:
         """Change a value by a plain function of the value found; see `limpet.Store.update`."""
-        if inspect.iscoroutinefunction(change) or inspect.iscoroutinefunction(getattr(change, "__call__", None)):  # noqa: B004
+        if _is_async(change):
             raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
         return self._runner.run_with(
             require_plain(change), lambda changed: self._twin.update(key, changed, ttl=ttl, fence=fence, meta=meta)
         )
+
+    def edit(
+        self,
+        key: str,
+        *,
+        on_conflict: _edit.Decide | None = None,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> Edit:
+        """A copy of an object or a record to work on, with ``with``; see `limpet.Store.edit`."""
+        if _is_async(on_conflict):
+            raise TypeError("a blocking store takes a plain function as on_conflict, and this one is async")
+        return Edit(self._twin.edit(key, on_conflict=on_conflict, ttl=ttl, fence=fence, meta=meta), self._runner)
 
     def scan(
         self,
@@ -390,6 +408,10 @@ class Store(Proxy):
         self.close()
 
 
+def _is_async(function: object) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
 def require_plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a function so that it raises when it returns an awaitable, as a lambda may do."""
 
@@ -402,6 +424,29 @@ def require_plain(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return result
 
     return call
+
+
+class Edit(Proxy):
+    """A copy of an object or a record, to be used with ``with``. It is written at the end of the body."""
+
+    _twin: _edit.Edit
+
+    @property
+    def key(self) -> str:
+        """The key that is edited."""
+        return self._twin.key
+
+    def __enter__(self) -> dict[str, Any]:
+        return self._runner.run(self._twin._start())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        decide = _edit.call_with_parts(self._twin._on_conflict)
+        if kind is not None:
+            return
+        if decide is None:
+            self._runner.run(self._twin._finish(None))
+        else:
+            self._runner.run_with(require_plain(decide), self._twin._finish)
 
 
 class Draft(_Draft):

@@ -12,6 +12,7 @@ write recreates the key first, one that is put before the write's own change.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -41,6 +42,7 @@ from limpet.model import (
     Reason,
     Refusal,
     Revision,
+    Rule,
     Touch,
     Version,
     live,
@@ -252,6 +254,8 @@ def _make_entry(
         return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if current is None:
+        if isinstance(write, Add) and write.new_ttl_ms is not None:
+            ttl_ms = write.new_ttl_ms
         return Entry(
             write.key,
             stored,
@@ -277,16 +281,18 @@ def _make_entry(
 
 
 def _add(write: Add, current: Entry | None) -> bytes:
-    number = 0
+    number = write.by
     if current is not None:
         found = None if current.stored is None else codec.counter(current.stored)
         if found is None:
             raise _WriteRefused("type", current, needs="an integer")
-        number = found
-    number += write.by
+        number = _COUNT[write.rule](found, write.by)
     if not codec.INT_MIN <= number <= codec.INT_MAX:
         raise _WriteRefused("overflow", current)
     return b"%d" % number
+
+
+_COUNT: Final[dict[Rule, Callable[[int, int], int]]] = {"add": operator.add, "minimum": min, "maximum": max}
 
 
 def _patch(write: Patch, current: Entry | None, bytes_max: int) -> Stored:

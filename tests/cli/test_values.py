@@ -274,6 +274,24 @@ def test_ls_goes_on_over_pages(run: Limpet, url: str, monkeypatch: pytest.Monkey
     assert run("ls", "--limit", "6").stdout.split() == [f"k{number}" for number in range(6)]
 
 
+def test_incr_keeps_a_minimum_or_a_maximum(run: Limpet) -> None:
+    assert [run("incr", "high", str(number), "--maximum").stdout for number in (5, 3, 7)] == ["5\n", "5\n", "7\n"]
+    assert run("incr", "low", "--minimum", "--", "-2").stdout == "-2\n"
+    assert run("incr", "new", "--ttl-if-new", "1h").stdout == "1\n"
+    assert run("incr", "high", "1", "--ttl-if-new", "1h").stdout == "8\n"
+    assert (run.json("get", "new")["expires_at"] is None, run.json("get", "high")["expires_at"]) == (False, None)
+    assert run("incr", "n", "--ttl", "1h", "--ttl-if-new", "1h").exit_code == 2
+
+
+def test_append_prints_the_new_key(run: Limpet) -> None:
+    assert run("append", "event/", '{"n": 1}').stdout == "event/0000000000000001\n"
+    assert run("append", "event/", "plain", "--request-id", "once").stdout == "event/0000000000000002\n"
+    assert run("append", "event/", "plain", "--request-id", "once").stdout == "event/0000000000000002\n"
+    assert json.loads(run("append", "event/", "3", "--json", "--ttl", "1h").stdout)["key"] == "event/0000000000000003"
+    assert run("ls", "event/", "--values").stdout.count("event/") == 3
+    assert run("append", "", "1").exit_code == 7
+
+
 def test_del_with_prefix_deletes_and_counts(run: Limpet) -> None:
     for key in ("session/1", "session/2", "theme"):
         run("put", key, "1")

@@ -112,11 +112,11 @@ async def put(kept: SemanticStore, name: str, number: int, **semantics: Any) -> 
 
 
 async def keys_in_use(store: limpet.Store) -> set[str]:
-    """The keys by which entries in the database are encrypted. Locks are not, and receipts expire by themselves."""
+    """The keys by which entries in the database are encrypted. Locks and counters are not, and receipts expire."""
     encrypted = store._session.engine
     assert isinstance(encrypted, EncryptedEngine)
     found: set[str] = set()
-    for family in set(FAMILIES) - {"lock", "receipt"}:
+    for family in set(FAMILIES) - {"lock", "receipt", "sequence"}:
         page = await encrypted._inner.scan(store.name, Span("", None), family=family)
         found |= {key_id_of_value(entry.stored) for entry in page.entries if entry.stored is not None}
         found |= {key_id_of_meta(entry.meta_json) for entry in page.entries if entry.meta_json is not None}

@@ -60,6 +60,7 @@ def test_every_subject_leads_back_to_its_entry() -> None:
         ("receipt", "a"),
         ("audit", "a.b"),
         ("recoverable", "g"),
+        ("sequence", "log/"),
         ("data", "$LMP.b.l.x"),
     ]:
         assert subjects.entry_id(subjects.of(entry_id)) == entry_id  # type: ignore[arg-type]

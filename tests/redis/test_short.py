@@ -144,7 +144,12 @@ class Program:
                 narrow: Condition = dice.choice([revision, revision, Revision(NO_REVISION), ABSENT, PRESENT])
                 conditions = [ABSENT if found is None and dice.random() < 0.8 else narrow]
             case 4 | 5:
-                write = Add(key, dice.choice([1, -7, 10**14, 10**15, codec.INT_MAX]))
+                write = Add(
+                    key,
+                    dice.choice([1, -7, 10**14, 10**15, codec.INT_MAX]),
+                    rule=dice.choice(["add", "add", "add", "minimum", "maximum"]),
+                    new_ttl_ms=dice.choice([None, None, None, 30]),
+                )
             case 6 | 7:
                 write = Patch(key, self._make_fields(), if_exists=dice.random() < 0.2)
             case 8 | 9:
@@ -315,8 +320,8 @@ def _is_item(batch: Batch) -> bool:
         case Put(stored=bytes(stored), ttl_ms=ttl_ms, meta_json=meta_json):
             keeps_all_or_nothing = (ttl_ms, meta_json) in ((None, None), (KEEP, KEEP))
             return keeps_all_or_nothing and stored[0] != 0 and condition is not PRESENT
-        case Add(by=by):
-            return abs(by) < 10**15
+        case Add(by=by, rule=rule, new_ttl_ms=new_ttl_ms):
+            return abs(by) < 10**15 and rule == "add" and new_ttl_ms is None
         case Patch(unset=unset):
             return unset == ()
         case _:

@@ -123,6 +123,11 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "touch": lambda engine: commit(engine, Touch("bob/1", 1)),
     "patch": lambda engine: commit(engine, Patch("bob/1", {})),
     "expire": lambda engine: commit(engine, Expire("bob/1", 1)),
+    "read a counter": lambda engine: engine.read("trivia", ["bob/"], family="sequence"),
+    "read a counter of more than one's own": lambda engine: engine.read("trivia", ["alice"], family="sequence"),
+    "put a counter": lambda engine: commit(engine, Put("bob/", b"1", family="sequence")),
+    "put a counter of more than one's own": lambda engine: commit(engine, Put("alice", b"1", family="sequence")),
+    "scan for counters": lambda engine: engine.scan("trivia", prefix_span("alice/"), family="sequence"),
     "read a copy": lambda engine: engine.read("trivia", ["live/bob/1"], family="recoverable"),
     "put a copy": lambda engine: commit(engine, Put("live/bob/1", b"1", family="recoverable")),
     "put a copy of no key": lambda engine: commit(engine, Put("alice/1", b"1", family="recoverable")),
@@ -183,6 +188,18 @@ async def test_what_is_within_a_token_is_granted(as_: As) -> None:
         await alice.put("alice/1", "d", expect=limpet.Version(1))
     assert conflict.value.current is not None
     assert conflict.value.current.value == "c"
+
+
+async def test_keys_are_appended_to_a_prefix_of_ones_own(as_: As) -> None:
+    alice = await as_("alice")
+
+    made = [await alice.append("alice/log/", number, request_id=f"append {number}") for number in range(2)]
+
+    assert await alice.append("alice/log/", 0, request_id="append 0") == made[0]
+    assert (await alice.append("alice/", 0)).key == "alice/0000000000000001"
+    for prefix in ("alice", "bob/log/"):
+        with pytest.raises(PermissionDenied):
+            await alice.append(prefix, 1)
 
 
 async def test_a_log_tells_each_what_it_may_see(as_: As) -> None:

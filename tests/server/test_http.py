@@ -421,6 +421,49 @@ async def test_the_namespaces_are_listed(http: httpx2.AsyncClient) -> None:
     assert (await http.get(f"{ROOT}/v1/namespaces")).json() == {"namespaces": ["shop", "trivia"]}
 
 
+async def test_a_counter_keeps_a_minimum_or_a_maximum(http: httpx2.AsyncClient) -> None:
+    assert (await http.post("incr/n", json={"maximum": 7, "ttl_if_new": 60})).json() == {"value": 7}
+    assert (await http.post("incr/n", json={"minimum": 5})).json() == {"value": 5}
+    assert (await http.get("entries/n")).headers["Limpet-Version"] == "2"
+    writes = [{"op": "add", "key": "n", "maximum": 9}, {"op": "add", "key": "m", "by": 2, "ttl_if_new": 60}]
+    found = (await http.post("batch", json={"writes": writes})).json()["entries"]
+    assert [entry["expires_at"] is None for entry in found] == [False, False]
+    problem(await http.post("incr/n", json={"maximum": 7, "by": 1}), 400, "invalid_value")
+    problem(await http.post("incr/n", json={"ttl": 7, "ttl_if_new": 1}), 400, "invalid_ttl")
+
+
+async def test_a_scan_takes_alternatives_and_members_below(http: httpx2.AsyncClient) -> None:
+    for key, value in {"a": {"n": {"x": 1}}, "b": {"n": 2}, "c": {"n": 3}}.items():
+        await http.put(f"entries/{key}", json=value)
+    below, two = {"field": "n", "path": ["x"], "value": 1}, {"field": "n", "value": 2}
+
+    async def scan(*where: Any) -> list[str]:
+        found = await http.post("scan", json={"where": where})
+        return [entry["key"] for entry in found.json()["entries"]]
+
+    assert await scan(below) == ["a"]
+    assert await scan({"any": [[below], [two]]}) == ["a", "b"]
+    assert await scan({"any": [[below], [two]]}, {"field": "n", "op": "gt", "value": 1}) == ["b"]
+    refused: list[Any] = [{}, {"any": []}, {"any": [[], [two]]}, {"any": [[two]], "field": "n", "value": 1}]
+    for wrong in refused:
+        problem(await http.post("scan", json={"where": [wrong]}), 400, "invalid_value")
+
+
+async def test_an_append_makes_a_new_key(http: httpx2.AsyncClient) -> None:
+    first = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
+    again = await http.post("append/log/", json={"x": 1}, headers={"Limpet-Request-Id": "once"})
+    raw = await http.post(
+        "append/log/", content=b"\x01", headers={"Content-Type": "application/octet-stream", "Limpet-TTL": "60"}
+    )
+
+    assert (first.status_code, first.json()["key"]) == (201, "log/0000000000000001")
+    assert again.json() == first.json()
+    assert raw.json()["key"] == "log/0000000000000002"
+    assert raw.json()["expires_at"] is not None
+    assert (await http.get("entries/log/0000000000000001")).json() == {"x": 1}
+    problem(await http.post("append/" + "k" * 1009, json=1), 400, "invalid_key")
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(http: httpx2.AsyncClient) -> None:
     await http.put("entries/b", json=[1])
     await http.put("entries/a", json=2)
@@ -515,6 +558,7 @@ async def test_every_operation_can_be_called_by_its_name(http: httpx2.AsyncClien
     needed: dict[str, dict[str, Any]] = {
         "entries": {"keys": ["k"]},
         "delete_prefix": {"prefix": "k"},
+        "append": {"prefix": "k", "value": 1},
         "set": {"value": 1},
         "put": {"value": 1},
         "cas": {"value": 1, "expect": {"absent": True}},
@@ -963,6 +1007,7 @@ def test_every_operation_has_a_route() -> None:
             "records",
             "swap",
             "incr",
+            "append",
             "take",
             "touch",
             "batch",

@@ -273,6 +273,8 @@ def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
         ("batch", {"writes": [put, {"op": "take", "key": THEIRS}]}),
     ]
     named += [("delete_prefix", {"prefix": "team/a/", **fence})]
+    named += [("append", {"prefix": prefix, "value": 1}) for prefix in ("team", "team/a", THEIRS)]
+    named += [("append", {"prefix": "team/a/", "value": 1, **fence})]
     named += [("entries", {"keys": ["team/a/x", THEIRS]})]
     named += [("batch", {"writes": [put], "guards": [{"key": THEIRS, "expect": {"absent": True}}]})]
     named += [("batch", {"writes": [put], "fences": [{"name": THEIRS, "token": 1}]})]

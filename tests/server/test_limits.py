@@ -219,6 +219,7 @@ async def test_where_there_is_no_room_one_can_read_delete_and_replace(
         ("set", {"key": "a", "value": "z" * 97}),
         ("cas", {"key": "new", "value": 1, "expect": {"absent": True}}),
         ("incr", {"key": "new"}),
+        ("append", {"prefix": "new", "value": 1}),
         ("put", {"key": "new", "bytes": "AAAA"}),
         ("fields", {"key": "r", "set": {"h": 1}}),
         ("fields", {"key": "new", "set": {"h": 1}}),

@@ -96,6 +96,8 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("entries", {"keys": ["pin", "none", "r"]}),
     ("children", {}),
     ("delete_prefix", {"prefix": "p"}),
+    ("append", {"prefix": "p", "value": 1}),
+    ("append", {"prefix": "q", "value": 1, "request_id": "append"}),
     ("delete_prefix", {"prefix": ""}),
     ("entries", {"keys": ["pin", "none", "r"], "with_value": False}),
     ("put", {"key": "pin", "value": 1, "expect": GUESS}),

@@ -128,6 +128,16 @@ async def test_children_are_one_level_of_keys(nats: Plugins) -> None:
     ]
 
 
+async def test_appends_of_one_plugin_keep_their_order(nats: Plugins) -> None:
+    replies = await asyncio.gather(*(nats.ask("append", prefix="log/", value=number) for number in range(20)))
+
+    keys = [reply["entry"]["key"] for reply in replies]
+    assert keys == [f"log/{number:016}" for number in range(1, 21)]
+    assert (await nats.ask("get", key=keys[7]))["value"] == 7
+    assert (await nats.ask("append", prefix="log/"))["error_code"] == "VALIDATION_ERROR"
+    assert (await nats.ask("append", value=1))["error_code"] == "MISSING_FIELD"
+
+
 async def test_several_entries_are_read_in_the_order_of_their_keys(nats: Plugins) -> None:
     await nats.ask("set", key="b", value=[1])
     await nats.ask("set", key="a", value=2)

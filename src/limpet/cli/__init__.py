@@ -173,6 +173,35 @@ def put(
 
 
 @main.command(
+    epilog=examples(
+        """limpet append event/ '{"kind": "paid"}'    # prints event/0000000000000001""",
+        "limpet append event/ @event.json --ttl 7d --request-id order-17",
+    )
+)
+@click.argument("prefix", shell_complete=complete_key)
+@click.argument("value")
+@click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long: 250ms, 30s, 5m, 1h30m, 7d.")
+@click.option("--text", "form", flag_value="text", help="Store a string, whatever VALUE looks like.")
+@click.option("--bytes", "form", flag_value="bytes", help="Store raw bytes.")
+@write_options
+@pass_setup
+def append(
+    setup: Setup, prefix: str, value: str, ttl: float | None, form: str | None, fenced: bool, request_id: str | None
+) -> None:
+    """Store VALUE under a new key, and print the key.
+
+    The key is PREFIX and a number of 16 digits, which grows with each commit. VALUE is read as by 'limpet put'.
+    """
+    content, fence = value_of(value, form), _fence(fenced)
+    with setup.open(make=True) as store:
+        entry = store.append(prefix, content, ttl=ttl, fence=fence, request_id=request_id)
+    if setup.as_json:
+        _show_written(setup, entry)
+    else:
+        output.show_line(output.visible(entry.key))
+
+
+@main.command(
     name="del",
     epilog=examples("limpet del session/42", "limpet del theme --if-version 3", "limpet del session/ --prefix"),
 )
@@ -279,21 +308,39 @@ def ls(
         "limpet incr visits",
         "limpet incr stock -3",
         "limpet incr mails-sent --request-id order-17    # a retry counts once",
+        "limpet incr attempts/ada --ttl-if-new 1m        # counts within a minute of the first",
+        "limpet incr high-water 17 --maximum             # keeps the larger number",
     )
 )
 @click.argument("key", shell_complete=complete_key)
 @click.argument("by", type=int, default=1)
 @click.option("--ttl", type=duration, metavar="DURATION", help="Expire after this long. [default: as before]")
+@click.option("--ttl-if-new", type=duration, metavar="DURATION", help="Expire after this long, if it is a new counter.")
+@click.option("--minimum", "rule", flag_value="minimum", help="Keep the smaller of BY and the number there.")
+@click.option("--maximum", "rule", flag_value="maximum", help="Keep the larger of BY and the number there.")
 @write_options
 @pass_setup
-def incr(setup: Setup, key: str, by: int, ttl: float | None, fenced: bool, request_id: str | None) -> None:
+def incr(
+    setup: Setup,
+    key: str,
+    by: int,
+    ttl: float | None,
+    ttl_if_new: float | None,
+    rule: str | None,
+    fenced: bool,
+    request_id: str | None,
+) -> None:
     """Add BY, or 1, to the counter KEY, and print it.
 
-    A counter that does not exist starts at zero.
+    A counter that does not exist starts at zero; with --minimum or --maximum, at BY.
     """
-    fence = _fence(fenced)
+    if ttl is not None and ttl_if_new is not None:
+        raise click.UsageError("give one of --ttl and --ttl-if-new")
+    fence, kept = _fence(fenced), limpet.KEEP if ttl is None else ttl
     with setup.open(make=True) as store:
-        number = store.add(key, by, ttl=limpet.KEEP if ttl is None else ttl, fence=fence, request_id=request_id)
+        number = getattr(store, rule or "add")(
+            key, by, ttl=kept, ttl_if_new=ttl_if_new, fence=fence, request_id=request_id
+        )
     if setup.as_json:
         output.show({"key": key, "value": number})
     else:

@@ -113,6 +113,10 @@ ODD: Final[list[object]] = [
     limpet.field("a") > 1,
     limpet.field("a").in_([]),
     limpet.model.Filter(()),
+    limpet.model.Filter((), ((),)),
+    limpet.model.Filter((), ((limpet.model.Filter(()),) * 2,)),
+    limpet.model.Filter((), ((1, 2),)),  # type: ignore[arg-type]
+    limpet.model.Filter((limpet.model.Test("a", "exists", path=(1,)),)),  # type: ignore[arg-type]
     limpet.model.Filter((1,)),  # type: ignore[arg-type]
     limpet.model.Filter((limpet.model.Test("a", "lt"),)),
     limpet.model.Filter((limpet.model.Test("a", "eq", (None,)),)),  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ class Blocking:
 
     _PLAIN = frozenset({"name", "traits", "key", "token", "lost", "fence", "dropped"})
     _AT_ONCE = frozenset({"check"})
-    _MAKES = frozenset({"namespace", "batch", "record", "lock", "election"})
+    _MAKES = frozenset({"namespace", "batch", "record", "lock", "election", "edit"})
     _ITERATES = frozenset({"scan", "history", "observe"})
 
     def __init__(self, twin: Any) -> None:
@@ -63,9 +63,9 @@ class Blocking:
             return lambda *args, **options: _iterate(lambda: method(*args, **options))
         return lambda *args, **options: in_thread(lambda: method(*args, **options))
 
-    async def __aenter__(self) -> Blocking:
-        await in_thread(self._twin.__enter__)
-        return self
+    async def __aenter__(self) -> Any:
+        entered = await in_thread(self._twin.__enter__)
+        return self if entered is self._twin else entered
 
     async def __aexit__(self, *error: Any) -> None:
         await in_thread(lambda: self._twin.__exit__(*error))

@@ -38,6 +38,7 @@ GOOD: Final[dict[str, object]] = {
     "fields": {"a": 1},
     "expected": 1,
     "new": 2,
+    "number": 2,
 }
 """Good arguments for what a verb needs. Everything else has a default."""
 
@@ -80,6 +81,9 @@ async def _finish(made: Any) -> None:
     elif hasattr(made, "__aenter__") and hasattr(made, "aclose"):
         async with made:
             pass
+    elif type(getattr(made, "_twin", made)).__name__ == "Edit":
+        async with made as doc:
+            doc["odd"] = 1
     elif isinstance(made, AsyncIterator):
         async for _ in made:
             pass

@@ -879,7 +879,7 @@ async def test_a_swap_in_a_value_that_is_no_record_refuses_the_batch(store: limp
 
 
 async def test_a_batch_has_every_verb(store: limpet.Store) -> None:
-    """A batch puts, creates, adds, sets, swaps, touches, takes and deletes."""
+    """A batch puts, creates, adds, keeps minimum and maximum, sets, swaps, touches, takes and deletes."""
     await put_all(store, ["add", "touch", "take", "delete"], 1)
     await store.record("set").put({"a": 1, "b": 1})
     await store.record("swap").put({"state": "idle", "by": None})
@@ -903,7 +903,7 @@ async def test_a_batch_has_every_verb(store: limpet.Store) -> None:
 
 
 async def test_a_batch_creates_only_what_is_not_there(store: limpet.Store) -> None:
-    """A batch puts, creates, adds, sets, swaps, touches, takes and deletes."""
+    """A batch puts, creates, adds, keeps minimum and maximum, sets, swaps, touches, takes and deletes."""
     there = await store.put("there", 1)
 
     with pytest.raises(Conflict) as refused:
@@ -914,7 +914,7 @@ async def test_a_batch_creates_only_what_is_not_there(store: limpet.Store) -> No
 
 
 async def test_of_many_batches_that_take_the_same_key_one_gets_it(store: limpet.Store) -> None:
-    """A batch puts, creates, adds, sets, swaps, touches, takes and deletes."""
+    """A batch puts, creates, adds, keeps minimum and maximum, sets, swaps, touches, takes and deletes."""
     await store.put("job", "the job")
 
     commits = await asyncio.gather(

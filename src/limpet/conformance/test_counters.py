@@ -10,7 +10,7 @@ import pytest
 import limpet
 from limpet.conformance.conftest import Elapse, OpenStore
 from limpet.conformance.support import next_event
-from limpet.errors import Conflict, InvalidValue, TypeMismatch
+from limpet.errors import Conflict, InvalidTTL, InvalidValue, TypeMismatch
 
 INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 
@@ -363,3 +363,119 @@ async def test_a_crowd_stops_at_the_edge(open_store: OpenStore) -> None:
     assert sorted(granted) == list(range(INT_MAX - 9, INT_MAX + 1))
     assert len(refused) == 20
     assert await stores[0].get("hits") == INT_MAX
+
+
+# A window of time -------------------------------------------------------------
+
+
+async def test_a_new_counter_gets_a_ttl(store: limpet.Store, elapse: Elapse) -> None:
+    """`add` with `ttl_if_new` gives a missing key this time to live, and leaves that of an entry as it is."""
+    assert await store.add("tries", ttl_if_new=10) == 1
+    first = await store.entry("tries")
+    await elapse(4)
+    assert await store.add("tries", 2, ttl_if_new=10) == 3
+    second = await store.entry("tries")
+    await elapse(7)
+
+    assert first is not None
+    assert second is not None
+    assert first.expires_at is not None
+    assert (first.expires_at - first.created_at).total_seconds() == 10
+    assert second.expires_at == first.expires_at
+    assert await store.get("tries") is None
+    assert await store.add("tries", ttl_if_new=10) == 1
+
+
+async def test_a_counter_that_is_there_gets_no_ttl(store: limpet.Store) -> None:
+    """`add` with `ttl_if_new` gives a missing key this time to live, and leaves that of an entry as it is."""
+    await store.add("forever")
+    await store.add("forever", ttl_if_new=10)
+    commit = await store.batch().add("forever", ttl_if_new=10).add("new", ttl_if_new=10).commit()
+
+    assert [entry and entry.expires_at is None for entry in commit.entries] == [True, False]
+
+
+async def test_a_repeated_add_with_a_ttl_of_its_own(store: limpet.Store) -> None:
+    """A repeated add gives the value of the first."""
+    assert await store.add("n", ttl_if_new=10, request_id="once") == 1
+    assert await store.add("n", ttl_if_new=10, request_id="once") == 1
+    with pytest.raises(Conflict):
+        await store.add("n", ttl_if_new=11, request_id="once")
+    with pytest.raises(Conflict):
+        await store.maximum("n", 1, ttl_if_new=10, request_id="once")
+
+
+@pytest.mark.refused_early
+async def test_a_counter_has_one_ttl(store: limpet.Store) -> None:
+    """`ttl` and `ttl_if_new` together are InvalidTTL."""
+    for count in (store.add, store.minimum, store.maximum):
+        with pytest.raises(InvalidTTL, match="twice"):
+            await count("n", 1, ttl=10, ttl_if_new=10)
+        with pytest.raises(InvalidTTL, match="twice"):
+            await count("n", 1, ttl=None, ttl_if_new=10)
+        with pytest.raises(InvalidTTL):
+            await count("n", 1, ttl_if_new=0)
+
+
+# Minimum and maximum ----------------------------------------------------------
+
+
+async def test_the_smaller_and_the_larger_number_are_kept(store: limpet.Store) -> None:
+    """`minimum` keeps the smaller of the two numbers, `maximum` the larger; a missing key takes the given one."""
+    assert [await store.maximum("high", number) for number in (-5, -7, 3, 2, 3)] == [-5, -5, 3, 3, 3]
+    assert [await store.minimum("low", number) for number in (5, 7, -3, 0)] == [5, 5, -3, -3]
+    assert await store.get_many(["high", "low"]) == {"high": 3, "low": -3}
+    assert await store.maximum("high", INT_MAX) == INT_MAX
+    assert await store.minimum("low", INT_MIN) == INT_MIN
+
+
+async def test_concurrent_maxima_keep_the_largest(store: limpet.Store) -> None:
+    """`minimum` keeps the smaller of the two numbers, `maximum` the larger; a missing key takes the given one."""
+    found = await asyncio.gather(*(store.maximum("high", number * 7 % 40) for number in range(40)))
+
+    assert await store.get("high") == 39
+    assert 39 in found
+
+
+async def test_a_minimum_is_a_write(store: limpet.Store, elapse: Elapse) -> None:
+    """`minimum` and `maximum` have the limits and errors of `add`, and write also when the number stays."""
+    await store.minimum("low", 1, ttl=100, meta={"m": 1})
+    before = await store.entry("low")
+    await store.minimum("low", 2, ttl_if_new=5)
+    after = await store.entry("low")
+
+    assert before is not None
+    assert after is not None
+    assert (after.value, after.version, after.meta) == (1, 2, {"m": 1})
+    assert after.expires_at == before.expires_at
+    await elapse(101)
+    assert await store.minimum("low", 2) == 2
+
+
+async def test_other_values_have_no_maximum(store: limpet.Store) -> None:
+    """`minimum` and `maximum` have the limits and errors of `add`, and write also when the number stays."""
+    for number, value in enumerate([None, True, 1.5, "1", [1], b"1", limpet.Fields(a=1)]):
+        before = await store.put(f"k{number}", value)
+        for keep in (store.minimum, store.maximum):
+            with pytest.raises(TypeMismatch, match="an integer"):
+                await keep(f"k{number}", 1)
+        assert await store.entry(f"k{number}") == before
+    with pytest.raises(Conflict):
+        await store.maximum("new", 1, expect=limpet.PRESENT)
+
+
+@pytest.mark.refused_early
+@pytest.mark.parametrize("number", [1.0, True, "1", None, 2**63, -(2**63) - 1])
+async def test_a_maximum_is_an_integer(store: limpet.Store, number: Any) -> None:
+    """`minimum` and `maximum` have the limits and errors of `add`, and write also when the number stays."""
+    for keep in (store.minimum, store.maximum):
+        with pytest.raises(InvalidValue):
+            await keep("n", number)
+
+
+async def test_a_batch_keeps_minimum_and_maximum(store: limpet.Store) -> None:
+    """A batch puts, creates, adds, keeps minimum and maximum, sets, swaps, touches, takes and deletes."""
+    await store.put("low", 5)
+    commit = await store.batch().minimum("low", 3).maximum("high", 9).add("n", 2).commit()
+
+    assert [entry and entry.value for entry in commit.entries] == [3, 9, 2]

@@ -124,6 +124,7 @@ class Writer:
         await self._call("add", self._store.add("add"))
         draft = self._store.batch().add("batch", 1).put(f"{self._own}/batch", self._round)
         await self._call("batch", draft.commit())
+        await self._call("append", self._store.append("log/", [self._own, self._round]))
         await self._put_with_guard()
         await self._add_with_id()
         await self._swap()
@@ -209,6 +210,10 @@ async def write_while_connections_break(line: Line, store: limpet.Store, callers
     for name in ("add", "batch", "named"):
         found = await patiently(lambda name=name: store.get(name))  # type: ignore[misc]
         assert done[name] <= found <= done[name] + unknown[name], f"{name}: {done[name]} done, {unknown[name]} unknown"
+    appended = [entry async for entry in store.scan("log/")]
+    assert done["append"] <= len(appended) <= done["append"] + unknown["append"]
+    assert [entry.revision for entry in appended] == sorted(entry.revision for entry in appended)
+    assert len({str(entry.value) for entry in appended}) == len(appended)
     for number, writer in enumerate(writers):
         guarded = await patiently(lambda number=number: store.entry(f"writer-{number}/guarded"))  # type: ignore[misc]
         version = 0 if guarded is None else guarded.version

@@ -151,7 +151,7 @@ async def matches(store: limpet.Store, where: limpet.Filter, prefix: str = "") -
 
 
 async def test_where_looks_at_records_and_at_objects(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     await store.record("a record").put({"state": "open", "n": 1})
     await store.record("b record").put({"state": "shut", "n": 1})
     await store.put("c object", {"state": "open", "n": 2})
@@ -162,7 +162,7 @@ async def test_where_looks_at_records_and_at_objects(store: limpet.Store) -> Non
 
 
 async def test_where_does_not_look_into_depth(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     await store.put("nested", {"a": {"b": 1}})
     await store.record("field").put({"a": {"b": 1}})
     await store.put("flat", {"a.b": 1})
@@ -173,7 +173,7 @@ async def test_where_does_not_look_into_depth(store: limpet.Store) -> None:
 
 
 async def test_where_takes_any_name(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     names = ["$text", "$bytes", "$json", "$", "a.b", '"', "'", "\\", "%", "_", "*", "[0]", "a b", "\n", "é", "e\u0301"]
     names += ["🦪", "NULL", "Name", "name", "field') OR ('1'='1"]
     await put_all(store, {f"r/{name}": limpet.Fields({name: "x", "other": b"y"}) for name in names})
@@ -185,7 +185,7 @@ async def test_where_takes_any_name(store: limpet.Store) -> None:
 
 
 async def test_where_sees_the_fields_as_they_are_now(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     job = store.record("job")
     await job.put({"state": "pending"})
     assert await matches(store, limpet.field("state") == "pending") == ["job"]
@@ -199,7 +199,7 @@ async def test_where_sees_the_fields_as_they_are_now(store: limpet.Store) -> Non
 
 
 async def test_where_gives_whole_entries(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     entry = await store.record("record").put({"a": 1, "b": b"\xff"}, ttl=600, meta={"by": "me"})
     await store.put("other", {"a": 2})
 
@@ -207,7 +207,7 @@ async def test_where_gives_whole_entries(store: limpet.Store) -> None:
 
 
 async def test_where_is_a_filter_and_nothing_else(store: limpet.Store) -> None:
-    """`where` tests record fields and top-level members of JSON objects."""
+    """`where` tests record fields and members of JSON objects."""
     await store.put("a", {"state": "open"})
     for where in ({"state": "open"}, "state", True, limpet.equals(1)):
         wrong: Any = where
@@ -660,3 +660,98 @@ async def test_neither_items_nor_letters_are_fields(store: limpet.Store) -> None
 
     for name in ("field", "0", "length", "f"):
         assert await matches(store, limpet.field(name).exists()) == []
+
+
+# Members below, and alternatives -----------------------------------------------
+
+
+async def keys_of(store: limpet.Store, where: Any, prefix: str = "") -> list[str]:
+    return [entry.key async for entry in store.scan(prefix, where=where)]
+
+
+async def test_a_member_below_is_tested(store: limpet.Store) -> None:
+    """A field of several names leads to a member below: an object is looked into, and anything else has no members."""
+    city = limpet.field("address", "city")
+    for key, address in {
+        "a": {"city": "Oslo"},
+        "b": {"city": "Bergen"},
+        "c": {"city": {"name": "Oslo"}},
+        "d": "Oslo",
+        "e": ["city"],
+        "f": None,
+        "g": {},
+    }.items():
+        await store.put(f"json/{key}", {"address": address})
+        await store.record(f"record/{key}").put({"address": address})
+    await store.put("none", {"city": "Oslo"})
+    await store.record("raw").put({"address": b'{"city":"Oslo"}'})
+
+    for kind in ("json/", "record/"):
+        assert await keys_of(store, city == "Oslo", kind) == [f"{kind}a"]
+        assert await keys_of(store, city.exists(), kind) == [f"{kind}{key}" for key in "abc"]
+        assert await keys_of(store, city != "Oslo", kind) == [f"{kind}{key}" for key in "bcdefg"]
+        assert await keys_of(store, city < "C", kind) == [f"{kind}b"]
+        assert await keys_of(store, limpet.field("address", "city", "name") == "Oslo", kind) == [f"{kind}c"]
+    assert await keys_of(store, city.exists() & (city == "Oslo")) == ["json/a", "record/a"]
+    assert await keys_of(store, city.in_(["Oslo"])) == ["json/a", "record/a"]
+
+
+async def test_an_index_knows_no_member_below(store: limpet.Store) -> None:
+    """An index changes no result of a scan, only how long it takes."""
+    await store.put("a", {"n": {"n": 1}})
+    await store.put("b", {"n": 1})
+    await store.put("c", {"n": 2, "m": 1})
+    if not store.traits.encrypted:
+        await store.index("n")
+    n = limpet.field("n")
+
+    assert await keys_of(store, limpet.field("n", "n") == 1) == ["a"]
+    assert await keys_of(store, (n == 1) | (limpet.field("m") == 1)) == ["b", "c"]
+    assert await keys_of(store, (n == 2) & ((n == 1) | (limpet.field("m") == 1))) == ["c"]
+
+
+async def test_one_of_several_filters_must_match(store: limpet.Store) -> None:
+    """Of filters joined by `|`, one must match; `&` and `|` may be mixed."""
+    a, b, c = (limpet.field(name) == 1 for name in "abc")
+    for number in range(8):
+        present = {name: 1 for bit, name in enumerate("abc") if number >> bit & 1}
+        await store.put(f"{number}", present)
+
+    def matching(test: Callable[[bool, bool, bool], bool]) -> list[str]:
+        return [f"{n}" for n in range(8) if test(bool(n & 1), bool(n & 2), bool(n & 4))]
+
+    assert await keys_of(store, a | b) == matching(lambda a, b, c: a or b)
+    assert await keys_of(store, a | b | c) == matching(lambda a, b, c: a or b or c)
+    assert await keys_of(store, (a | b) & c) == matching(lambda a, b, c: (a or b) and c)
+    assert await keys_of(store, a | (b & c)) == matching(lambda a, b, c: a or (b and c))
+    assert await keys_of(store, (a | b) & (b | c)) == matching(lambda a, b, c: (a or b) and (b or c))
+    assert await keys_of(store, ((a | b) & c) | (a & b)) == matching(lambda a, b, c: ((a or b) and c) or (a and b))
+    assert [entry.key async for entry in store.scan(where=a | c, limit=2, reverse=True)] == ["7", "6"]
+
+
+@pytest.mark.refused_early
+async def test_alternatives_count_as_tests(store: limpet.Store) -> None:
+    """A test compares with up to 1,000 values, a filter has up to 32 tests, and more is InvalidValue."""
+    test: limpet.Filter = limpet.field("a") == 1
+    wide: limpet.Filter = test
+    for _ in range(31):
+        wide |= test
+    with pytest.raises(InvalidValue, match="32"):
+        wide | test
+    with pytest.raises(InvalidValue, match="32"):
+        wide & test
+    deep: limpet.Filter = test
+    for _ in range(40):
+        deep = limpet.model.Filter((), ((deep, test),))
+    for where in (deep, limpet.model.Filter((), ((test,),)), limpet.model.Filter(test.tests, ((),))):
+        with pytest.raises(InvalidValue):
+            await keys_of(store, where)
+
+
+@pytest.mark.refused_early
+async def test_a_guard_is_one_equality_of_a_field(store: limpet.Store) -> None:
+    """A guard on a field is one equality of a field, and no filter of several tests or names."""
+    a = limpet.field("a") == 1
+    for wrong in (a | a, a & a, limpet.field("a", "b") == 1, limpet.field("a") != 1):
+        with pytest.raises(InvalidValue, match="one equality"):
+            await store.put("k", 1, expect=wrong)

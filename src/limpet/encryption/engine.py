@@ -68,8 +68,8 @@ REMEMBERED_BYTES_MAX: Final = 16_384
 RESEAL_CAUSE: Final = "limpet-reseal-"
 """The prefix of the causes of changes that only replace the key of a value."""
 
-# Lock entries contain only the holder name, which waiters must be able to read.
-_PLAIN_FAMILIES: Final[frozenset[Family]] = frozenset({"lock"})
+# Lock entries contain only the holder name, which waiters must be able to read, and counters what keys tell as well.
+_PLAIN_FAMILIES: Final[frozenset[Family]] = frozenset({"lock", "sequence"})
 # A receipt cannot be encrypted with another key: its hash is made from the request, which is not stored. It expires
 # within ten minutes.
 _RESEALED_FAMILIES: Final[tuple[Family, ...]] = ("data", "audit", "recoverable")
@@ -408,7 +408,11 @@ class EncryptedEngine:
             is_planned = isinstance(write, Add | Patch) and write.family not in _PLAIN_FAMILIES
             is_put = isinstance(write, Put) and write.family not in _PLAIN_FAMILIES
             stored = after.stored if after is not None and (is_planned or is_put) else None
-            writes.append(_encrypt_write(ring, namespace, write, stored))
+            encrypted_write = _encrypt_write(ring, namespace, write, stored)
+            if isinstance(write, Add) and isinstance(encrypted_write, Put) and write.new_ttl_ms is not None:
+                is_new = found[write.family, write.key] is None
+                encrypted_write = _replace(encrypted_write, ttl_ms=write.new_ttl_ms) if is_new else encrypted_write
+            writes.append(encrypted_write)
             values.append(stored)
             results.append(stored if is_planned else None)
         own = {entry_id: _unchanged(found[entry_id]) for entry_id in deciding}

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from msgspec import UNSET, UnsetType
 
 from limpet import codec
+from limpet.append import make_key
 from limpet.model import Add, Batch, Patch, Put
 from limpet.protocol.json import field_of
 from limpet.server import requests
@@ -38,6 +39,9 @@ def additions_of(request: Request, *, with_sizes: bool = True) -> dict[str, Addi
             return {request.key: _measure_write(request, with_sizes)}
         case requests.Incr():
             return {request.key: _COUNTER}
+        case requests.Append():
+            # A key that no append makes stands for the one that this will make.
+            return {make_key(request.prefix, 0): _measure_write(request, with_sizes)}
         case requests.FieldsOf():
             fields = {} if isinstance(request.set, UnsetType) else request.set
             if not isinstance(request.swap, UnsetType):
@@ -76,7 +80,7 @@ def _measure_primitive(write: Put | Add | Patch) -> Addition:
 _ADDING: Final = frozenset({"put", "create", "add", "set"})
 
 
-def _measure_write(request: requests.Put | requests.BatchWrite, with_sizes: bool) -> Addition:
+def _measure_write(request: requests.Put | requests.Append | requests.BatchWrite, with_sizes: bool) -> Addition:
     op = request.op if isinstance(request, requests.BatchWrite) else "put"
     if op == "add":
         return _COUNTER

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request as Incoming
 
 from limpet.errors import PermissionDenied
-from limpet.keys import Span, key_span
+from limpet.keys import Span, key_span, prefix_span
 from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Patch, Put, Refusal, Write
 from limpet.server import validate
 from limpet.server.dispatch import Caller
@@ -57,8 +57,8 @@ class EngineRequest(NamedTuple):
 
     def sees_in(self, family: Family, name: str, *, with_value: bool = True) -> bool:
         """Whether the caller may read the entry of this name in a family."""
-        key = _key_of(family, name)
-        return self.sees_all if key is None else self.sees(key, with_value=with_value)
+        spans = spans_of(family, [name])
+        return self.may("read", spans) and (not with_value or self.may("reveal", spans))
 
     def sees_value(self, write: Write) -> bool:
         """Whether the caller may see the value that a write replaces or makes."""
@@ -90,6 +90,9 @@ def is_named_by_key(family: Family) -> bool:
 
 def spans_of(family: Family, names: Sequence[str]) -> Sequence[Span]:
     """The keys on which a caller needs a right for these names in a family."""
+    if family == "sequence":
+        # It numbers the keys under a prefix.
+        return [prefix_span(name) for name in names]
     keys = [_key_of(family, name) for name in names]
     return ALL_KEYS if None in keys else [key_span(key) for key in keys if key is not None]
 

@@ -386,6 +386,16 @@ def _endpoints() -> Sequence[Endpoint]:
             "POST", _keyed("incr"), "increment", run["incr"], _reply_json, _ok("CounterAnswer"), timed, requests.Incr
         ),
         Endpoint(
+            "POST",
+            f"{SPACE}/append/{{prefix:key}}",
+            "append_entry",
+            run["append"],
+            _reply_written,
+            {201: entry},
+            [FENCE, *once, TTL, TTL_QUERY, META],
+            "value",
+        ),
+        Endpoint(
             "POST", _keyed("take"), "take", run["take"], _reply_taken, _ok("ValueAnswer"), CONDITIONS, requests.Take
         ),
         Endpoint("POST", _keyed("touch"), "touch", run["touch"], _reply_touched, touched, timed, requests.Touch),
@@ -494,6 +504,7 @@ SUMMARIES: Final = {
     "patch_record": "Write some fields of a record, or drop them, without touching the rest.",
     "swap_field": "Change a field of a record if it holds what is expected: of all who try, one wins.",
     "increment": "Add to a counter.",
+    "append_entry": "Put a value under a new key: the prefix and a number that grows with each commit.",
     "take": "Get a value and end its key in one step.",
     "touch": "Change only when a key expires.",
     "batch": "Guards and writes that happen together or not at all.",

@@ -163,6 +163,7 @@ _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
     "entries": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
     "put": {"entry": _OBJECT},
+    "append": {"entry": _OBJECT},
     "cas": _STAMP,
     "incr": {"value": _INTEGER},
     "take": {"exists": _BOOLEAN, "value": {}},

@@ -30,6 +30,7 @@ from limpet.model import (
     Equals,
     FieldEquals,
     Filter,
+    Rule,
     Sentinel,
     Write,
 )
@@ -107,7 +108,17 @@ async def _entries(store: Store, request: requests.Entries) -> Answer:
 
 async def _put(store: Store, request: requests.Put) -> Answer:
     ttl = _ttl_or_keep(UNSET if request.keep_ttl else request.ttl)
-    entry = await store.put(request.key, _content(request), ttl=ttl, meta=request.meta, **_conditions(request))
+    entry = await store.put(
+        request.key, _content(request, request.key), ttl=ttl, meta=request.meta, **_conditions(request)
+    )
+    return {"entry": entry_as_json(entry, with_value=False)}
+
+
+async def _append(store: Store, request: requests.Append) -> Answer:
+    content, fence = _content(request, request.prefix), _fence(request.fence)
+    entry = await store.append(
+        request.prefix, content, ttl=request.ttl, fence=fence, request_id=request.request_id, meta=request.meta
+    )
     return {"entry": entry_as_json(entry, with_value=False)}
 
 
@@ -117,7 +128,23 @@ async def _cas(store: Store, request: requests.Cas) -> Answer:
 
 
 async def _incr(store: Store, request: requests.Incr) -> Answer:
-    return {"value": await store.add(request.key, request.by, ttl=_ttl_or_keep(request.ttl), **_conditions(request))}
+    rule, number = _counting(request)
+    count = getattr(store, rule)
+    ttl = _ttl_or_keep(request.ttl)
+    return {"value": await count(request.key, number, ttl=ttl, ttl_if_new=request.ttl_if_new, **_conditions(request))}
+
+
+def _counting(request: requests.Incr | requests.BatchWrite) -> tuple[Rule, int]:
+    """What to do with an integer, and the number to do it with."""
+    numbers: dict[Rule, int | UnsetType] = {
+        "add": request.by,
+        "minimum": request.minimum,
+        "maximum": request.maximum,
+    }
+    given = [(rule, number) for rule, number in numbers.items() if not isinstance(number, UnsetType)]
+    if len(given) > 1:
+        raise InvalidValue(f"{request.key!r} is counted with one of by, minimum and maximum")
+    return given[0] if given else ("add", 1)
 
 
 async def _take(store: Store, request: requests.Take) -> Answer:
@@ -174,11 +201,12 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
     ttl = _ttl_or_keep(write.ttl)
     match write.op:
         case "put":
-            draft.put(write.key, _content(write), ttl=given, meta=write.meta)
+            draft.put(write.key, _content(write, write.key), ttl=given, meta=write.meta)
         case "create":
-            draft.create(write.key, _content(write), ttl=given, meta=write.meta)
+            draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta)
         case "add":
-            draft.add(write.key, write.by, ttl=ttl)
+            rule, number = _counting(write)
+            getattr(draft, rule)(write.key, number, ttl=ttl, ttl_if_new=write.ttl_if_new)
         case "set":
             fields = {} if isinstance(write.fields, UnsetType) else write.fields
             changed = {name: field_of(item) for name, item in fields.items()}
@@ -196,9 +224,7 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
 async def _scan(store: Store, request: requests.Scan) -> Answer:
     if not 1 <= request.limit <= PAGE_MAX:
         raise InvalidValue(f"a page holds 1 to {PAGE_MAX:,} entries", path="$.limit")
-    where: Filter | None = None
-    for test in request.where:
-        where = test.filter() if where is None else where & test.filter()
+    where = requests.filter_of(request.where) if request.where else None
     page: list[Answer] = []
     size_bytes, cursor = 0, None
     options: dict[str, Any] = {"where": where, "after": request.after, "reverse": request.reverse}
@@ -357,10 +383,10 @@ def _fence(fence: requests.Fence | None) -> Fence | None:
     return None if fence is None else Fence(fence.name, fence.token)
 
 
-def _content(request: requests.Put | requests.BatchWrite) -> Any:
+def _content(request: requests.Put | requests.Append | requests.BatchWrite, key: str) -> Any:
     """The value, the record or the raw bytes to store."""
     if [request.value is not UNSET, request.fields is not UNSET, request.bytes is not UNSET].count(True) != 1:
-        raise InvalidValue(f"a put of {request.key!r} has one of value, fields and bytes")
+        raise InvalidValue(f"a put of {key!r} has one of value, fields and bytes")
     if not isinstance(request.fields, UnsetType):
         return Fields({name: field_of(item) for name, item in request.fields.items()})
     return request.value if isinstance(request.bytes, UnsetType) else request.bytes
@@ -407,6 +433,12 @@ def _reach_prefix(request: Any) -> Reach:
     fence = getattr(request, "fence", None)
     names = () if fence is None else (fence.name,)
     return Reach([prefix_span(request.prefix), *_reach_keys(names).spans], names)
+
+
+def _reach_append(request: requests.Append) -> Reach:
+    # Named by its prefix, so that the appends of one caller are done in the order in which they came.
+    reach = _reach_prefix(request)
+    return Reach(reach.spans, [request.prefix, *reach.keys])
 
 
 def _reach_pattern(request: requests.Watch) -> Reach:
@@ -525,6 +557,7 @@ OPERATIONS: Final = _table(
         conceals=lambda request: not request.with_value,
     ),
     Operation("put", requests.Put, "write", _put, _reach_key),
+    Operation("append", requests.Append, "write", _append, _reach_append),
     Operation("cas", requests.Cas, "write", _cas, _reach_key),
     Operation("incr", requests.Incr, "write", _incr, _reach_key, reveals=True),
     Operation("take", requests.Take, "write", _take, _reach_key, reveals=True),

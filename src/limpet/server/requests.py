@@ -6,6 +6,7 @@ member that is wrong and never shows its value.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
@@ -184,6 +185,19 @@ class Put(Guarded, frozen=True, kw_only=True):
     meta: dict[str, Any] | None = None
 
 
+class Append(Strict, frozen=True, kw_only=True):
+    """Put a value, or a record, or raw bytes, under a new key of the prefix."""
+
+    prefix: str
+    value: Any = UNSET
+    fields: dict[str, Any] | UnsetType = UNSET
+    bytes: Bytes | UnsetType = UNSET
+    ttl: TTL = None
+    meta: dict[str, Any] | None = None
+    fence: Fence | None = None
+    request_id: str | None = None
+
+
 class Cas(Strict, frozen=True, kw_only=True):
     """Replace a value if the key is as expected."""
 
@@ -196,11 +210,14 @@ class Cas(Strict, frozen=True, kw_only=True):
 
 
 class Incr(Guarded, frozen=True, kw_only=True):
-    """Add to a counter."""
+    """Add to a counter, or keep the smaller or the larger number."""
 
     key: str
-    by: Int64 = 1
+    by: Int64 | UnsetType = UNSET
+    minimum: Int64 | UnsetType = UNSET
+    maximum: Int64 | UnsetType = UNSET
     ttl: TTL | UnsetType = UNSET
+    ttl_if_new: TTL = None
 
 
 class Take(Guarded, frozen=True, kw_only=True):
@@ -252,10 +269,13 @@ class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     value: Any = UNSET
     fields: dict[str, Any] | UnsetType = UNSET
     bytes: Bytes | UnsetType = UNSET
-    by: Int64 = 1
+    by: Int64 | UnsetType = UNSET
+    minimum: Int64 | UnsetType = UNSET
+    maximum: Int64 | UnsetType = UNSET
     unset: list[str] = []
     if_exists: bool = False
     ttl: TTL | UnsetType = UNSET
+    ttl_if_new: TTL = None
     meta: dict[str, Any] | None = None
 
 
@@ -269,15 +289,22 @@ class Batch(Strict, frozen=True, kw_only=True):
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One test of a field or a top-level member."""
+    """One test of a field, or of the member that ``path`` leads to below it; or ``any`` of several lists of tests."""
 
-    field: str
+    field: str | UnsetType = UNSET
+    path: list[str] = []
+    any: list[list[Where]] | UnsetType = UNSET
     op: Literal["eq", "ne", "lt", "le", "gt", "ge", "in", "not_in", "exists"] = "eq"
     value: Any = UNSET
 
     def filter(self) -> Filter:
         """The test as a store takes it."""
-        field = field_test(self.field)
+        if isinstance(self.field, UnsetType) == isinstance(self.any, UnsetType):
+            raise InvalidValue("a test has one of field and any", path="$.where")
+        if not isinstance(self.any, UnsetType):
+            return _join(operator.or_, [filter_of(tests) for tests in self.any])
+        assert isinstance(self.field, str)
+        field = field_test(self.field, *self.path)
         if self.op == "exists":
             return field.exists()
         if self.value is UNSET:
@@ -289,6 +316,17 @@ class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             return (field.in_ if self.op == "in" else field.not_in)(map(field_of, self.value))
         compare: Callable[[Any, Any], Filter] = getattr(operator, self.op)
         return compare(field, field_of(self.value))
+
+
+def filter_of(tests: Sequence[Where]) -> Filter:
+    """Tests that must all hold, as a filter."""
+    return _join(operator.and_, [test.filter() for test in tests])
+
+
+def _join(join: Callable[[Filter, Filter], Filter], filters: list[Filter]) -> Filter:
+    if not filters:
+        raise InvalidValue("a list of tests has one or more", path="$.where")
+    return functools.reduce(join, filters)
 
 
 class Scan(Strict, frozen=True, kw_only=True):

@@ -61,7 +61,7 @@ def check_scan(scan: wire.Scan) -> None:
     _check_page(scan.limit)
     if scan.where is not None:
         check_filter(scan.where)
-        for test in scan.where.tests:
+        for test in scan.where.all_tests():
             for operand in test.operands:
                 _check_encoded(test.name, operand)
 

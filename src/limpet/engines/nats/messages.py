@@ -64,7 +64,13 @@ def decode_name(words: str) -> str:
     return _ESCAPED.sub(lambda escaped: bytes([int(escaped[1], 16)]), words.encode()).decode()
 
 
-_LETTERS: Final[dict[Family, str]] = {"lock": "l", "receipt": "r", "audit": "t", "recoverable": "g"}
+_LETTERS: Final[dict[Family, str]] = {
+    "lock": "l",
+    "receipt": "r",
+    "audit": "t",
+    "recoverable": "g",
+    "sequence": "s",
+}
 _FAMILIES: Final[dict[str, Family]] = {letter: family for family, letter in _LETTERS.items()}
 _NAMED: Final[dict[str, Family]] = {family: family for family in FAMILIES}
 

@@ -33,6 +33,8 @@ def filter_sql(where: Filter) -> tuple[str, list[Any]]:
 
 def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
     """One test as a condition with at most one operand; None if the server cannot test it."""
+    if test.path:
+        return None
     # The name is part of the text, so that an index on this very expression can be used.
     name = "'" + test.name.replace("'", "''") + "'"
     if test.comparison == "exists":

@@ -138,7 +138,8 @@ def _encode_put(put: Put, condition: Condition | None) -> Item | None:
 
 
 def _encode_add(add: Add) -> Item | None:
-    is_usual = add.ttl_ms is KEEP and add.meta_json is KEEP and type(add.by) is int and abs(add.by) < _STEP_LIMIT
+    is_sum = add.rule == "add" and type(add.by) is int and abs(add.by) < _STEP_LIMIT
+    is_usual = is_sum and add.ttl_ms is KEEP and add.meta_json is KEEP and add.new_ttl_ms is None
     return (add.key, add.by, False) if is_usual else None
 
 
