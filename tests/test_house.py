@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
         *("append", "edit", "many", "folders"),
         *("store", "sync", "__init__"),
     },
-    {"semantic", "faces", "plugin"},
+    {"semantic", "faces", "plugin", "adapters"},
     {"server"},
     {"cli", "conformance", "demo", "testing"},
 ]
@@ -56,9 +56,9 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
     *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client"),
-    *("click", "rich", "pytest", "hypothesis", "cryptography"),
+    *("click", "rich", "pytest", "hypothesis", "cryptography", "key_value", "cachelib"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
-    "limpet.testing",
+    *("limpet.testing", "limpet.adapters"),
     *("limpet.plugin", "limpet.encryption", "limpet.semantic", "limpet.server", "limpet.protocol"),
 ]
 

@@ -156,6 +156,7 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
     extras = described.get_all("Requires-Dist", [])
     imported_as = {
         "nats-py": "nats",
+        "py-key-value-aio": "key_value",
         "sse-starlette": "sse_starlette",
         "prometheus-client": "prometheus_client",
         "pytest-asyncio": "pytest_asyncio",
