@@ -297,6 +297,25 @@ def test_loops_in_several_threads_share_an_engine(url: str) -> None:
     asyncio.run(engine.close())
 
 
+def test_loops_in_several_threads_append_through_one_store(url: str) -> None:
+    """Each loop can wake only its own callers, and between them the guard of the commit decides."""
+
+    async def open_store() -> limpet.Store:
+        return await limpet.open(url, sweep=False)
+
+    store = asyncio.run(open_store())
+
+    async def append(index: int) -> list[limpet.Entry]:
+        return await asyncio.gather(*(store.append("log/", [index, number]) for number in range(40)))
+
+    made = [entry for own in in_threads(lambda index: asyncio.run(append(index)), 4) for entry in own]
+
+    made.sort(key=lambda entry: entry.key)
+    assert [entry.key for entry in made] == [f"log/{number:016}" for number in range(1, 161)]
+    assert [entry.revision for entry in made] == sorted(entry.revision for entry in made)
+    asyncio.run(store.close())
+
+
 def test_a_loop_waits_for_what_a_thread_writes(url: str) -> None:
     """A wait ends early when a change arrives, from this process or another."""
     engine = asyncio.run(open_engine(url, limpet.SystemClock()))

@@ -62,7 +62,8 @@ async def append_entry(store: Store, put: Put, fence: Fencing | Fence | None, re
 
 def _find_appender(store: Store, prefix: str) -> Appender:
     appenders = store._session.appenders
-    name = (store.name, prefix)
+    # One for each event loop, which alone can wake its callers. Between loops, as between processes, the guard decides.
+    name = (store.name, prefix, asyncio.get_running_loop() if has_loop() else None)
     found = appenders.get(name)
     if found is None:
         if len(appenders) >= APPENDERS_MAX:
@@ -97,7 +98,7 @@ class _Waiting:
 
 
 class Appender:
-    """Appends to one prefix, for all callers of one opened store, one commit after the other."""
+    """Appends to one prefix, for all callers on one event loop or all threads without one, one commit after the other."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store

@@ -48,7 +48,7 @@ class Session:
         self.background: set[asyncio.Task[None]] = set()
         # Commits for several callers. Closing waits for them.
         self._finishing: set[asyncio.Task[None]] = set()
-        self.appenders: dict[tuple[str, str], Appender] = {}
+        self.appenders: dict[tuple[str, str, asyncio.AbstractEventLoop | None], Appender] = {}
         self._hubs: dict[str, Hub] = {}
         self._followed: Engine | None = None
 
