@@ -182,6 +182,18 @@ async def test_the_oldest_change_is_read_without_a_look_at_all_subjects(requests
     assert of_any_subject(requests) == []
 
 
+async def test_a_trim_goes_on_where_the_server_cannot_list_all_subjects_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def count_late(self: NamespaceStream) -> dict[str, int]:
+        raise NoReply
+
+    monkeypatch.setattr(NamespaceStream, "count_messages", count_late)
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await fill(store)
+        assert await engine_of(store).trim(store.name, Window(changes=3, age_ms_min=0)) == KEYS - 3
+
+
 class Counted(dict[EntryId, Message]):
     """A dictionary that counts what is read of it in order."""
 
