@@ -10,6 +10,7 @@ import pytest
 
 import limpet
 from limpet.engines.nats import log_follower
+from limpet.engines.nats import stream as nats_stream
 from limpet.engines.nats.connection import NoReply
 from limpet.engines.nats.messages import EntryId, Message
 from limpet.engines.nats.mirror import END_MS, Mirror
@@ -85,6 +86,21 @@ async def test_the_latest_change_is_found_behind_other_messages(requests: Reques
         assert await stream.revision() == last.revision
 
     assert of_any_subject(requests)
+
+
+async def test_a_namespace_is_listed_once_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server lists 256 streams at a time, by their places, and a new one moves those after it."""
+    name = unique()
+    async with limpet.open(server(), namespace=name, sweep=False) as store:
+        await store.put("a", 1)
+        ours = await stream_of(store).info()
+        pages = iter([{"streams": [ours], "total": 2}, {"streams": [ours], "total": 2}])
+
+        async def list_page(*_: object) -> Any:
+            return next(pages)
+
+        monkeypatch.setattr(nats_stream, "_request_api", list_page)
+        assert await nats_stream.list_buckets(engine_of(store)) == [f"limpet-{name}"]
 
 
 # Following ----------------------------------------------------------------------
@@ -164,6 +180,18 @@ async def test_the_oldest_change_is_read_without_a_look_at_all_subjects(requests
 
     assert requests
     assert of_any_subject(requests) == []
+
+
+async def test_a_trim_goes_on_where_the_server_cannot_list_all_subjects_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def count_late(self: NamespaceStream) -> dict[str, int]:
+        raise NoReply
+
+    monkeypatch.setattr(NamespaceStream, "count_messages", count_late)
+    async with limpet.open(server(), namespace=unique(), sweep=False) as store:
+        await fill(store)
+        assert await engine_of(store).trim(store.name, Window(changes=3, age_ms_min=0)) == KEYS - 3
 
 
 class Counted(dict[EntryId, Message]):

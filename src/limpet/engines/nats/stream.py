@@ -143,7 +143,8 @@ async def _request_api(server: Server, subject: str, request: object) -> dict[st
 
 async def list_buckets(server: Server) -> list[str]:
     """The buckets on the server that Limpet has made and written to."""
-    found: list[str] = []
+    # A stream that is created between two pages moves one of the first page to the second, which names it again.
+    found: dict[str, None] = {}
     offset = total = 0
     while not offset or offset < total:
         reply = await _request_api(server, "STREAM.LIST", {"offset": offset})
@@ -151,11 +152,11 @@ async def list_buckets(server: Server) -> list[str]:
         for info in streams:
             bucket = info["config"]["name"].removeprefix("KV_")
             if _is_ours(info["config"], Subjects(bucket)) and info["state"]["last_seq"]:
-                found.append(bucket)
+                found[bucket] = None
         if not streams:
             break
         offset += len(streams)
-    return found
+    return [*found]
 
 
 def _is_ours(config: dict[str, Any], subjects: Subjects) -> bool:
