@@ -308,8 +308,8 @@ def ls(
         "limpet incr visits",
         "limpet incr stock -3",
         "limpet incr mails-sent --request-id order-17    # a retry counts once",
-        "limpet incr attempts/ada --ttl-if-new 1m        # counts within a minute of the first",
-        "limpet incr high-water 17 --maximum             # keeps the larger number",
+        "limpet incr attempts/ada --ttl-if-new 1m    # counts within a minute",
+        "limpet incr high-water 17 --maximum         # keeps the larger number",
     )
 )
 @click.argument("key", shell_complete=complete_key)
