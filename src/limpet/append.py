@@ -98,7 +98,7 @@ class _Waiting:
 
 
 class Appender:
-    """Appends to one prefix, for all callers on one event loop or all threads without one, one commit after the other."""
+    """Appends to one prefix, for all callers on one event loop or on none, one commit after the other."""
 
     def __init__(self, store: Store, prefix: str) -> None:
         self._store = store
