@@ -358,6 +358,10 @@ async def test_what_the_adapter_has_not_written_is_refused() -> None:
         await kv.put("k", {"a": 1})
         assert await kv.get("k") == {"a": 1}
 
+        await store.put("kv/default_collection/k", limpet.Fields(raw=b"x"))
+        await kv.put("k", {"a": 2})
+        assert await kv.get("k") == {"a": 2}
+
 
 # Opening and closing --------------------------------------------------------------
 
