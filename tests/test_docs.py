@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import limpet
 from limpet.errors import InvalidValue
 from tests.docs_site import faults
 from tests.docs_support import DOCUMENTS, PAGES, ROOT, SITE, Reader, blocks, prose
+from tests.judges.run import PAGES as PAGES_OF_JUDGES
 
 SUITE = "-p limpet.conformance.plugin --asyncio-mode=auto --pyargs limpet.conformance"
 
@@ -51,13 +53,25 @@ COMMANDS_MANY = 6
 
 
 def runnable() -> list[Any]:
-    """Every document; those that start many processes are slow."""
-    starts = {path: sum(block.text.count("$ ") for block in blocks(path)) for path in DOCUMENTS}
+    """Every document; those that start many processes are slow.
+
+    A page that needs a framework runs where the framework is: ./dev judges runs those, by name.
+    """
+    documents = [path for path in DOCUMENTS if _has_framework(str(path.relative_to(ROOT)))]
+    starts = {path: sum(block.text.count("$ ") for block in blocks(path)) for path in documents}
     slow = {True: [pytest.mark.slow], False: []}
     return [
         pytest.param(path, id=str(path.relative_to(ROOT)), marks=slow[starts[path] > COMMANDS_MANY])
-        for path in DOCUMENTS
+        for path in documents
     ]
+
+
+def _has_framework(document: str) -> bool:
+    return document not in PAGES_OF_JUDGES or find_spec(PAGES_OF_JUDGES[document]) is not None
+
+
+def test_every_page_that_is_left_to_the_judges_is_there() -> None:
+    assert set(PAGES_OF_JUDGES) <= set(names(DOCUMENTS))
 
 
 @pytest.mark.timeout(1200)

@@ -31,7 +31,7 @@ from key_value.aio.stores.memory import MemoryStore
 
 import limpet
 from limpet.adapters.keyvalue import KeyValue
-from tests.engines import unique
+from tests.engines import ENGINES, unique, url_of
 
 NAMES = ["", "a", "a/b", "/", "%2F", "~", "~a", "*", "ä 世", "\0", "\ud800", "a" * 2000, "ä/" * 600, "a" * 1024]
 
@@ -101,18 +101,19 @@ async def tool(kv, name):
     await kv.put("session", {**raw, name: 1})
 
 async def main():
-    async with KeyValue(sys.argv[1]) as kv:
-        await asyncio.gather(*(tool(kv, f"{sys.argv[2]}-{number}") for number in range(10)))
+    async with KeyValue(sys.argv[1], namespace=sys.argv[2]) as kv:
+        await asyncio.gather(*(tool(kv, f"{sys.argv[3]}-{number}") for number in range(10)))
 
 asyncio.run(main())
 """
 
 
-async def test_tools_of_two_processes_keep_all_their_values(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/state.db"
-    async with KeyValue(url) as kv:
+@pytest.mark.parametrize("engine", [engine for engine in ENGINES if engine != "memory"])
+async def test_tools_of_two_processes_keep_all_their_values(engine: str, tmp_path: Path) -> None:
+    url, namespace = url_of(engine, tmp_path), unique()
+    async with KeyValue(url, namespace=namespace) as kv:
         await kv.put("session", {})
-        command = [sys.executable, "-c", PROCESS, url]
+        command = [sys.executable, "-c", PROCESS, url, namespace]
         running = [await asyncio.create_subprocess_exec(*command, name) for name in "ab"]
         assert [await process.wait() for process in running] == [0, 0]
         kept = await kv.get("session")
@@ -357,6 +358,10 @@ async def test_what_the_adapter_has_not_written_is_refused() -> None:
             await kv.get("k")
         await kv.put("k", {"a": 1})
         assert await kv.get("k") == {"a": 1}
+
+        await store.put("kv/default_collection/k", limpet.Fields(raw=b"x"))
+        await kv.put("k", {"a": 2})
+        assert await kv.get("k") == {"a": 2}
 
 
 # Opening and closing --------------------------------------------------------------

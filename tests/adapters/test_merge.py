@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from limpet.adapters import merge as merging
@@ -16,9 +16,14 @@ from limpet.codec import encode_field
 OBJECTS = st.dictionaries(
     st.sampled_from("abc"),
     st.recursive(
-        st.sampled_from([0, 1, True, 1.0, None, "x", [1]]), lambda inner: st.dictionaries(st.sampled_from("ab"), inner)
+        st.sampled_from([0, 1, True, 1.0, None, "x", [1]]),
+        lambda inner: st.dictionaries(st.sampled_from("ab"), inner),
+        max_leaves=6,
     ),
 )
+
+# A busy machine is no reason to fail.
+unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(
@@ -43,16 +48,19 @@ def test_what_each_changed_is_kept(base: Any, mine: Any, theirs: Any, merged: An
     assert encode_field(merge(base, mine, theirs)) == encode_field(merged)
 
 
+@unhurried
 @given(OBJECTS, OBJECTS)
 def test_a_merge_with_no_change_of_others_is_what_was_put(base: Any, mine: Any) -> None:
     assert encode_field(merge(base, mine, base)) == encode_field(mine)
 
 
+@unhurried
 @given(OBJECTS, OBJECTS)
 def test_a_merge_of_no_change_is_what_others_put(base: Any, theirs: Any) -> None:
     assert encode_field(merge(base, base, theirs)) == encode_field(theirs)
 
 
+@unhurried
 @given(OBJECTS, OBJECTS, OBJECTS)
 def test_no_member_that_only_others_made_is_lost(base: Any, mine: Any, theirs: Any) -> None:
     assert (theirs.keys() - base.keys()) | (mine.keys() - base.keys()) <= merge(base, mine, theirs).keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from limpet.adapters.names import check_prefix, escape, shorten, unescape
@@ -13,6 +13,7 @@ from limpet.keys import check_key
 NAMES = st.text(st.characters(blacklist_categories=()))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(NAMES)
 @example("a/b%2Fc~\0\ud800")
 @example("~")
@@ -25,6 +26,7 @@ def test_a_name_comes_back_as_it_was(name: str) -> None:
     check_key(f"x{escaped}"[:200])
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(NAMES, NAMES)
 def test_no_two_names_have_one_key(one: str, other: str) -> None:
     keys = {shorten(escape(name), 8) for name in (one, other)}

@@ -9,6 +9,9 @@ it is, so that every other tool of Limpet shows it.
 
 What is added to the library's contract: with ``merge``, a put that comes after a write of another merges with it,
 member by member, instead of undoing it. See `limpet.adapters.merge`.
+
+Values, names and times that cannot be stored raise the library's errors; everything else that may go wrong raises
+Limpet's.
 """
 
 from __future__ import annotations
@@ -295,7 +298,7 @@ class KeyValue:
 
         def change(found: Any) -> dict[str, Any]:
             # What has expired or was deleted has no member to keep.
-            return merge(base, value, found) if isinstance(found, dict) else value
+            return merge(base, value, found) if type(found) is dict else value
 
         entry = await store.update(place.key, change, ttl=ttl_s, meta=place.meta)
         assert self._seen is not None
