@@ -1,0 +1,1 @@
+"""Adapters: Limpet behind the interfaces of other frameworks."""
