@@ -77,6 +77,7 @@ class Run:
         self.refreshed_at = 0.0
         self.has_owned = False
         self.ended_by: str | None = None
+        self.is_finished = False
         self._signs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def see(self, runtime: Any) -> None:
@@ -121,55 +122,58 @@ class Owners:
 
     async def commit(
         self, store: limpet.Store, run: Run, thread_id: str, draw: Draw, *, is_checkpoint: bool, ends: str | None
-    ) -> Commit:
+    ) -> None:
         """Commit a write of a run under its lease; with ``ends``, the last one, which gives the thread free."""
-        name = lock_name(thread_id)
-        if run.ended_by is not None:
-            if run.token is None and not is_checkpoint:
-                return await self.commit_late(store, run, thread_id, draw)
-            # The run goes on, as one whose error has a handler does. From here on each of its checkpoints takes the
-            # thread and gives it free, because none is known to be the last.
-            ends = ends or "stopped"
         for _ in range(ATTEMPTS):
+            if run.ended_by is not None:
+                if not is_checkpoint and run.token is None:
+                    return await self._commit_late(store, run, thread_id, draw)
+                # The run goes on, as one whose error has a handler does. From here on each of its checkpoints takes
+                # the thread and gives it free, because none is known to be the last.
+                ends = ends or "stopped"
             if run.token is None:
                 await self._take(store, run, thread_id)
-            token = run.token
+            token, now = run.token, store._session.clock.monotonic()
             assert token is not None
-            clock = store._session.clock
-            draft, now = draw(), clock.monotonic()
-            held = Guard(name, HeldBy(token), "lock")
-            is_refresh = (now - run.refreshed_at) * 3000 > self._lease_ms
-            if ends is not None:
-                draft.include(Delete(name, family="lock"), guards=(held,))
-            elif is_refresh:
-                draft.include(Touch(name, self._lease_ms, "lock"), guards=(held,))
-            else:
-                draft.include(guards=(held,))
+            is_refresh = ends is None and (now - run.refreshed_at) * 3000 > self._lease_ms
             # Before the commit, so that a write of another task that is refused by its release sees why.
             run.ended_by = ends or run.ended_by
             try:
-                commit = await draft.commit()
+                await self._fence(draw(), thread_id, token, ends is not None, is_refresh).commit()
             except LockLost:
-                if run.token == token:
-                    run.token = None
-                if run.ended_by is not None:
-                    if not is_checkpoint:
-                        return await self.commit_late(store, run, thread_id, draw)
-                    ends = ends or "stopped"
+                run.token = None if run.token == token else run.token
                 continue
-            if ends is not None:
-                run.token = None
-            elif is_refresh:
+            if is_refresh:
                 run.refreshed_at = now
-            return commit
+            if ends is not None:
+                run.token, run.is_finished = None, ends == "last"
+            return None
         raise ThreadLost(thread_id)
 
-    async def commit_late(self, store: limpet.Store, run: Run, thread_id: str, draw: Draw) -> Commit:
-        """Commit a write of a task that comes after the end of its run, which other tasks may have caused."""
-        if run.ended_by == "last":
-            # It belongs to a checkpoint that its own run has moved past, and only completes the history.
-            return await draw().commit()
-        return await self.commit_free(store, thread_id, draw)
+    def _fence(self, draft: Draft, thread_id: str, token: int, is_end: bool, is_refresh: bool) -> Draft:
+        """Let a write happen only under the token of its thread, and release or renew the lease with it."""
+        name = lock_name(thread_id)
+        held = (Guard(name, HeldBy(token), "lock"),)
+        if is_end:
+            return draft.include(Delete(name, family="lock"), guards=held)
+        if is_refresh:
+            return draft.include(Touch(name, self._lease_ms, "lock"), guards=held)
+        return draft.include(guards=held)
+
+    async def _commit_late(self, store: limpet.Store, run: Run, thread_id: str, draw: Draw) -> None:
+        """Commit a write of a task that comes after another task has ended their run."""
+        owner = owner_key(thread_id)
+        try:
+            await draw().expect(owner, equals(self._mine(run))).commit()
+        except Conflict as conflict:
+            if conflict.key != owner:
+                raise
+            # The last checkpoint of the run has what this write says, so only the history would have shown it.
+            if not run.is_finished:
+                raise ThreadLost(thread_id) from None
+
+    def _mine(self, run: Run) -> dict[str, str]:
+        return {"holder": self._holder, "run": run.id}
 
     async def commit_free(self, store: limpet.Store, thread_id: str, draw: Draw) -> Commit:
         """Commit a write that belongs to no run, while no run owns the thread."""
@@ -187,8 +191,9 @@ class Owners:
 
     async def _take(self, store: limpet.Store, run: Run, thread_id: str) -> None:
         name, owner = lock_name(thread_id), owner_key(thread_id)
-        claim = self._claims.pop(thread_id, None)
-        mine = {"holder": self._holder, "run": run.id}
+        # A claim is for a run that starts, not for the one that it was made against.
+        claim = None if run.has_owned else self._claims.pop(thread_id, None)
+        mine = self._mine(run)
         for _ in range(ATTEMPTS):
             now = store._session.clock.monotonic()
             # A run that had the thread before takes it again only if no other has had it since.
@@ -222,9 +227,9 @@ class Owners:
 
     async def _release_dead(self, store: limpet.Store, name: str, lock: Entry) -> bool:
         """Release a lock that a run of this process has left behind. False when its run may be alive."""
-        run_id = lock.value.get("run")
+        run_id, token = lock.value.get("run"), lock.created_revision
         with self._lock:
-            run = next((run for run in self._runs.values() if run.id == run_id), None)
+            run = next((run for run in self._runs.values() if run_id == run.id or token == run.token), None)
         if run is None:
             return False
         if run.is_alive:
@@ -232,7 +237,7 @@ class Owners:
             gc.collect()
         if run.is_alive:
             return False
-        await _commit(store, _release(name, lock.created_revision))
+        await _commit(store, _release(name, token))
         run.token = None
         return True
 
