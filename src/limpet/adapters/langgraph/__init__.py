@@ -6,5 +6,6 @@ have LangGraph's async and sync methods.
 
 from limpet.adapters.langgraph.ownership import ThreadLost, ThreadOwned
 from limpet.adapters.langgraph.saver import Saver
+from limpet.adapters.langgraph.store import Store
 
-__all__ = ["Saver", "ThreadLost", "ThreadOwned"]
+__all__ = ["Saver", "Store", "ThreadLost", "ThreadOwned"]

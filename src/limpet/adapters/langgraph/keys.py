@@ -9,25 +9,29 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
-__all__ = ["escape", "join", "unescape"]
+__all__ = ["escape", "join", "quote", "unquote"]
 
 PART_BYTES_MAX: Final = 240
 _ESCAPED: Final = {"%": "%25", "/": "%2F", "\0": "%00"}
 _TABLE: Final = str.maketrans(_ESCAPED)
 
 
-def escape(part: str) -> str:
-    """Make a part of a key from any text."""
-    escaped = part.translate(_TABLE)
-    if len(escaped.encode("utf-8", "surrogatepass")) <= PART_BYTES_MAX:
-        return escaped
-    # No escaped text starts with two percent signs.
-    return "%%" + hashlib.blake2b(escaped.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
+def quote(part: str) -> str:
+    """Make a part of a key that can be read back."""
+    return part.translate(_TABLE)
 
 
-def unescape(part: str) -> str:
-    """Get the text of a part that was not hashed."""
+def unquote(part: str) -> str:
+    """Get the text that a part was quoted from."""
     return part.replace("%2F", "/").replace("%00", "\0").replace("%25", "%")
+
+
+def escape(part: str) -> str:
+    """Make a part of a key from a text of any length."""
+    quoted = quote(part)
+    encoded = quoted.encode("utf-8", "surrogatepass")
+    # No quoted text starts with two percent signs.
+    return quoted if len(encoded) <= PART_BYTES_MAX else f"%%{hashlib.blake2b(encoded, digest_size=20).hexdigest()}"
 
 
 def join(*parts: str) -> str:
