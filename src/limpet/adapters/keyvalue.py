@@ -8,7 +8,7 @@ A collection is a folder of Limpet's keys: key ``a`` of collection ``users`` is 
 it is, so that every other tool of Limpet shows it.
 
 What is added to the library's contract: with ``merge``, a put that comes after a write of another merges with it,
-member by member, instead of undoing it. See `limpet.adapters.merge`.
+member by member, instead of undoing it. See `limpet.adapters.seen`.
 
 Values, names and times that cannot be stored raise the library's errors; everything else that may go wrong raises
 Limpet's.
@@ -31,11 +31,12 @@ from key_value.aio.errors import (
 )
 
 from limpet.adapters.lazy import LazyStore
-from limpet.adapters.merge import Seen, SeenKeys, merge
 from limpet.adapters.names import HASHED, check_prefix, escape, shorten, unescape
-from limpet.codec import encode_field
+from limpet.adapters.seen import Seen, SeenKeys
+from limpet.codec import decode, encode_field
 from limpet.errors import Conflict, InvalidTTL, InvalidValue, ValueTooLarge
 from limpet.keys import BATCH_WRITES_MAX, KEY_BYTES_MAX, KEYS_MAX, META_BYTES_MAX, PAGE_MAX
+from limpet.merge import merge
 from limpet.model import Entry
 from limpet.store import Store
 
@@ -294,17 +295,18 @@ class KeyValue:
         await self._merge(store, place, seen, value, ttl_s)
 
     async def _merge(self, store: Store, place: _Place, seen: Seen, value: dict[str, Any], ttl_s: float | None) -> None:
-        base = seen.value
+        base, stored = seen.value, encode_field(value)
 
         def change(found: Any) -> dict[str, Any]:
-            # What has expired or was deleted has no member to keep.
-            return merge(base, value, found) if type(found) is dict else value
+            # What has expired or was deleted has no member to keep. Where both changed a member, the later put wins.
+            merged = merge(base, decode(stored), found, lambda clash: clash.mine) if type(found) is dict else value
+            assert isinstance(merged, dict)
+            return merged
 
         entry = await store.update(place.key, change, ttl=ttl_s, meta=place.meta)
         assert self._seen is not None
         assert entry is not None
         # The caller knows only what it wrote. With the members of others as its base, its next write would delete them.
-        stored = encode_field(value)
         self._seen.note(place.key, Seen(stored, entry.revision if entry.stored == stored else None))
 
     async def _put_batch(

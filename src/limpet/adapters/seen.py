@@ -1,4 +1,4 @@
-"""Three-way merge of JSON objects, and what a caller has seen.
+"""What a caller has seen: the base of a three-way merge (`limpet.merge`).
 
 A framework that has only get and put changes one member of an object by reading the whole and writing the whole. Two
 that do so at the same time lose a change. To keep both, a put has to know which object its caller changed: the *base*.
@@ -17,41 +17,16 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from limpet.codec import decode, encode_field
+from limpet.codec import decode
 from limpet.draft import Expectation
 from limpet.model import ABSENT, Entry, Revision
 
-__all__ = ["Seen", "SeenKeys", "merge"]
+__all__ = ["Seen", "SeenKeys"]
 
 SEEN_MAX: Final = 32
 """How many keys a task remembers. Past that, a write of the key read longest ago replaces the whole value."""
 
 SEEN_BYTES_MAX: Final = 4_000_000
-
-
-def merge(base: Mapping[str, Any], mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Apply to ``theirs`` what changed between ``base`` and ``mine``, member by member, at any depth.
-
-    Objects are merged; any other value, lists included, is one value. Where both changed a member, mine wins.
-    """
-    merged = {name: value for name, value in theirs.items() if name in mine or name not in base}
-    for name, value in mine.items():
-        if name in base and _is_same(base[name], value):
-            continue
-        merged[name] = _merge_member(base.get(name), value, theirs.get(name))
-    return merged
-
-
-def _merge_member(base: Any, mine: Any, theirs: Any) -> Any:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        # Both may have made it: then it was an empty object before.
-        return merge(base if isinstance(base, dict) else {}, mine, theirs)
-    return mine
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values are stored alike. For Python, 1, 1.0 and True are equal."""
-    return encode_field(one) == encode_field(other)
 
 
 class Seen(NamedTuple):

@@ -1,4 +1,4 @@
-"""The merge of two changes of one object."""
+"""What a caller has seen, and the merge of what two callers have made of it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from limpet.adapters import merge as merging
-from limpet.adapters.merge import Seen, SeenKeys, merge
+from limpet.adapters import seen as seeing
+from limpet.adapters.seen import Seen, SeenKeys
 from limpet.codec import encode_field
+from limpet.merge import merge
 
 OBJECTS = st.dictionaries(
     st.sampled_from("abc"),
@@ -21,6 +22,11 @@ OBJECTS = st.dictionaries(
         max_leaves=6,
     ),
 )
+
+
+def later_wins(base: Any, mine: Any, theirs: Any) -> Any:
+    return merge(base, mine, theirs, lambda clash: clash.mine)
+
 
 # A busy machine is no reason to fail.
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,25 +51,25 @@ unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
     ],
 )
 def test_what_each_changed_is_kept(base: Any, mine: Any, theirs: Any, merged: Any) -> None:
-    assert encode_field(merge(base, mine, theirs)) == encode_field(merged)
+    assert encode_field(later_wins(base, mine, theirs)) == encode_field(merged)
 
 
 @unhurried
 @given(OBJECTS, OBJECTS)
 def test_a_merge_with_no_change_of_others_is_what_was_put(base: Any, mine: Any) -> None:
-    assert encode_field(merge(base, mine, base)) == encode_field(mine)
+    assert encode_field(later_wins(base, mine, base)) == encode_field(mine)
 
 
 @unhurried
 @given(OBJECTS, OBJECTS)
 def test_a_merge_of_no_change_is_what_others_put(base: Any, theirs: Any) -> None:
-    assert encode_field(merge(base, base, theirs)) == encode_field(theirs)
+    assert encode_field(later_wins(base, base, theirs)) == encode_field(theirs)
 
 
 @unhurried
 @given(OBJECTS, OBJECTS, OBJECTS)
 def test_no_member_that_only_others_made_is_lost(base: Any, mine: Any, theirs: Any) -> None:
-    assert (theirs.keys() - base.keys()) | (mine.keys() - base.keys()) <= merge(base, mine, theirs).keys()
+    assert (theirs.keys() - base.keys()) | (mine.keys() - base.keys()) <= later_wins(base, mine, theirs).keys()
 
 
 async def test_a_task_sees_what_its_starter_saw_and_not_what_its_siblings_see() -> None:
@@ -87,8 +93,8 @@ async def test_what_a_task_remembers_is_bounded() -> None:
         seen.note(f"k{number}", Seen(b"{}", number))
     assert seen.get("k0") is None
     assert seen.get("k99") is not None
-    assert len(merging._seen.get()) == merging.SEEN_MAX
+    assert len(seeing._seen.get()) == seeing.SEEN_MAX
 
-    other.note("large", Seen(b"x" * merging.SEEN_BYTES_MAX, 1))
-    other.note("larger", Seen(b"x" * (merging.SEEN_BYTES_MAX + 1), 1))
-    assert list(merging._seen.get()) == [(other._number, "larger")]
+    other.note("large", Seen(b"x" * seeing.SEEN_BYTES_MAX, 1))
+    other.note("larger", Seen(b"x" * (seeing.SEEN_BYTES_MAX + 1), 1))
+    assert list(seeing._seen.get()) == [(other._number, "larger")]
