@@ -81,7 +81,9 @@ class Reader:
     def _run_python(self, block: Block) -> None:
         # Empty lines in front make a traceback point into the document.
         source = "\n" * (block.line - 1) + block.text
-        code = compile(source, self._document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        # Without the future statements of this module: annotations of a reader are values.
+        code = compile(source, self._document, "exec", flags=flags, dont_inherit=True)
         result = eval(code, self._names)  # noqa: S307 - our own documents
         if inspect.iscoroutine(result):
             self._loop.run(result)

@@ -264,7 +264,7 @@ class Owners:
             run.token = None
 
     async def take_over(self, store: limpet.Store, thread_id: str) -> bool:
-        """Fence the owner of a thread off and claim it for the next run of this process. False if there was none."""
+        """Fence the owner of a thread off and claim it for its next run here. False if there was none."""
         name, owner = lock_name(thread_id), owner_key(thread_id)
         mine = {"holder": self._holder, "run": "taken over"}
         had_owner = False

@@ -123,7 +123,7 @@ class Saver(BaseCheckpointSaver[str]):
         await self._source.arun(lambda store: self._prune(store, thread_ids, strategy))
 
     async def atake_over(self, thread_id: str) -> bool:
-        """Own a thread for the next run of this process, now; its owner's late writes are refused.
+        """Own a thread for the next run of this saver, now; its owner's late writes are refused.
 
         For a run that is known to be dead, when its lease should not be waited for. False if no run owned it.
         """

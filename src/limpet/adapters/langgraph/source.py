@@ -114,7 +114,8 @@ class Source:
         loop = self._loop
         if loop is None or _running_loop() is not None:
             work.close()
-            raise RuntimeError(
+            # What LangGraph's own async savers raise for it.
+            raise asyncio.InvalidStateError(
                 "a method without await was called on an event loop: await the method that starts with 'a', call it "
                 "from another thread (asyncio.to_thread), or give limpet.sync.open(…) or a URL"
             )
