@@ -88,6 +88,10 @@ def encode_item(batch: Batch) -> Item | None:
                 return None
             condition = guard.condition
         if type(write) is Put:
+            # First of all the most frequent one: a JSON value, and no more.
+            stored, is_bare = write.stored, write.ttl_ms is None and write.meta_json is None and not guards
+            if is_bare and type(stored) is bytes and stored[:1] > b"\0":
+                return write.key, stored.decode(), False
             return _encode_put(write, condition)
         if type(write) is Add:
             return _encode_add(write) if condition is None else None
