@@ -39,7 +39,7 @@ import msgspec
 
 import limpet
 import limpet.sync
-from limpet.engines.sqlite import connections
+from limpet.engines.sqlite import checkpoints, connections
 from limpet.engines.sqlite.engine import SqliteEngine
 from limpet.engines.sqlite.group import GroupWriter
 from limpet.errors import Conflict
@@ -138,6 +138,8 @@ class Writer:
         self.url, self.seed, self.name = url, seed, name
         self._pipe = pipe
         self._marks = marks.bytes
+        # Kills must fall into checkpoints, too.
+        checkpoints.PAGES = 20
         self._dice = random.Random(f"{seed}/{name}")
         self._slot: contextvars.ContextVar[int] = contextvars.ContextVar("slot")
         self._slots: dict[str, int] = {}

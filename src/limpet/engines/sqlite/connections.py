@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from limpet.engines.sqlite.cache import CachedFile
+from limpet.engines.sqlite.checkpoints import PAGES_ALONE
 from limpet.engines.sqlite.rows import FOREIGN_TABLES
 from limpet.errors import Closed, Corrupt, InvalidValue, LimpetError, PermissionDenied, Unavailable
 
@@ -160,7 +161,7 @@ class Connections:
                     f"{self.path} cannot use WAL, which network file systems do not support: move it to a local disk"
                 )
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-            connection.execute("PRAGMA wal_autocheckpoint = 4000")
+            connection.execute(f"PRAGMA wal_autocheckpoint = {PAGES_ALONE}")
             # 8 MB for each connection, and no mapping of the file. 64 MB and a mapping of 256 MB were measured beside
             # it, at 10,000 and 100,000 keys: reads and writes took as much CPU, within the noise. A server of 100,000
             # keys grew by 85 MB for itself and by 160 MB with the mapping, against 32 MB (`./dev load --memory`).

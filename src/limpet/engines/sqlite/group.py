@@ -24,6 +24,7 @@ from typing import Any, Final
 from limpet.clock import call_on, wake
 from limpet.commit.group import GroupPlan, NotApplied, commit_error, is_fault_of_one
 from limpet.engines.sqlite.cache import UNKNOWN, Cache, CachedFile, EntryId
+from limpet.engines.sqlite.checkpoints import Checkpoints
 from limpet.engines.sqlite.connections import OPENING, Connection, Connections, error_name
 from limpet.engines.sqlite.rows import (
     APPEND_LAST,
@@ -91,6 +92,7 @@ class GroupWriter:
         self._wakeup = wakeup
         self._now_ms = now_ms
         self._turns = WriterTurns()
+        self._checkpoints = Checkpoints(connections, cached, self.lock)
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -150,12 +152,13 @@ class GroupWriter:
             self._connections.closed = self._connections.paused = True
 
     def stop(self) -> None:
-        """End the writer thread."""
+        """End the writer thread and the one of checkpoints."""
         with self._starting:
             thread = self._thread
         if thread is not None:
             self._signals.put(False)
             thread.join()
+        self._checkpoints.stop()
 
     # One group ------------------------------------------------------------------
 
@@ -236,6 +239,7 @@ class GroupWriter:
             self._cached.carry_over(cache, planned)
         except Exception:
             self._cached.forget()
+        self._checkpoints.note_commit()
         for namespace, (plan, _) in planned.plans.items():
             if plan.changes:
                 self._wakeup.notify(namespace)
@@ -275,6 +279,7 @@ class GroupWriter:
             try:
                 yield writer
                 writer.execute("COMMIT")
+                self._checkpoints.note_commit()
             except sqlite3.Error as error:
                 self.abandon()
                 raise self._connections.translate(error) from error
