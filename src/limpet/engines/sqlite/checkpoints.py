@@ -28,8 +28,8 @@ PAGES = 4_000
 PAGES_ALONE: Final = 12_000
 """The length from which on a commit copies it, if the thread does not manage to, or the length cannot be read."""
 
-FEW_PAGES: Final = 500
-PASSES: Final = 3
+FEW_PAGES: Final = 200
+PASSES: Final = 4
 """How often to copy beside the writer, until few pages are left."""
 
 LOCK_S: Final = 0.05
