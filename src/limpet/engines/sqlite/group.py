@@ -386,6 +386,7 @@ class GroupTransaction:
             for (family, key), entry in plan.kept.items():
                 rows[namespace, family, key] = entry_row(entry)
             if plan.changes:
+                # The last change of a commit has the counters as well.
                 last.append((*log.pop(), *counters.totals()))
                 if not counters.has_row:
                     counters.save(self._writer)

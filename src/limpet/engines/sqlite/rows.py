@@ -96,7 +96,10 @@ DROP_CHANGES: Final = "DELETE FROM limpet_changes WHERE namespace = ? AND revisi
 
 # Namespaces and the store -------------------------------------------------------
 
-COUNTERS: Final = "SELECT * FROM limpet_counters WHERE namespace = ?"
+COUNTERS: Final = (
+    "SELECT revision, at_ms, keys, size_bytes, log_changes, log_bytes, floor, floor_print, dropped_changes,"
+    " dropped_bytes FROM limpet_counters WHERE namespace = ?"
+)
 SAVE_COUNTERS: Final = "INSERT OR REPLACE INTO limpet_namespaces VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 RECORDED_MS: Final = "SELECT at_ms FROM limpet_counters WHERE namespace = ?"
 REVISIONS: Final = (
@@ -159,7 +162,8 @@ class NamespaceCounters(Counters):
         row = connection.execute(COUNTERS, (namespace,)).fetchone()
         if row is None:
             return cls(namespace=namespace)
-        _, revision, floor, at_ms, keys, size_bytes, log_changes, log_bytes, dropped_changes, dropped_bytes, at = row
+        revision, at_ms, keys, size_bytes, log_changes, log_bytes, floor, floor_print, *dropped = row
+        dropped_changes, dropped_bytes = dropped
         return cls(
             revision,
             at_ms,
@@ -169,7 +173,7 @@ class NamespaceCounters(Counters):
             log_bytes,
             namespace,
             floor,
-            at.decode() if at else None,
+            floor_print.decode() if floor_print else None,
             dropped_changes,
             dropped_bytes,
             has_row=True,
