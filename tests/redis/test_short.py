@@ -1,4 +1,4 @@
-"""The short way of single writes: it decides as the plan does, and leaves to the long way exactly what is unusual.
+"""The short way of usual writes: it decides as the plan does, and leaves to the long way exactly what is unusual.
 
 Random groups go to the engine and, one batch after the other, to `plan`. The order is that in which they are applied:
 first those that the short way applies, then those that it leaves.
@@ -130,6 +130,8 @@ class Program:
 
     def _make_batch(self) -> Batch:
         dice, key = self.dice, self.dice.choice(KEYS)
+        if dice.random() < 0.15:
+            return self._make_puts()
         found = live(self.map.get(key), self.now_ms)
         # An expectation that does not hold is one that no batch of this group can meet.
         revision = Revision(found.revision if found is not None else NO_REVISION)
@@ -169,6 +171,16 @@ class Program:
         guards = tuple(Guard(key, condition) for condition in conditions)
         return Batch(guards, (write,), value_bytes_max=VALUE_BYTES_MAX, is_brief=dice.random() < 0.5)
 
+    def _make_puts(self) -> Batch:
+        """A batch of several puts, one of which may have no short way."""
+        dice = self.dice
+        keys = dice.sample(KEYS, dice.randrange(2, 5))
+        puts = [Put(key, codec.encode(dice.choice([0, {"n": 1}, "é"]))) for key in keys]
+        if dice.random() < 0.2:
+            puts[-1] = dice.choice([Put(keys[-1], b"\0raw"), Put(keys[-1], b"1", 30), Put(keys[-1], b"1", KEEP, KEEP)])
+        guards = (Guard(keys[0], PRESENT),) if dice.random() < 0.1 else ()
+        return Batch(guards, tuple(puts), value_bytes_max=VALUE_BYTES_MAX)
+
     def _make_fields(self) -> dict[str, bytes]:
         values = [1, 2.5, None, "", "x" * 30, b"", b"\0", b"x\xff", {"$": 1}]
         names = self.dice.sample(["n", "s", "é '\""], self.dice.randrange(3))
@@ -201,8 +213,8 @@ class Program:
 
     def _find_short(self, batches: list[Batch]) -> list[int]:
         """The numbers of the batches that must go the short way."""
-        others = {batch.writes[0].key for batch in batches if not _is_item(batch)}
-        short = [number for number, batch in enumerate(batches) if batch.writes[0].key not in others]
+        others = {key for batch in batches if not _is_item(batch) for key in _keys(batch)}
+        short = [number for number, batch in enumerate(batches) if others.isdisjoint(_keys(batch))]
         return short if not others or len(short) >= max(redis_requests.ITEMS_MIN, len(batches) / 2) else []
 
     def _expect_short(
@@ -213,9 +225,8 @@ class Program:
         left_keys: set[str] = set()
         for place, number in enumerate(short, 1):
             batch = batches[number]
-            key = batch.writes[0].key
-            if key in left_keys or not self._is_usual(batch):
-                left_keys.add(key)
+            if not left_keys.isdisjoint(_keys(batch)) or not self._is_usual(batch):
+                left_keys.update(_keys(batch))
             else:
                 applied.append(number)
                 self._expect(batch, results[number], f"{names[0]}.{place}")
@@ -224,6 +235,8 @@ class Program:
 
     def _is_usual(self, batch: Batch) -> bool:
         """Whether the short way must decide a batch."""
+        if len(batch.writes) > 1:
+            return all(self._is_usual(Batch((), (put,))) for put in batch.writes)
         (write,), stored = batch.writes, self.map.get(batch.writes[0].key)
         if self.has_index or (stored is None and write.key in self.foreign):
             return False
@@ -243,7 +256,7 @@ class Program:
 
     def _expect(self, batch: Batch, result: Any, cause: str) -> None:
         """Apply a batch to the state, and compare its result. The cause is the name under which it would be retried."""
-        (write,), key = batch.writes, batch.writes[0].key
+        write = batch.writes[0]
         outcome = plan(batch, self._find, now_ms=self.now_ms, revision=self.revision, cause=cause)
         if isinstance(outcome, Refusal):
             found = outcome.found
@@ -252,12 +265,10 @@ class Program:
             else:
                 assert result == outcome
             return
-        stored, after = self.map.get(key), outcome.commit.entries[0]
-        is_ours = stored is not None and (stored.kind == "record" or after is None or after.kind != "record")
-        if key in self.foreign and after is not None and not is_ours:
+        after, expected = outcome.commit.entries[0], outcome.commit
+        if any(self._is_foreign(write.key, left) for write, left in zip(batch.writes, expected.entries, strict=True)):
             assert isinstance(result, TypeMismatch)
             return
-        expected = outcome.commit
         if batch.is_brief and isinstance(write, Patch) and after is not None:
             # It may come with its value, if it was planned here.
             brief = msgspec.structs.replace(expected, entries=(after.without_value(),))
@@ -266,9 +277,15 @@ class Program:
             assert result == expected
         for change in outcome.changes:
             self.log.append(change)
-            self.map.pop(key, None)
+            self.map.pop(change.key, None)
             if change.after is not None:
-                self.map[key] = change.after
+                self.map[change.key] = change.after
+
+    def _is_foreign(self, key: str, after: Entry | None) -> bool:
+        """Whether an entry cannot be stored, because another program holds its key."""
+        stored = self.map.get(key)
+        is_ours = stored is not None and (stored.kind == "record" or after is None or after.kind != "record")
+        return key in self.foreign and after is not None and not is_ours
 
     @property
     def revision(self) -> int:
@@ -304,18 +321,31 @@ def _in_order_of_commit(numbers: list[int], batches: list[Batch], results: Seque
     """Batches that were planned, in the order in which they were applied; those on one key stay in their own order."""
     latest: dict[str, tuple[int, bool]] = {}
     places: dict[int, tuple[int, bool]] = {}
+    written = [(entry, result) for result in results if isinstance(result, Commit) for entry in result.entries]
+    commits = {entry.revision: commit.revision for entry, commit in written if entry is not None}
     for number in numbers:
-        key, result = batches[number].writes[0].key, results[number]
+        keys, result = _keys(batches[number]), results[number]
         if isinstance(result, Commit):
             # One that changes nothing has the revision of the commit before it.
-            latest[key] = (result.revision, (*result.entries, *result.ended) == (None, None))
-        places[number] = latest.get(key, (0, False))
+            place = (result.revision, (*result.entries, *result.ended) == (None, None))
+            latest |= dict.fromkeys(keys, place)
+        places[number] = max(latest.get(key, (0, False)) for key in keys)
+        if isinstance(result, Refusal) and result.found is not None:
+            # One that another program's key has stopped is sent again by itself, and may then come after this.
+            places[number] = (commits.get(result.found.revision, result.found.revision), True)
     return sorted(numbers, key=places.__getitem__)
+
+
+def _keys(batch: Batch) -> list[str]:
+    return [write.key for write in batch.writes]
 
 
 def _is_item(batch: Batch) -> bool:
     """Whether a batch is one for the short way, written once more in other words."""
     condition = batch.guards[0].condition if batch.guards else None
+    if len(batch.writes) > 1:
+        singles = [Batch((), (put,)) for put in batch.writes]
+        return not batch.guards and all(_is_item(one) and one.writes[0].ttl_ms is None for one in singles)  # type: ignore[union-attr]
     match batch.writes[0]:
         case Put(stored=bytes(stored), ttl_ms=ttl_ms, meta_json=meta_json):
             keeps_all_or_nothing = (ttl_ms, meta_json) in ((None, None), (KEEP, KEEP))
@@ -390,7 +420,8 @@ async def test_a_usual_write_is_one_request_and_an_unusual_one_is_two(store: lim
     assert await record.swap("state", "open", "done")
     assert await record.swap("raw", b"\xff", b"\xfe")
     assert await record.swap("other", ABSENT, 1)
-    assert requests == ["write"] * 8
+    await store.batch().put("key", 1).put("fresh", 2).put("another", 3).commit()
+    assert requests == ["write"] * 9
 
     requests.clear()
     with pytest.raises(Conflict):

@@ -73,19 +73,23 @@ class KnownEntries:
     def note_results(self, batches: Sequence[Batch], results: Sequence[Commit | Refusal | Exception | None]) -> None:
         """Learn from batches that were committed in another way; the result is None for one that was left out.
 
-        What the many commits of a group leave is learned only of entries that are known: it takes as long as half of a
-        put, and is of use only if the next write of the entry must be planned.
+        What the many commits of a group leave is forgotten: to remember it takes as long as a fifth of a put, and is of
+        use only if the next write of the entry must be planned.
         """
-        heads, is_lone = self._heads, len(batches) == 1
         for batch, result in zip(batches, results, strict=True):
             if type(result) is Commit:
-                # A loop and not any(), whose generator takes as long as all of the rest.
-                for write in batch.writes if is_lone or heads else ():
-                    if is_lone or (write.family, write.key) in heads:
-                        self.learn(batch, result)
-                        break
+                if len(batches) == 1:
+                    self.learn(batch, result)
+                elif self._heads:
+                    self._forget_written(batch)
             elif isinstance(result, Refusal):
                 self.note_refused(batch, result)
+
+    def _forget_written(self, batch: Batch) -> None:
+        for write in batch.writes:
+            entry_id: EntryId = (write.family, write.key)
+            if self._heads.pop(entry_id, None) is not None:
+                self.contention.note_written(entry_id)
 
     def correct(self, stale: Stale) -> None:
         """Learn what is there instead of what was expected."""

@@ -42,6 +42,7 @@ __all__ = [
 
 GROUP_MAX: Final = 256
 GROUP_BYTES_MAX: Final = 16_000_000
+GROUP_WRITES_MAX: Final = 2_048
 CONNECTIONS_MAX: Final = 8
 POLL_S: Final = 0.5
 
@@ -453,10 +454,11 @@ def with_last_positions(group: list[Ticket]) -> Iterator[tuple[int, Ticket]]:
 
 def _commit_group_size(queue: list[Ticket]) -> int:
     """How many of the waiting commits go together: as many as one request can carry well."""
-    total_bytes = 0
+    total_bytes = writes = 0
     for number, ticket in enumerate(queue[:GROUP_MAX]):
         total_bytes += ticket.weight_bytes
-        if total_bytes > GROUP_BYTES_MAX:
+        writes += len(ticket.batch.writes)
+        if total_bytes > GROUP_BYTES_MAX or writes > GROUP_WRITES_MAX:
             return max(1, number)
     return min(len(queue), GROUP_MAX)
 

@@ -1,7 +1,7 @@
 """The Redis engine: state in the memory of a server that many processes share.
 
 Batches are planned here, by `limpet.commit.committer`. One script on the server compares what a plan has read and
-writes what it leaves, so that no reader sees a group half applied. Single writes have a short way through the script:
+writes what it leaves, so that no reader sees a group half applied. Usual writes have a short way through the script:
 it decides them as `limpet.transition.plan` would, a test holds it to that, and it leaves everything unusual to a plan.
 The script never decodes a value.
 

@@ -140,8 +140,14 @@ def decode_written(
     """The results of items that were decided one after the other; None for each that was left."""
     results: list[Commit | Refusal | None] = []
     numbers, entries = _unpack_numbers(packed), iter(texts)
-    for batch, version, created, created_ms in zip(batches, numbers[::3], numbers[1::3], numbers[2::3], strict=True):
-        write = batch.writes[0]
+    replies = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
+    for batch in batches:
+        writes = batch.writes
+        if len(writes) != 1:
+            results.append(_decode_puts(writes, [next(replies) for _ in writes], revision, at_ms))
+            revision = revision if results[-1] is None else revision + len(writes)
+            continue
+        write, (version, created, created_ms) = writes[0], next(replies)
         if not version:
             results.append(_decode_refusal(batch, next(entries), at_ms) if created else None)
             continue
@@ -156,6 +162,19 @@ def decode_written(
             entry = decode_entry(write.key, next(entries), with_value=with_value)
         results.append(Commit(revision, (entry,), (None,), at_ms))
     return results
+
+
+def _decode_puts(
+    writes: tuple[Any, ...], replies: list[tuple[int, int, int]], revision: int, at_ms: int
+) -> Commit | None:
+    """The result of a batch of puts, of which all were written or all were left."""
+    if not replies[0][0]:
+        return None
+    entries: list[Entry] = []
+    for put, (version, created, created_ms) in zip(writes, replies, strict=True):
+        revision += 1
+        entries.append(Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, None))
+    return Commit(revision, (*entries,), (None,) * len(entries), at_ms)
 
 
 def _decode_refusal(batch: Batch, text: bytes, at_ms: int) -> Refusal:

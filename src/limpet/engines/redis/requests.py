@@ -26,6 +26,7 @@ from limpet.model import (
     Patch,
     Put,
     Revision,
+    Write,
 )
 
 __all__ = [
@@ -46,8 +47,9 @@ ITEMS_MIN: Final = 16
 TEST_CLOCK_KEY: Final = "limpet:test-clock"
 """The key that holds the time in milliseconds, for a store that was opened with ``?clock=test``."""
 
-Item = tuple[str, Any, Any]
-"""What the short way of the script takes: a key, the value or the change of it, and what is expected of the key."""
+Item = tuple[Any, Any, Any]
+"""What the short way of the script takes: a key, the value or the change of it, and what is expected of the key. Of a
+batch of several puts, their keys, their values and False."""
 
 # Numbers up to these are exact in Lua, and their sums too.
 _STEP_LIMIT: Final = 10**15
@@ -70,15 +72,18 @@ def load_script(*, test_clock: bool = False) -> tuple[bytes, str]:
 
 
 def encode_item(batch: Batch) -> Item | None:
-    """A batch of a single write as an item; None if the script has no short way for it.
+    """A batch as an item; None if the script has no short way for it.
 
     It has one for a put of a JSON value that neither expires nor has meta, or that keeps both as they are, perhaps with
-    an expected revision; for an add; and for a patch, perhaps with an expected field.
+    an expected revision; for an add; for a patch, perhaps with an expected field; and for several puts of JSON values
+    that neither expire nor have meta.
     """
     try:
         writes, guards, condition = batch.writes, batch.guards, None
-        if len(writes) != 1 or batch.request_id is not None:
+        if batch.request_id is not None:
             return None
+        if len(writes) != 1:
+            return None if guards else _encode_puts(writes)
         write = writes[0]
         if write.family != "data" or type(write.key) is not str:
             return None
@@ -110,7 +115,7 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
     if len(items) < len(batches):
         others = [batch for number, batch in enumerate(batches) if number not in items]
         keys = {one.key for batch in others for one in (*batch.writes, *batch.guards)}
-        items = {number: item for number, item in items.items() if item[0] not in keys}
+        items = {number: item for number, item in items.items() if keys.isdisjoint(_each(item[0]))}
         # For a few items, a request of their own takes longer than the short way saves.
         if len(items) < max(ITEMS_MIN, len(batches) / 2):
             return {}
@@ -118,10 +123,39 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
 
 
 def encode_items(items: list[Item]) -> bytes:
-    """Items as the script takes them: keys, values, and what is expected, or False if nothing is."""
+    """Items as the script takes them.
+
+    They are keys, values, and what is expected, or False if nothing is; and if there are batches of several puts, the
+    number of the items of each batch.
+    """
     keys, values, expected = zip(*items, strict=True)
     # An expected 0 is something, too, although it equals False.
-    return _pack((keys, values, any(map(operator.is_not, expected, itertools.repeat(False))) and expected))
+    wanted: Any = any(map(operator.is_not, expected, itertools.repeat(False))) and expected
+    if tuple not in map(type, keys):
+        return _pack((keys, values, wanted))
+    sizes = [len(_each(key)) for key in keys]
+    wanted = wanted and [one for one, size in zip(wanted, sizes, strict=True) for _ in range(size)]
+    flat = itertools.chain.from_iterable
+    return _pack(([*flat(map(_each, keys))], [*flat(map(_each, values))], wanted, sizes))
+
+
+def _each(part: Any) -> tuple[Any, ...]:
+    """The keys or the values of an item: several of a batch of puts."""
+    return part if type(part) is tuple else (part,)
+
+
+def _encode_puts(writes: tuple[Write, ...]) -> Item | None:
+    """Several puts that expect nothing; None if one of them is something else."""
+    keys, values = [], []
+    for write in writes:
+        if type(write) is not Put or write.family != "data" or type(write.key) is not str:
+            return None
+        stored = write.stored
+        if write.ttl_ms is not None or write.meta_json is not None or type(stored) is not bytes or stored[:1] <= b"\0":
+            return None
+        keys.append(write.key)
+        values.append(stored.decode())
+    return (tuple(keys), tuple(values), False) if keys else None
 
 
 def _encode_revision(condition: Condition) -> int | None:

@@ -5,7 +5,7 @@
 -- verb, the prefix of the keys that hold records, and the parameters of the verb.
 --
 -- The verb apply writes what a caller has planned, if what the plan has read is still the same. The verb write is a
--- shorter way for single writes, which are decided here: it does what limpet.transition.plan does, and a test holds it
+-- shorter way for usual writes, which are decided here: it does what limpet.transition.plan does, and a test holds it
 -- to that. The script copies the bytes of values and never decodes them.
 --
 -- An entry is its head, its meta and its value. The head is version, revision, created_revision, created_ms,
@@ -120,12 +120,13 @@ local function join_fields(fields)
     return table.concat(parts)
 end
 
--- The short way of single writes -----------------------------------------------------------------------------
+-- The short way of usual writes ------------------------------------------------------------------------------
 --
 -- An item is a batch of one write of data: a put of a JSON value (a text) that never expires, an add (a number), or a
 -- patch (a table). A put may expect the revision of the entry that it replaces, 0 for none; in a table, if it keeps the
 -- expiry and the meta of the entry. A patch may expect a field: its name and what it holds, or the name alone if it must
--- not be there.
+-- not be there. A batch of several puts that expect nothing is several items: all are written, as one commit, or all are
+-- left.
 --
 -- Only the usual case is decided here, and in one round trip, whatever the caller knows. If what an item expects does not
 -- hold, it is refused, and the caller gets what was found. An item that meets anything else is left and nothing is
@@ -223,9 +224,25 @@ local function write_fields(patched, keys, values)
     end
 end
 
--- Write the log: keys and entries in turn, of the items with these numbers. If there are patches among them, or items
--- were left, each gets a label in place of its key.
-local function log_items(logged, numbers, values, group, has_labels)
+-- Leave all items of a batch of several if one of them is not a usual put.
+local function leave_batch(keys, found, latest, first, last)
+    local is_left = false
+    for i = first, last do
+        local old, expires_ms, kind, _ = latest[keys[i]] or found[i + 1], 0, JSON, nil
+        if old then
+            _, _, _, _, _, expires_ms, _, _, kind = struct.unpack(HEAD, old)
+        end
+        is_left = is_left or left[keys[i]] or expires_ms > 0 or kind == RECORD
+    end
+    for i = first, is_left and last or 0 do
+        left[keys[i]] = true
+    end
+end
+
+-- Write the log: keys and entries in turn, of the items with these numbers; of those in batches of several, with the
+-- number of the batch and of the items that follow in it. If there are patches or batches among them, or items were
+-- left, each gets a label in place of its key.
+local function log_items(logged, numbers, values, batches, following, group, has_labels)
     local id, at = format('%d-0', counters.revision), format('%d', counters.at_ms)
     if not has_labels then
         call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
@@ -234,21 +251,30 @@ local function log_items(logged, numbers, values, group, has_labels)
     local items = {}
     for i = 1, #numbers do
         local op, revision = type(values[numbers[i]]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
-        local cause = format('%s.%d', group, numbers[i])
-        local label = format('%s %d %d data %d ', op, revision, revision, #cause)
+        local cause = format('%s.%d', group, batches[i] or numbers[i])
+        local label = format('%s %d %d data %d ', op, revision, revision + (following[i] or 0), #cause)
         items[2 * i - 1], items[2 * i] = label .. cause .. logged[2 * i - 1], logged[2 * i]
     end
     call('XADD', log_key, id, 'at', at, unpack(items))
 end
 
-local function write_items(keys, values, expected, found, group)
+local function write_items(keys, values, expected, sizes, found, group)
     local first, now, latest = counters.revision, counters.at_ms, {}
     -- What is stored and what is logged: the same, but of a patched record only the head is stored.
     local entries, logged, patched = {}, nil, {}
     local reply, texts, numbers, fresh = {}, {}, {}, {}
     local count, added_bytes, logged_bytes = 0, 0, 0
+    -- With batches of several: the batch of each item that is written, and how many items of it follow.
+    local batches, following, batch, batch_end = {}, {}, 0, 0
     leave_foreign(keys, found)
     for i = 1, #keys do
+        if sizes and i > batch_end then
+            batch = batch + 1
+            batch_end = batch_end + sizes[batch]
+            if batch_end > i then
+                leave_batch(keys, found, latest, i, batch_end)
+            end
+        end
         local key, value, wanted = keys[i], values[i], expected and expected[i]
         local old, form = latest[key] or found[i + 1], type(value)
         local version, old_revision, created, created_ms, expires_ms, old_size = 0, 0, first + count + 1, now, 0, 0
@@ -284,6 +310,9 @@ local function write_items(keys, values, expected, found, group)
             reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = 0, 0, 0
         else
             count = count + 1
+            if sizes then
+                batches[count], following[count] = batch, batch_end - i
+            end
             local is_patch = form == 'table'
             local head = struct.pack(HEAD, version + 1, first + count, created, created_ms, now, expires_ms, size,
                 meta_bytes, is_patch and RECORD or JSON)
@@ -320,7 +349,8 @@ local function write_items(keys, values, expected, found, group)
         if #patched > 0 then
             write_fields(patched, keys, values)
         end
-        log_items(logged or entries, numbers, values, group, #patched > 0 or count < #keys)
+        local has_labels = sizes or #patched > 0 or count < #keys
+        log_items(logged or entries, numbers, values, batches, following, group, has_labels)
         call('HSET', data_key, '', pack_counters(), unpack(entries))
         if #fresh > 0 then
             call('ZADD', base .. 'data:keys', unpack(fresh))
@@ -332,7 +362,7 @@ end
 local superseded_key = base .. 'late'
 
 if ARGV[1] == 'write' then
-    local keys, values, expected = unpack(cmsgpack.unpack(ARGV[6]))
+    local keys, values, expected, sizes = unpack(cmsgpack.unpack(ARGV[6]))
     local found = call('HMGET', data_key, '', unpack(keys))
     local lost = prepare(found[1])
     if lost then
@@ -342,7 +372,7 @@ if ARGV[1] == 'write' then
     elseif counters.superseded + counters.indexed > 0 then
         return {'left'}
     end
-    return write_items(keys, values, expected, found, ARGV[5])
+    return write_items(keys, values, expected, sizes, found, ARGV[5])
 end
 
 -- Entries ----------------------------------------------------------------------------------------------------
