@@ -342,8 +342,9 @@ class Store:
             LockLost: The fence no longer holds.
         """
         if fence is None and request_id is None:
-            bytes_max = self._session.value_bytes_max
-            batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max)
+            session = self._session
+            bytes_max, writer = session.value_bytes_max, session.writer
+            batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max, writer=writer)
             # Straight to the engine, as in `get`.
             try:
                 outcome = await self._session.engine.commit(self.name, batch)
@@ -871,6 +872,7 @@ def open(
     sweep: bool = True,
     encryption: Keyring | None = None,
     observer: Observer | None = None,
+    writer: str | None = None,
 ) -> Opening:
     """Open a namespace of an engine.
 
@@ -885,6 +887,7 @@ def open(
         encryption: The keys that encrypt values; when not given, those that the URL names by
             ``?encryption=env:NAME`` or ``file:PATH``, those in ``LIMPET_ENCRYPTION_KEYS``, or none.
         observer: A function that is called with an `Operation` after each operation of the store.
+        writer: A name of up to 64 characters that entries and changes of this store carry, such as ``agent-7``.
 
     Returns:
         An `Opening`: use it with ``async with``, or await it and close the store yourself.
@@ -894,7 +897,7 @@ def open(
         check_namespace(namespace)
         observing = None if observer is None else check_observer(observer)
         session = await open_session(
-            url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+            url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption, writer=writer
         )
         store = make_store(session, namespace, observing)
         if sweep:

@@ -699,6 +699,7 @@ def open(
     sweep: bool = True,
     encryption: Keyring | None = None,
     observer: Observer | None = None,
+    writer: str | None = None,
 ) -> Store:
     """Open a namespace of an engine; see `limpet.open`. Close the store, or use it with ``with``."""
     check_namespace(namespace)
@@ -707,7 +708,7 @@ def open(
     try:
         session = runner.wait(
             _opening.open_session(
-                url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+                url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption, writer=writer
             )
         )
     except BaseException:

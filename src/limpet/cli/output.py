@@ -20,8 +20,8 @@ from limpet.errors import LimpetError
 from limpet.model import Entry, Event
 from limpet.protocol.json import plain
 
-ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "key": 0}
-EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "key": 24, "value": 0}
+ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "writer": 12, "key": 0}
+EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "writer": 12, "key": 24, "value": 0}
 
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -138,7 +138,8 @@ def show_error(error: LimpetError, *, place: str, as_json: bool) -> None:
 def entry_cells(entry: Entry, now_ms: int) -> list[str]:
     """An entry as columns."""
     expires = "-" if entry.expires_ms is None else format_duration(max(0, entry.expires_ms - now_ms) / 1000)
-    return [str(entry.version), str(entry.revision), str(entry.size_bytes), expires, visible(entry.key)]
+    numbers = [str(entry.version), str(entry.revision), str(entry.size_bytes)]
+    return [*numbers, expires, entry.writer or "-", visible(entry.key)]
 
 
 def event_cells(event: Event) -> list[str]:
@@ -150,6 +151,7 @@ def event_cells(event: Event) -> list[str]:
         "-" if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         event.op,
         "-" if entry is None else str(entry.version),
+        event.writer or "-",
         visible(event.key),
         json_text(event.value) if has_value else "",
     ]

@@ -488,7 +488,7 @@ class Beside(RuleBasedStateMachine):
                 if not self.engine.traits.inline:
                     self.last = msgspec.structs.replace(batch, request_id=cause), self.model.revision
                 changes = tuple(
-                    change if change.op == "expire" else msgspec.structs.replace(change, cause=cause)
+                    change if change.op == "expire" else msgspec.structs.replace(change, origin=cause)
                     for change in outcome.changes
                 )
                 outcome = msgspec.structs.replace(outcome, changes=changes)
