@@ -51,6 +51,7 @@ class Root:
     """The only caller, with every right."""
 
     name = "root"
+    writer = None
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
         return True

@@ -43,10 +43,10 @@ LAYERS: list[set[str]] = [
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
         *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
-        *("append", "edit", "many", "folders"),
+        *("append", "edit", "many", "folders", "observed"),
         *("store", "sync", "__init__"),
     },
-    {"semantic", "faces", "plugin", "adapters"},
+    {"semantic", "faces", "plugin", "adapters", "observers"},
     {"server"},
     {"cli", "conformance", "demo", "testing"},
     {"__main__"},
@@ -56,11 +56,11 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 # None of this may come with `import limpet`.
 HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
-    *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client"),
+    *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client", "opentelemetry"),
     *("click", "rich", "pytest", "hypothesis", "cryptography", "key_value", "cachelib"),
     *("langgraph", "langchain_core"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
-    *("limpet.testing", "limpet.adapters"),
+    *("limpet.testing", "limpet.adapters", "limpet.observers"),
     *("limpet.plugin", "limpet.encryption", "limpet.semantic", "limpet.server", "limpet.protocol"),
 ]
 

@@ -159,6 +159,7 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
         "py-key-value-aio": "key_value",
         "sse-starlette": "sse_starlette",
         "prometheus-client": "prometheus_client",
+        "opentelemetry-api": "opentelemetry",
         "pytest-asyncio": "pytest_asyncio",
     }
     # These two are found by uvicorn itself.

@@ -35,6 +35,7 @@ from limpet.model import (
     Version,
     Window,
 )
+from limpet.observed import Observer, Operation
 from limpet.record import Record
 from limpet.request_ids import new_request_id
 from limpet.store import Page, Store, open
@@ -69,6 +70,8 @@ __all__ = [
     "Lock",
     "LockInfo",
     "ManualClock",
+    "Observer",
+    "Operation",
     "Page",
     "PluginClient",
     "Record",

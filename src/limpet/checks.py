@@ -24,6 +24,7 @@ from limpet.keys import (
     META_BYTES_MAX,
     OPERANDS_MAX,
     TESTS_MAX,
+    WRITER_MAX,
     check_key,
 )
 from limpet.model import (
@@ -66,6 +67,7 @@ __all__ = [
     "check_value_size",
     "check_window",
     "check_write",
+    "check_writer",
 ]
 
 NUMBER_MAX: Final = codec.INT_MAX
@@ -216,6 +218,15 @@ def check_write(write: object) -> int:
         if write.ttl_ms is not KEEP:
             _check_ttl(write.ttl_ms)
     return size_bytes
+
+
+def check_writer(writer: object) -> str:
+    """Check the name of a writer: it stands in logs and lists, so it is short and printable."""
+    if not isinstance(writer, str):
+        raise InvalidValue(f"the name of a writer is a str, not something of type {type(writer).__name__}")
+    if not 1 <= len(writer) <= WRITER_MAX or not writer.isprintable():
+        raise InvalidValue(f"the name of a writer has 1 to {WRITER_MAX} characters, all of them printable")
+    return writer
 
 
 # Filters and windows ----------------------------------------------------------

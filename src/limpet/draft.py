@@ -411,12 +411,12 @@ class Draft:
         # Most batches are one write with at most one guard, which no limit on numbers can concern.
         if len(writes) != 1 or len(guards) > 1:
             check_batch_limits(guards, writes, size_bytes=self._bytes)
-        bytes_max = self._session.value_bytes_max
+        bytes_max, writer = self._session.value_bytes_max, self._session.writer
         if self._request_id is None:
-            return Batch(guards, writes, value_bytes_max=bytes_max, is_brief=self._is_brief)
+            return Batch(guards, writes, value_bytes_max=bytes_max, is_brief=self._is_brief, writer=writer)
         digest = digest_of(guards, writes) if self._request is None else request_digest(self._request)
         receipt = (self._request_id, digest, RECEIPT_MS)
-        return Batch(guards, writes, *receipt, value_bytes_max=bytes_max, is_brief=self._is_brief)
+        return Batch(guards, writes, *receipt, value_bytes_max=bytes_max, is_brief=self._is_brief, writer=writer)
 
     def _error_of(self, refusal: Refusal) -> LimpetError:
         return refusal_error(refusal, self._session.value_bytes_max)
@@ -435,11 +435,12 @@ def single_put(
     expect: Expectation,
     meta: Meta | Literal[Sentinel.KEEP],
     value_bytes_max: int,
+    writer: str | None,
 ) -> Batch:
     """Make a batch of one put, perhaps with a guard on its key. Most writes are one, and need no draft."""
     guards = () if expect is ANY else (Guard(check_key(key), _make_condition(expect)),)
     put, _ = make_put(key, value, ttl, meta, value_bytes_max)
-    return Batch(guards, (put,), value_bytes_max=value_bytes_max)
+    return Batch(guards, (put,), value_bytes_max=value_bytes_max, writer=writer)
 
 
 def refusal_error(refusal: Refusal, value_bytes_max: int) -> LimpetError:

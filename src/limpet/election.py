@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
@@ -34,6 +34,8 @@ class Election:
     is cancelled and `LockLost` is raised, unless ``cancel=False``. Or `campaign` and `resign` by
     hand, and check ``lost``.
     """
+
+    _make_lock: Callable[..., Lock] = Lock
 
     def __init__(
         self,
@@ -149,7 +151,7 @@ class Election:
         self._lock = lock
 
     def _new_lock(self, name: str, *, cancel: bool) -> Lock:
-        return Lock(
+        return self._make_lock(
             self._session,
             self._namespace,
             name,

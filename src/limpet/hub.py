@@ -387,7 +387,8 @@ def event_of(change: Change, prefix: str) -> Event:
     """Make the event of a change."""
     entry = change.entry if change.op in _WITH_VALUE or change.entry.stored is None else change.entry.without_value()
     position = prefix + fingerprint(change)
-    return Event(change.op, change.key, entry, change.revision, change.commit, position, change.cause, change.at_ms)
+    commit, at_ms = change.commit, change.at_ms
+    return Event(change.op, change.key, entry, change.revision, commit, position, change.cause, at_ms, change.writer)
 
 
 def position_prefix(status: Status, namespace: str) -> str:

@@ -17,6 +17,7 @@ from limpet.errors import InvalidKey, InvalidNamespace, InvalidValue
 
 KEY_BYTES_MAX: Final = 1024
 META_BYTES_MAX: Final = 8_192
+WRITER_MAX: Final = 64
 VALUE_BYTES_MAX: Final = 1_000_000
 BATCH_BYTES_MAX: Final = 4_000_000
 BATCH_WRITES_MAX: Final = 128

@@ -66,7 +66,10 @@ __all__ = [
     "Window",
     "Write",
     "fingerprint",
+    "join_origin",
+    "join_writer",
     "live",
+    "split_writer",
 ]
 
 Family = Literal["data", "lock", "receipt", "audit", "recoverable", "sequence"]
@@ -133,6 +136,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False, array_like=True):
         revision: Orders the changes of the namespace. Never reused, so it is the token to compare.
         created_revision: The revision that created this incarnation of the key.
         stored: The encoded value; None where an event carries an entry without its value.
+        meta_json: The meta, in one text with the name of the writer: see `join_writer`.
     """
 
     key: str
@@ -170,7 +174,13 @@ class Entry(msgspec.Struct, frozen=True, gc=False, array_like=True):
     @property
     def meta(self) -> dict[str, Any]:
         """The JSON object that the writer put beside the value; empty when there is none."""
-        return {} if self.meta_json is None else codec.decode(self.meta_json)
+        _, meta_json = split_writer(self.meta_json)
+        return {} if meta_json is None else codec.decode(meta_json)
+
+    @property
+    def writer(self) -> str | None:
+        """The name of the writer of the value; None for a writer without a name."""
+        return split_writer(self.meta_json)[0]
 
     @property
     def created_at(self) -> datetime:
@@ -194,6 +204,41 @@ class Entry(msgspec.Struct, frozen=True, gc=False, array_like=True):
     def __repr__(self) -> str:
         # A repr ends up in logs, and a value may be a secret.
         return f"Entry({self.key!r}, version={self.version}, revision={self.revision})"
+
+
+# The name of a writer is stored in fields that engines have already, and do not look into: see
+# docs/decisions/writer-names.md.
+
+
+def join_writer(meta_json: bytes | None, writer: str | None) -> bytes | None:
+    """The text of a meta and a writer: the meta alone, or an array of the name and the meta."""
+    if writer is None:
+        return meta_json
+    name = msgspec.json.encode(writer)
+    return b"[%b]" % name if meta_json is None else b"[%b,%b]" % (name, meta_json)
+
+
+def split_writer(meta_json: bytes | None) -> tuple[str | None, bytes | None]:
+    """The name of the writer, and the meta: the inverse of `join_writer`."""
+    if meta_json is None or meta_json[:1] != b"[":
+        return None, meta_json
+    name, *rest = _split_array(meta_json)
+    return codec.decode(bytes(name)), bytes(rest[0]) if rest else None
+
+
+_split_array: Final = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+_WRITER_MARK: Final = "\x1f"
+
+
+def join_origin(request_id: str | None, writer: str | None) -> str | None:
+    """What is logged as the origin of a change: the request id, or the id, a mark and the name of the writer.
+
+    A name is printable and has no mark. An id with a mark of its own gets another one at its end.
+    """
+    if writer is not None:
+        return f"{request_id or ''}{_WRITER_MARK}{writer}"
+    return f"{request_id}{_WRITER_MARK}" if request_id is not None and _WRITER_MARK in request_id else request_id
 
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -354,6 +399,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
             for the request id after this revision before doing anything.
         is_brief: Whether the caller does not need the fields of records that it did not send. Entries of records may
             then come back without their value, which saves sending it.
+        writer: The name of the writer, for the entries and the changes of the batch.
     """
 
     guards: tuple[Guard, ...]
@@ -364,6 +410,12 @@ class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
     retry_since: int | None = None
     value_bytes_max: int = VALUE_BYTES_MAX
     is_brief: bool = False
+    writer: str | None = None
+
+    @property
+    def origin(self) -> str | None:
+        """What the log has as the origin of its changes, if the request has an id."""
+        return None if self.request_id is None else join_origin(self.request_id, self.writer)
 
 
 # What happened ----------------------------------------------------------------
@@ -373,7 +425,7 @@ class Change(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What happened to one key.
 
     ``entry`` is the entry after a put, patch or touch. After a delete or expire it is
-    the entry that ended, with its value only if it was taken.
+    the entry that ended, with its value only if it was taken. ``origin`` has the cause and the writer, in one text.
     """
 
     op: Op
@@ -381,8 +433,20 @@ class Change(msgspec.Struct, frozen=True, gc=False, array_like=True):
     revision: int
     commit: int
     at_ms: int
-    cause: str | None = None
+    origin: str | None = None
     family: Family = "data"
+
+    @property
+    def cause(self) -> str | None:
+        """The request id of the write; None for an expiry."""
+        origin = self.origin
+        return origin.rpartition(_WRITER_MARK)[0] or None if origin is not None and _WRITER_MARK in origin else origin
+
+    @property
+    def writer(self) -> str | None:
+        """The name of the writer; None for a writer without a name, and for an expiry."""
+        origin = self.origin
+        return None if origin is None or _WRITER_MARK not in origin else origin.rpartition(_WRITER_MARK)[2] or None
 
     @property
     def key(self) -> str:
@@ -403,7 +467,7 @@ def fingerprint(change: Change) -> str:
     changes; those differ in their time and their cause.
     """
     # Only the part behind the last slash: a server adds a prefix to the ids of some callers, and hides it from them.
-    entry, cause = change.entry, "-" if change.cause is None else f"={change.cause.rpartition('/')[2]}"
+    entry, cause = change.entry, "-" if change.origin is None else f"={change.origin.rpartition('/')[2]}"
     # Without the op: where values are encrypted, the engine stores a patch as a put.
     numbers = f"{change.revision} {change.commit} {change.at_ms} {entry.version} {entry.created_revision}"
     digest = blake2b(f"{numbers} {change.family} {cause}".encode(), digest_size=6).hexdigest()
@@ -460,6 +524,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
         position: Where to resume after this event; None for the entries before `Synced`.
         cause: The request id of the write; None for an expiry.
         at_ms: When it was committed; None for `Synced`.
+        writer: The name of the writer of the change; None for one without a name, and for an expiry.
     """
 
     op: Op | Literal["synced"]
@@ -470,6 +535,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     position: str | None
     cause: str | None = None
     at_ms: int | None = None
+    writer: str | None = None
 
     @property
     def value(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from limpet.checks import NUMBER_MAX, check_window
+from limpet.checks import NUMBER_MAX, check_window, check_writer
 from limpet.clock import Clock, SystemClock
 from limpet.engine import Engine
 from limpet.errors import InvalidValue
@@ -74,6 +74,7 @@ async def open_session(
     max_value_bytes: int,
     window: Window | None,
     encryption: Keyring | None = None,
+    writer: str | None = None,
 ) -> Session:
     """Open the engine of a URL; ``LIMPET_URL`` or ``./limpet.db`` when none is given."""
     if type(max_value_bytes) is not int or not 1 <= max_value_bytes <= NUMBER_MAX:
@@ -82,10 +83,12 @@ async def open_session(
         raise InvalidValue(f"a clock is a limpet.Clock, not something of type {type(clock).__name__}")
     if window is not None:
         check_window(window)
+    if writer is not None:
+        check_writer(writer)
     clock = clock or SystemClock()
     chosen = os.environ.get("LIMPET_URL") or "sqlite:///limpet.db" if url is None or url == "" else url
     engine = await open_engine(chosen, clock, encryption=encryption)
-    return Session(engine, clock, value_bytes_max=max_value_bytes, window=window)
+    return Session(engine, clock, value_bytes_max=max_value_bytes, window=window, writer=writer)
 
 
 def _is_clock(clock: object) -> bool:

@@ -36,11 +36,19 @@ class Session:
     """An opened engine with its background work."""
 
     def __init__(
-        self, engine: Engine, clock: Clock, *, value_bytes_max: int = VALUE_BYTES_MAX, window: Window | None = None
+        self,
+        engine: Engine,
+        clock: Clock,
+        *,
+        value_bytes_max: int = VALUE_BYTES_MAX,
+        window: Window | None = None,
+        writer: str | None = None,
     ) -> None:
         self.engine = engine
         self.clock = clock
         self.value_bytes_max = value_bytes_max
+        # The name that its writes have.
+        self.writer = writer
         self.sweeper = Sweeper(engine, clock, window or Window())
         self.turns = Turns()
         self._ended = threading.Event()
@@ -56,6 +64,14 @@ class Session:
         """Copy the session with another limit for values. Closing one closes both."""
         twin = copy.copy(self)
         twin.value_bytes_max = value_bytes_max
+        return twin
+
+    def with_writer(self, writer: str | None) -> Session:
+        """Copy the session for another writer. Closing one closes both."""
+        twin = copy.copy(self)
+        twin.writer = writer
+        # A commit of several appends has one writer.
+        twin.appenders = {}
         return twin
 
     def with_engine(self, engine: Engine) -> Session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -58,6 +58,18 @@ from limpet.model import (
     Status,
     Traits,
     Window,
+)
+from limpet.observed import (
+    ObservedDraft,
+    ObservedEdit,
+    ObservedElection,
+    ObservedLock,
+    ObservedRecord,
+    Observer,
+    Reporter,
+    check_observer,
+    observe_commit,
+    observe_verbs,
 )
 from limpet.opening import open_session
 from limpet.pages import SCAN_PAGE, lock_page, span_after
@@ -330,8 +342,9 @@ class Store:
             LockLost: The fence no longer holds.
         """
         if fence is None and request_id is None:
-            bytes_max = self._session.value_bytes_max
-            batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max)
+            session = self._session
+            bytes_max, writer = session.value_bytes_max, session.writer
+            batch = single_put(key, value, ttl=ttl, expect=expect, meta=meta, value_bytes_max=bytes_max, writer=writer)
             # Straight to the engine, as in `get`.
             try:
                 outcome = await self._session.engine.commit(self.name, batch)
@@ -596,6 +609,10 @@ class Store:
         """Guards and writes that happen together or not at all."""
         return Draft(self._session, self.name, request_id)
 
+    def _commit_batch(self, batch: Draft) -> Coroutine[Any, Any, Commit]:
+        """Commit a batch of the sync API, whose own `commit` cannot be awaited."""
+        return Draft.commit(batch)
+
     def record(self, key: str) -> Record:
         """A key whose fields are written one by one."""
         return Record(self, key)
@@ -743,6 +760,56 @@ class Store:
         return f"Store({self.name!r} on {self.traits.engine})"
 
 
+class ObservedStore(Store):
+    """A store that reports its operations to an observer."""
+
+    def __init__(self, session: Session, name: str, observer: Observer) -> None:
+        super().__init__(session, name)
+        self._plain = Store(session, name)
+        self._reporter = Reporter(observer, name)
+
+    def namespace(self, name: str) -> Store:
+        """Another namespace of the same engine, which reports to the same observer."""
+        return ObservedStore(self._session, name, self._reporter.observer)
+
+    def batch(self, *, request_id: str | None = None) -> Draft:
+        """Guards and writes that happen together or not at all."""
+        return ObservedDraft(self._reporter, self._session, self.name, request_id)
+
+    def _commit_batch(self, batch: Draft) -> Coroutine[Any, Any, Commit]:
+        return observe_commit(self._reporter, batch)
+
+    def record(self, key: str) -> Record:
+        """A key whose fields are written one by one."""
+        return ObservedRecord(self._reporter, self._plain.record(key))
+
+    def edit(self, key: str, *, on_conflict: Decide | None = None, **options: Any) -> Edit:
+        """A copy of an object or a record to work on."""
+        options = {"ttl": KEEP, "fence": None, "meta": KEEP, **options}
+        return ObservedEdit(self._reporter, self._plain, key, on_conflict=on_conflict, **options)
+
+    def lock(self, name: str, **options: Any) -> Lock:
+        """A lease on a name."""
+        return ObservedLock(self._reporter, self._session, self.name, name, **options)
+
+    def election(self, name: str, **options: Any) -> Election:
+        """A candidate to lead."""
+        return ObservedElection(self._reporter, self._session, self.name, name, **options)
+
+
+def _is_verb(name: str, member: object) -> bool:
+    is_awaited = inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+    return is_awaited and not name.startswith("_") and name != "close"
+
+
+observe_verbs(ObservedStore, [name for name, member in vars(Store).items() if _is_verb(name, member)])
+
+
+def make_store(session: Session, name: str, observer: Observer | None) -> Store:
+    """The store of a namespace, which reports to the observer if there is one."""
+    return Store(session, name) if observer is None else ObservedStore(session, name, observer)
+
+
 async def take_turn(turn: Turn, attempt: int) -> None:
     """Wait for the turn to update a key. It lasts longer on each attempt, so that a slow function gets through.
 
@@ -804,6 +871,8 @@ def open(
     window: Window | None = None,
     sweep: bool = True,
     encryption: Keyring | None = None,
+    observer: Observer | None = None,
+    writer: str | None = None,
 ) -> Opening:
     """Open a namespace of an engine.
 
@@ -817,6 +886,8 @@ def open(
         sweep: Whether this process ends expired entries and trims the log in the background.
         encryption: The keys that encrypt values; when not given, those that the URL names by
             ``?encryption=env:NAME`` or ``file:PATH``, those in ``LIMPET_ENCRYPTION_KEYS``, or none.
+        observer: A function that is called with an `Operation` after each operation of the store.
+        writer: A name of up to 64 characters that entries and changes of this store carry, such as ``agent-7``.
 
     Returns:
         An `Opening`: use it with ``async with``, or await it and close the store yourself.
@@ -824,10 +895,11 @@ def open(
 
     async def opening() -> Store:
         check_namespace(namespace)
+        observing = None if observer is None else check_observer(observer)
         session = await open_session(
-            url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+            url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption, writer=writer
         )
-        store = Store(session, namespace)
+        store = make_store(session, namespace, observing)
         if sweep:
             session.sweeper.start()
         return store

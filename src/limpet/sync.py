@@ -39,6 +39,7 @@ from limpet.errors import Closed, Conflict, Unavailable
 from limpet.keys import VALUE_BYTES_MAX, check_namespace
 from limpet.lock import LockInfo
 from limpet.model import ABSENT, KEEP, Commit, Entry, Event, Filter, Sentinel, Traits, Window
+from limpet.observed import Observer, check_observer
 from limpet.session import Session
 
 if TYPE_CHECKING:
@@ -234,11 +235,14 @@ def mirror(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *, on_loop: bool = False
 ) -> Callable[Concatenate[Any, P], R]:
     """Make the sync form of an async method; ``on_loop`` for one that needs a loop on every engine."""
+    # By its name, because the twin may be of a class that does more, such as an observed store.
+    name = method.__name__
 
     @functools.wraps(method)
     def call(self: Proxy, /, *args: P.args, **kwargs: P.kwargs) -> R:
         run = self._runner.wait if on_loop else self._runner.run
-        return run(method(self._twin, *args, **kwargs))
+        work: Coroutine[Any, Any, R] = getattr(self._twin, name)(*args, **kwargs)
+        return run(work)
 
     return call
 
@@ -379,7 +383,7 @@ class Store(Proxy):
     def batch(self, *, request_id: str | None = None) -> Draft:
         """Guards and writes that happen together or not at all."""
         draft = Draft(self._twin._session, self.name, request_id)
-        draft._runner = self._runner
+        draft._store, draft._runner = self._twin, self._runner
         return draft
 
     def record(self, key: str) -> Record:
@@ -452,12 +456,13 @@ class Edit(Proxy):
 class Draft(_Draft):
     """Guards and writes that will happen together or not at all; `commit` blocks."""
 
-    __slots__ = ("_runner",)
+    __slots__ = ("_runner", "_store")
     _runner: Runner
+    _store: _store.Store
 
     def commit(self) -> Commit:  # type: ignore[override]
         """Make it happen, all of it or nothing. Raises `Conflict` when a guard does not hold."""
-        return self._runner.run(super().commit())
+        return self._runner.run(self._store._commit_batch(self))
 
 
 class Record(Proxy):
@@ -693,14 +698,17 @@ def open(
     window: Window | None = None,
     sweep: bool = True,
     encryption: Keyring | None = None,
+    observer: Observer | None = None,
+    writer: str | None = None,
 ) -> Store:
     """Open a namespace of an engine; see `limpet.open`. Close the store, or use it with ``with``."""
     check_namespace(namespace)
+    observing = None if observer is None else check_observer(observer)
     runner = Runner()
     try:
         session = runner.wait(
             _opening.open_session(
-                url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption
+                url, clock=clock, max_value_bytes=max_value_bytes, window=window, encryption=encryption, writer=writer
             )
         )
     except BaseException:
@@ -710,7 +718,7 @@ def open(
     if sweep:
         runner.start_in_background(session.sweeper.start)
     _opened[session] = runner
-    return Store(_store.Store(session, namespace), runner)
+    return Store(_store.make_store(session, namespace, observing), runner)
 
 
 # The loop's thread does not exist in a forked child; the child starts its own with its first call.

@@ -45,7 +45,10 @@ from limpet.model import (
     Rule,
     Touch,
     Version,
+    join_origin,
+    join_writer,
     live,
+    split_writer,
 )
 
 __all__ = [
@@ -104,11 +107,13 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
         if not _holds(guard.condition, found):
             return Refusal("guard", guard.key, found, now_ms, guard=guard)
 
-    cause = cause or batch.request_id
+    origin, writer = cause or batch.request_id, batch.writer
+    if writer is not None or batch.request_id is not None:
+        origin = join_origin(origin, writer)
     if len(batch.writes) == 1 and batch.receipt_ms is None and isinstance(batch.writes[0], _VALUE_WRITES):
         current = find(batch.writes[0].family, batch.writes[0].key)
         if current is None or current.expires_ms is None:
-            return plan_write(batch.writes[0], current, batch.value_bytes_max, now_ms, revision + 1, cause)
+            return plan_write(batch.writes[0], current, batch.value_bytes_max, now_ms, revision + 1, origin, writer)
     # What each change needs but the last revision of the commit, which is known only at the end.
     drafts: list[tuple[Op, Entry, int, str | None, Family]] = []
     entries: list[Entry | None] = []
@@ -125,21 +130,21 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
                 # No request caused it, so it has no cause.
                 drafts.append(("expire", stored.without_value(), revision, None, family))
             revision += 1
-            made = _make_entry(write, current, batch.value_bytes_max, now_ms, revision)
+            made = _make_entry(write, current, batch.value_bytes_max, now_ms, revision, writer)
             if isinstance(made, Refusal):
                 return made
             after = made
-            drafts.append(("patch" if isinstance(write, Patch) else "put", after, revision, cause, family))
+            drafts.append(("patch" if isinstance(write, Patch) else "put", after, revision, origin, family))
         elif isinstance(write, Touch):
             if current is not None:
                 revision += 1
                 after = _touch(write, current, now_ms, revision)
-                drafts.append(("touch", after, revision, cause, family))
+                drafts.append(("touch", after, revision, origin, family))
         elif isinstance(write, Delete):
             if current is not None:
                 revision += 1
                 before = current if write.take else current.without_value()
-                drafts.append(("delete", before, revision, cause, family))
+                drafts.append(("delete", before, revision, origin, family))
         elif stored is not None and current is None and stored.revision == write.revision:
             revision += 1
             before = stored.without_value()
@@ -155,17 +160,23 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
 
 
 def plan_write(
-    write: Put | Add | Patch, current: Entry | None, bytes_max: int, now_ms: int, revision: int, cause: str | None
+    write: Put | Add | Patch,
+    current: Entry | None,
+    bytes_max: int,
+    now_ms: int,
+    revision: int,
+    origin: str | None,
+    writer: str | None = None,
 ) -> Plan | Refusal:
     """Decide what one write of a value does: to an entry that is live or absent, as the change of this revision.
 
     It is what `plan` returns for a batch of this write alone.
     """
-    after = _make_entry(write, current, bytes_max, now_ms, revision)
+    after = _make_entry(write, current, bytes_max, now_ms, revision, writer)
     if isinstance(after, Refusal):
         return after
     op: Op = "patch" if isinstance(write, Patch) else "put"
-    change = Change(op, after, revision, revision, now_ms, cause, write.family)
+    change = Change(op, after, revision, revision, now_ms, origin, write.family)
     return Plan(Commit(revision, (after,), (None,), now_ms), (change,))
 
 
@@ -173,8 +184,8 @@ _VALUE_WRITES: Final = (Put, Add, Patch)
 
 
 def find_plain_write(batch: Batch) -> Put | Add | Patch | None:
-    """The only write of a batch, if that sets a value and the batch has neither a guard nor a request id."""
-    if batch.request_id is not None or batch.guards or len(batch.writes) != 1:
+    """The only write of a batch, if that sets a value and the batch has no guard, no request id and no writer."""
+    if batch.request_id is not None or batch.guards or len(batch.writes) != 1 or batch.writer is not None:
         return None
     write = batch.writes[0]
     return write if isinstance(write, _VALUE_WRITES) else None
@@ -242,7 +253,12 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
 
 
 def _make_entry(
-    write: Put | Add | Patch, current: Entry | None, bytes_max: int, now_ms: int, revision: int
+    write: Put | Add | Patch,
+    current: Entry | None,
+    bytes_max: int,
+    now_ms: int,
+    revision: int,
+    writer: str | None,
 ) -> Entry | Refusal:
     """Make the entry after a write that sets a value."""
     try:
@@ -253,6 +269,12 @@ def _make_entry(
     except _WriteRefused as why:
         return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
+    if meta_json is KEEP:
+        kept = None if current is None else current.meta_json
+        # Without the name of the earlier writer.
+        meta_json = None if kept is None else split_writer(kept)[1]
+    if writer is not None and write.family == "data":
+        meta_json = join_writer(meta_json, writer)
     if current is None:
         if isinstance(write, Add) and write.new_ttl_ms is not None:
             ttl_ms = write.new_ttl_ms
@@ -265,7 +287,7 @@ def _make_entry(
             now_ms,
             now_ms,
             None if ttl_ms is None or ttl_ms is KEEP else now_ms + ttl_ms,
-            None if meta_json is KEEP else meta_json,
+            meta_json,
         )
     return Entry(
         write.key,
@@ -276,7 +298,7 @@ def _make_entry(
         current.created_ms,
         now_ms,
         current.expires_ms if ttl_ms is KEEP else None if ttl_ms is None else now_ms + ttl_ms,
-        current.meta_json if meta_json is KEEP else meta_json,
+        meta_json,
     )
 
 

@@ -114,7 +114,7 @@ def test_output_is_utf_8_whatever_the_locale_says(url: str, run: Limpet) -> None
         return done.stdout, done.stderr
 
     assert output_of("ls", "--values")[0].decode() == 'grüße/🐚\t"schön"\n'
-    assert output_of("history", "grüße/🐚")[0].decode().split("\t")[4:] == ["grüße/🐚", '"schön"\n']
+    assert output_of("history", "grüße/🐚")[0].decode().split("\t")[5:] == ["grüße/🐚", '"schön"\n']
     assert "'grüße'" in output_of("get", "grüße")[1].decode()
 
 
@@ -163,10 +163,10 @@ def test_a_terminal_gets_headings_and_columns_in_line(url: str, run: Limpet) -> 
     _, changed = looked_at("--url", url, "history", "k")
 
     heading, first, second = listed.splitlines()
-    assert heading.split() == ["VERSION", "REVISION", "BYTES", "EXPIRES", "KEY"]
+    assert heading.split() == ["VERSION", "REVISION", "BYTES", "EXPIRES", "WRITER", "KEY"]
     assert heading.index("KEY") == first.index("k") == second.index("long")
     heading, first = changed.splitlines()
-    assert heading.split() == ["REVISION", "TIME", "OP", "VERSION", "KEY", "VALUE"]
+    assert heading.split() == ["REVISION", "TIME", "OP", "VERSION", "WRITER", "KEY", "VALUE"]
     assert [first[heading.index(word) :].split()[0] for word in ("REVISION", "OP", "VERSION", "KEY", "VALUE")] == [
         *("1", "put", "1", "k", "1")
     ]

@@ -337,10 +337,10 @@ def test_ls_long_shows_numbers_in_columns(run: Limpet) -> None:
 
     first, second = run("ls", "-l").stdout.splitlines()
 
-    version, revision, size, ttl, key = first.split("\t")
-    assert (version, revision, size, key) == ("1", "1", "5", "k")
+    version, revision, size, ttl, writer, key = first.split("\t")
+    assert (version, revision, size, writer, key) == ("1", "1", "5", "-", "k")
     assert re.fullmatch(r"1h|59m5\ds", ttl)
-    assert second == "1\t2\t1\t-\tl"
+    assert second == "1\t2\t1\t-\t-\tl"
     assert run("ls", "--long", "l").stdout == second + "\n"
 
 
@@ -389,7 +389,7 @@ def test_a_key_is_one_line_and_gives_the_terminal_no_orders(run: Limpet, key: st
     assert run("ls").stdout == shown + "\n"
     assert run("ls", "-l").stdout.split("\t")[-1] == shown + "\n"
     assert run("ls", "--values").stdout == f"{shown}\t1\n"
-    assert run("history", key).stdout.split("\t")[4] == shown
+    assert run("history", key).stdout.split("\t")[5] == shown
     assert run.json("ls")["key"] == key
 
 

@@ -20,18 +20,18 @@ def cells(line: str) -> list[str]:
 def test_history_shows_the_changes_of_a_key(run: Limpet, url: str) -> None:
     run("put", "k", '{"a": 1}')
     run("put", "other", "1")
-    with limpet.sync.open(url) as store:
+    with limpet.sync.open(url, writer="agent-7") as store:
         store.touch("k", 60)
     run("del", "k")
-    run("field", "set", "k", "a=2")
+    run("--writer", "alice", "field", "set", "k", "a=2")
 
     lines = [cells(line) for line in run("history", "k").stdout.splitlines()]
 
     assert [[line[0], *line[2:]] for line in lines] == [
-        ["1", "put", "1", "k", '{"a":1}'],
-        ["3", "touch", "1", "k", ""],
-        ["4", "delete", "1", "k", ""],
-        ["5", "patch", "1", "k", '{"a":2}'],
+        ["1", "put", "1", "-", "k", '{"a":1}'],
+        ["3", "touch", "1", "agent-7", "k", ""],
+        ["4", "delete", "1", "-", "k", ""],
+        ["5", "patch", "1", "alice", "k", '{"a":2}'],
     ]
     assert all(re.fullmatch(TIME, line[1]) for line in lines)
 
@@ -43,32 +43,33 @@ def test_watch_shows_what_there_is_and_resumes(run: Limpet) -> None:
     lines = [cells(line) for line in run("watch", "config/*", "--initial", "--count", "3").stdout.splitlines()]
 
     assert [line[2:] for line in lines] == [
-        ["put", "1", "config/a", "1"],
-        ["put", "1", "config/b", "1"],
-        ["synced", "-", "", ""],
+        ["put", "1", "-", "config/a", "1"],
+        ["put", "1", "-", "config/b", "1"],
+        ["synced", "-", "-", "", ""],
     ]
     run("put", "config/a", "2")
     after = cells(run("watch", "--after", lines[-1][0], "--count", "1").stdout)
-    assert after[2:] == ["put", "2", "config/a", "2"]
+    assert after[2:] == ["put", "2", "-", "config/a", "2"]
 
 
 def test_watch_takes_one_key(run: Limpet) -> None:
     run("put", "config", "1")
     run("put", "config/a", "1")
 
-    assert cells(run("watch", "config/a", "--after", "0", "--count", "1").stdout)[2:] == ["put", "1", "config/a", "1"]
+    line = cells(run("watch", "config/a", "--after", "0", "--count", "1").stdout)
+    assert line[2:] == ["put", "1", "-", "config/a", "1"]
 
 
 def test_a_change_of_another_process_is_shown_at_once(url: str) -> None:
     with limpet.sync.open(url) as store:
         store.put("k", 1)
         watching = start("--url", url, "watch", "--initial")
-        assert cells(read_line(watching))[2:] == ["put", "1", "k", "1"]
+        assert cells(read_line(watching))[2:] == ["put", "1", "-", "k", "1"]
         assert cells(read_line(watching))[2] == "synced"
 
         store.put("k", "zwei")
 
-        assert cells(read_line(watching))[2:] == ["put", "2", "k", '"zwei"']
+        assert cells(read_line(watching))[2:] == ["put", "2", "-", "k", '"zwei"']
     watching.terminate()
     code, _, stderr = wait_for_end(watching)
     assert (code, stderr) == (-signal.SIGTERM, "")

@@ -169,7 +169,8 @@ class Program:
             case _:
                 write = Delete(key) if dice.random() < 0.5 else Put(key, b"2", ttl_ms=KEEP, meta_json=KEEP)
         guards = tuple(Guard(key, condition) for condition in conditions)
-        return Batch(guards, (write,), value_bytes_max=VALUE_BYTES_MAX, is_brief=dice.random() < 0.5)
+        is_brief, writer = dice.random() < 0.5, "ann" if dice.random() < 0.1 else None
+        return Batch(guards, (write,), value_bytes_max=VALUE_BYTES_MAX, is_brief=is_brief, writer=writer)
 
     def _make_puts(self) -> Batch:
         """A batch of several puts, one of which may have no short way."""
@@ -241,6 +242,9 @@ class Program:
         if self.has_index or (stored is None and write.key in self.foreign):
             return False
         if stored is not None:
+            if stored.writer is not None and not (isinstance(write, Put) and write.meta_json is None):
+                # The write would keep the name of the other writer with the meta.
+                return False
             if live(stored, self.now_ms) is None:
                 return False
             if isinstance(write, Put) and stored.kind == "record":
@@ -343,6 +347,8 @@ def _keys(batch: Batch) -> list[str]:
 def _is_item(batch: Batch) -> bool:
     """Whether a batch is one for the short way, written once more in other words."""
     condition = batch.guards[0].condition if batch.guards else None
+    if batch.writer is not None:
+        return False
     if len(batch.writes) > 1:
         singles = [Batch((), (put,)) for put in batch.writes]
         return not batch.guards and all(_is_item(one) and one.writes[0].ttl_ms is None for one in singles)  # type: ignore[union-attr]

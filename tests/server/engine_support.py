@@ -34,8 +34,9 @@ class Scope(NamedTuple):
 class Guest:
     """A caller with scopes, whose token is its name."""
 
-    def __init__(self, name: str, *scopes: Scope) -> None:
+    def __init__(self, name: str, *scopes: Scope, writer: str | None = None) -> None:
         self.name = name
+        self.writer = writer
         self._scopes = scopes
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:

@@ -30,6 +30,7 @@ class Scoped:
 
     def __init__(self, name: str, namespace: str, prefix: str = "", rights: Sequence[str] = ALL) -> None:
         self.name = name
+        self.writer: str | None = None
         self._namespace = namespace
         self._span = prefix_span(prefix)
         self._rights = rights
@@ -49,6 +50,7 @@ class Everywhere:
     """A caller with every right on every namespace."""
 
     name = "root"
+    writer = None
 
     def may(self, namespace: str, right: str, spans: Sequence[Span]) -> bool:
         return True

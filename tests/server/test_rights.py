@@ -48,6 +48,7 @@ class Blind:
     """A caller with every right but to see values and to operate the server."""
 
     name = "blind"
+    writer = None
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
         return right not in ("reveal", "admin")

@@ -95,15 +95,21 @@ Exit codes:
     help="The namespace in the store. [env: LIMPET_NAMESPACE; default: default]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, one document a line.")
+@click.option(
+    "--writer",
+    envvar="LIMPET_WRITER",
+    metavar="NAME",
+    help="The name that entries and changes of this command have. [env: LIMPET_WRITER]",
+)
 @click.version_option(limpet.__version__, prog_name="limpet")
 @click.pass_context
-def main(context: click.Context, url: str | None, namespace: str, as_json: bool) -> None:
+def main(context: click.Context, url: str | None, namespace: str, as_json: bool, writer: str | None) -> None:
     """Small state that must not be lost.
 
     Values are stored under keys, in a namespace of a store. The store is the file limpet.db in this folder unless
     --url or LIMPET_URL names another. The first write makes it; reading never does.
     """
-    context.obj = Setup(url, namespace, as_json)
+    context.obj = Setup(url, namespace, as_json, writer or None)
 
 
 # Values -----------------------------------------------------------------------
@@ -219,7 +225,7 @@ def append(
     )
 )
 @click.argument("prefix", default="", shell_complete=complete_key)
-@click.option("-l", "--long", is_flag=True, help="Print version, revision, size in bytes, time to live, and key.")
+@click.option("-l", "--long", is_flag=True, help="Print version, revision, size, time to live, writer, and key.")
 @click.option("--values", is_flag=True, help="Print the value beside the key; with --json, in the document.")
 @click.option(
     "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
@@ -459,7 +465,7 @@ def watch(setup: Setup, pattern: str, initial: bool, after: str | int | None, co
     """Print changes as they happen.
 
     PATTERN is * for all keys, 'config/*' for those with a prefix (in quotes, or the shell may expand the *), and
-    otherwise one key. Each line has revision, time, operation, version, key and value. Ctrl-C ends it.
+    otherwise one key. Each line has revision, time, operation, version, writer, key and value. Ctrl-C ends it.
     """
     if initial and after is not None:
         raise click.UsageError("give one of --initial and --after")
@@ -479,7 +485,7 @@ def watch(setup: Setup, pattern: str, initial: bool, after: str | int | None, co
 def history(setup: Setup, key: str) -> None:
     """Print what changed KEY, oldest first.
 
-    Each line has revision, time, operation, version, key and value. The log
+    Each line has revision, time, operation, version, writer, key and value. The log
     reaches back 24 hours, 100,000 changes or 256 MB.
     """
     with setup.open() as store:

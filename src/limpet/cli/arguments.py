@@ -39,11 +39,12 @@ _TEST: Final = re.compile(r"(?P<name>[^=!<>]+)(?P<operator>!=|<=|>=|=|<|>)(?P<va
 class Setup:
     """The options that every command shares."""
 
-    def __init__(self, url: str | None, namespace: str, as_json: bool) -> None:
+    def __init__(self, url: str | None, namespace: str, as_json: bool, writer: str | None = None) -> None:
         self.url = url or URL_DEFAULT
         self.is_default = not url
         self.namespace = namespace
         self.as_json = as_json
+        self.writer = writer
 
     def choose(self, name: str, chosen: Any) -> None:
         """Set an option that was given after the command. It overrides one before the command."""
@@ -59,14 +60,14 @@ class Setup:
         and find nothing. A command that ends at once does not sweep; one that keeps running does.
         """
         self.check(make=make)
-        return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep)
+        return limpet.sync.open(self.url, namespace=self.namespace, sweep=sweep, writer=self.writer)
 
     def run(self, work: Callable[[limpet.Store], Coroutine[Any, Any, T]], *, make: bool = False) -> T:
         """Run work with the store on an event loop."""
         self.check(make=make)
 
         async def open_and_work() -> T:
-            async with limpet.open(self.url, namespace=self.namespace, sweep=False) as store:
+            async with limpet.open(self.url, namespace=self.namespace, sweep=False, writer=self.writer) as store:
                 return await work(store)
 
         return asyncio.run(open_and_work())

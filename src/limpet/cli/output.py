@@ -20,11 +20,11 @@ from limpet.errors import LimpetError
 from limpet.model import Entry, Event
 from limpet.protocol.json import plain
 
-ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "key": 0}
+ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "writer": 12, "key": 0}
 LOCK_COLUMNS: Final = {"token": 9, "lasts": 12, "holder": 24, "lock": 0}
 NAMESPACE_COLUMNS: Final = {"keys": 10, "bytes": 13, "revision": 10, "changes": 9, "namespace": 0}
 TOP_COLUMNS: Final = {"changes/s": 10, "keys": 10, "bytes": 13, "locks": 6, "namespace": 0}
-EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "key": 24, "value": 0}
+EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "writer": 12, "key": 24, "value": 0}
 
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
@@ -141,7 +141,8 @@ def show_error(error: LimpetError, *, place: str, as_json: bool) -> None:
 def entry_cells(entry: Entry, now_ms: int) -> list[str]:
     """An entry as columns."""
     expires = "-" if entry.expires_ms is None else format_duration(max(0, entry.expires_ms - now_ms) / 1000)
-    return [str(entry.version), str(entry.revision), str(entry.size_bytes), expires, visible(entry.key)]
+    numbers = [str(entry.version), str(entry.revision), str(entry.size_bytes)]
+    return [*numbers, expires, entry.writer or "-", visible(entry.key)]
 
 
 def event_cells(event: Event) -> list[str]:
@@ -153,6 +154,7 @@ def event_cells(event: Event) -> list[str]:
         "-" if at is None else at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         event.op,
         "-" if entry is None else str(entry.version),
+        event.writer or "-",
         visible(event.key),
         json_text(event.value) if has_value else "",
     ]

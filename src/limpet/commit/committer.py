@@ -157,7 +157,7 @@ class Committer:
         for member in retries:
             assert member.batch.retry_since is not None
             # Each time before it is planned: another retry of it may be applied in between.
-            member.logged = await self._storage.find_changes(namespace, member.batch.retry_since, member.cause)
+            member.logged = await self._storage.find_changes(namespace, member.batch.retry_since, member.origin)
 
     async def _plan_and_apply(
         self, apply: Apply, name: str, known: KnownEntries, pending: list[_Member]
@@ -257,6 +257,11 @@ class _Member:
         self.is_alone = False
 
     @property
+    def origin(self) -> str:
+        """What the log has as the origin of its changes."""
+        return self.batch.origin or self.cause
+
+    @property
     def mark_id(self) -> EntryId:
         """The mark by which the first attempt of a retry is superseded."""
         return "superseded", request_group(self.cause)
@@ -280,8 +285,8 @@ class _PlannedUnit:
         self._needs_value = {entry_id for member in members for entry_id in _find_needed_values(member)}
         self._expected: dict[EntryId, Expected] = {}
         # The first attempt of a retry may be in the same group, and has searched for nothing.
-        logged = {member.cause: member.logged for member in members if member.logged}
-        self._plan = GroupPlan(self._load, lambda _, cause: logged.get(cause, ()), Counters(BASE), NOW)
+        logged = {member.origin: member.logged for member in members if member.logged}
+        self._plan = GroupPlan(self._load, lambda _, origin: logged.get(origin, ()), Counters(BASE), NOW)
         self.outcomes = [self._add(member) for member in members]
         plan = self._plan
         for member in members:

@@ -36,7 +36,7 @@ Load = Callable[[StoredFamily, str], Entry | None]
 """Reads the map: the entry stored under a key of a family, expired or not."""
 
 FindChanges = Callable[[int, str], Iterable[Change]]
-"""Reads the log: the changes after a revision that a request made."""
+"""Reads the log: the changes after a revision that have this origin."""
 
 
 class Counters(msgspec.Struct, gc=False):
@@ -142,8 +142,9 @@ class GroupPlan:
         """What became of a request that was sent before: its earlier result, or the error of a superseded one."""
         if batch.retry_since is not None:
             # Another retry of it may be in this group, and not in the log yet.
-            together = [change for change, _ in self.changes if change.cause == request_id]
-            earlier = recall(batch, [*self._find_changes(batch.retry_since, request_id), *together], self.find)
+            origin = batch.origin or request_id
+            together = [change for change, _ in self.changes if change.origin == origin]
+            earlier = recall(batch, [*self._find_changes(batch.retry_since, origin), *together], self.find)
             if earlier is None:
                 self._keep("superseded", make_mark(request_id, self._now_ms))
             return earlier

@@ -86,7 +86,7 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
             self.find_revision(change.revision),
             self.find_revision(change.commit),
             self.find_time(change.at_ms),
-            change.cause,
+            change.origin,
             change.family,
         )
 

@@ -106,8 +106,8 @@ class Storage(Protocol):
         """
         ...
 
-    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
-        """The changes of a request in the log after a revision."""
+    async def find_changes(self, namespace: str, after: int, origin: str) -> list[Change]:
+        """The changes of this origin in the log after a revision."""
         ...
 
 

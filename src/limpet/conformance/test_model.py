@@ -56,6 +56,7 @@ from limpet.model import (
     Touch,
     Version,
     Write,
+    join_origin,
     live,
 )
 from limpet.opening import open_engine
@@ -261,11 +262,12 @@ class Beside(RuleBasedStateMachine):
         write=single_writes,
         kind=st.sampled_from([None, None, "presence", "revision", "revision", "equals", "member", "member"]),
         hit=st.sampled_from([True, True, False]),
+        writer=st.sampled_from([None, None, "ann"]),
     )
-    def write_unnamed(self, write: Write, kind: str | None, hit: bool) -> None:
+    def write_unnamed(self, write: Write, kind: str | None, hit: bool, writer: str | None) -> None:
         """A single write that the engine names, perhaps under a guard on its key."""
         guards = () if kind is None else (self._guard(write.key, kind, hit),)
-        self._commit(Batch(guards, (self._write(write),), value_bytes_max=VALUE_BYTES_MAX))
+        self._commit(Batch(guards, (self._write(write),), value_bytes_max=VALUE_BYTES_MAX, writer=writer))
 
     @rule(
         name=st.sampled_from(LOCKS),
@@ -409,10 +411,12 @@ class Beside(RuleBasedStateMachine):
 
     def _batch(self, guards: tuple[Guard, ...], writes: tuple[Write, ...], request: str | None) -> Batch:
         self.commits += 1
+        writer = (None, None, "bob")[self.commits % 3]
         if request is None:
-            return Batch(guards, writes, f"request-{self.commits}", value_bytes_max=VALUE_BYTES_MAX)
+            return Batch(guards, writes, f"request-{self.commits}", value_bytes_max=VALUE_BYTES_MAX, writer=writer)
         digest = hashlib.blake2b(repr((guards, writes)).encode("utf-8", "backslashreplace"), digest_size=16).digest()
-        return Batch(guards, writes, request, digest, self._ttl(300_000), value_bytes_max=VALUE_BYTES_MAX)
+        receipt = (request, digest, self._ttl(300_000))
+        return Batch(guards, writes, *receipt, value_bytes_max=VALUE_BYTES_MAX, writer=writer)
 
     def _write(self, write: Write) -> Write:
         """The write with real numbers: Expire gets a revision, and a ttl is long if the clock is a server's."""
@@ -487,8 +491,9 @@ class Beside(RuleBasedStateMachine):
                 # A caller that got no reply retries under this name. Where the engine works inline, it always gets one.
                 if not self.engine.traits.inline:
                     self.last = msgspec.structs.replace(batch, request_id=cause), self.model.revision
+                origin = join_origin(cause, batch.writer)
                 changes = tuple(
-                    change if change.op == "expire" else msgspec.structs.replace(change, cause=cause)
+                    change if change.op == "expire" else msgspec.structs.replace(change, origin=origin)
                     for change in outcome.changes
                 )
                 outcome = msgspec.structs.replace(outcome, changes=changes)

@@ -51,6 +51,8 @@ from limpet.model import (
     Traits,
     Window,
     Write,
+    join_writer,
+    split_writer,
 )
 from limpet.request_ids import new_request_id
 from limpet.retry import jitter_s
@@ -309,11 +311,11 @@ class EncryptedEngine:
             plain = self._decrypt_entry(ring, namespace, family, entry)
             assert plain.stored is not None
             stored = ring.encrypt_value(plain.stored, namespace, family, entry.key)
-            meta = plain.meta_json
+            writer, meta = split_writer(plain.meta_json)
             if meta is not None:
                 meta = ring.encrypt_meta(meta, namespace, family, entry.key)
             guards.append(Guard(entry.key, Revision(entry.revision), family))
-            writes.append(Put(entry.key, stored, KEEP, meta, family))
+            writes.append(Put(entry.key, stored, KEEP, join_writer(meta, writer), family))
         return Batch(tuple(guards), tuple(writes), RESEAL_CAUSE + new_request_id())
 
     # Committing ---------------------------------------------------------------
@@ -554,7 +556,7 @@ class EncryptedEngine:
         self, ring: Ring, namespace: str, family: Family, entry: Entry, stored: Stored | None
     ) -> Entry:
         """The entry with this value, which is plain already, and with its meta decrypted."""
-        meta = entry.meta_json
+        writer, meta = split_writer(entry.meta_json)
         if meta is not None:
             of_meta = self._ring_for(ring, key_id_of_meta(meta))
             meta = of_meta.decrypt_meta(meta, namespace, family, entry.key)
@@ -567,7 +569,7 @@ class EncryptedEngine:
             entry.created_ms,
             entry.updated_ms,
             entry.expires_ms,
-            meta,
+            join_writer(meta, writer),
         )
 
     def _decrypt_change(self, ring: Ring, namespace: str, change: Change) -> Change:
@@ -665,7 +667,8 @@ def _is_stale_request(outcome: Commit | Refusal) -> bool:
 def _key_ids(entry: Entry) -> set[str]:
     """The keys that have encrypted an entry: a meta may have an older key than its value."""
     found = set() if entry.stored is None else {key_id_of_value(entry.stored)}
-    return found if entry.meta_json is None else found | {key_id_of_meta(entry.meta_json)}
+    _, meta = split_writer(entry.meta_json)
+    return found if meta is None else found | {key_id_of_meta(meta)}
 
 
 def _needs_reseal(entry: Entry, current: str) -> bool:

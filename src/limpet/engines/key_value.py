@@ -343,7 +343,7 @@ class KeyValueEngine(GroupingEngine):
         loaded = _Loaded(zip(named, values, strict=True))
         now_ms = await self._time(namespace, head)
         since = head.counters.revision
-        plan = GroupPlan(loaded.load, lambda after, cause: _after(earlier, after, cause), head.counters, now_ms)
+        plan = GroupPlan(loaded.load, lambda after, origin: _after(earlier, after, origin), head.counters, now_ms)
         outcomes: list[CommitResult] = []
         for batch, cause in zip(batches, causes, strict=True):
             try:
@@ -627,18 +627,18 @@ def _name_entries(batch: Batch) -> Iterable[EntryId]:
 async def _find_changes(snapshot: Snapshot, rows: _Rows, batches: Sequence[Batch]) -> list[Change]:
     """The changes in the log of requests that are sent again, which are few: each reads what was logged since."""
     found: list[Change] = []
-    retried = {batch.request_id for batch in batches if batch.retry_since is not None}
+    retried = {batch.origin for batch in batches if batch.retry_since is not None}
     if retried:
         since = min(batch.retry_since for batch in batches if batch.retry_since is not None)
         async for _, value in _walk(snapshot, rows.change(since + 1), rows.change_end):
             change = _decode(value, Change, "a change of the log")
-            if change.cause in retried:
+            if change.origin in retried:
                 found.append(change)
     return found
 
 
-def _after(changes: Iterable[Change], after: int, cause: str) -> Iterable[Change]:
-    return [change for change in changes if change.revision > after and change.cause == cause]
+def _after(changes: Iterable[Change], after: int, origin: str) -> Iterable[Change]:
+    return [change for change in changes if change.revision > after and change.origin == origin]
 
 
 def _collect_writes(rows: _Rows, plan: GroupPlan, loaded: _Loaded) -> dict[bytes, bytes | None]:

@@ -33,6 +33,7 @@ from limpet.model import (
     StoredFamily,
     Window,
     fingerprint,
+    join_origin,
     live,
 )
 from limpet.transition import find_plain_write, plan, plan_write
@@ -121,10 +122,10 @@ class Namespace:
         group = GroupPlan(self.find, self.find_changes, msgspec.structs.replace(self.counters), now_ms)
         return group, group.add(batch, None)
 
-    def find_changes(self, after: int, request_id: str) -> Iterable[Change]:
-        """The changes after a revision that a request made."""
+    def find_changes(self, after: int, origin: str) -> Iterable[Change]:
+        """The changes after a revision that have this origin."""
         log = itertools.islice(self.log, self._find_first(after), None)
-        return (change for change in log if change.cause == request_id)
+        return (change for change in log if change.origin == origin)
 
     def _store(self, change: Change, weight_bytes: int) -> None:
         family, entry = change.family, change.entry
@@ -215,4 +216,4 @@ class Namespace:
         """The change with its cause. A commit without a request id gets one from its revision when it is read."""
         if change.cause is not None or change.op == "expire":
             return change
-        return msgspec.structs.replace(change, cause=f"{self._store_id}-{change.commit:x}")
+        return msgspec.structs.replace(change, origin=join_origin(f"{self._store_id}-{change.commit:x}", change.writer))

@@ -65,6 +65,7 @@ class PluginEntry(msgspec.Struct, frozen=True):
     expires_at: datetime | None
     size_bytes: int
     meta: dict[str, Any] | None
+    writer: str | None = None
 
 
 class PluginEvent(msgspec.Struct, frozen=True):
@@ -82,6 +83,7 @@ class PluginEvent(msgspec.Struct, frozen=True):
     at: datetime | None = None
     expires_at: datetime | None = None
     meta: dict[str, Any] | None = None
+    writer: str | None = None
     omitted: bool = False
 
 

@@ -42,6 +42,7 @@ def entry_as_json(entry: Entry, *, with_value: bool) -> dict[str, Any]:
         "expires_at": entry.expires_at,
         "size_bytes": entry.size_bytes,
         "meta": entry.meta,
+        "writer": entry.writer,
     }
     if with_value:
         document["value"] = plain(entry.value)
@@ -63,6 +64,7 @@ def event_as_json(event: Event) -> dict[str, Any]:
         "at": event.at,
         "expires_at": None if entry is None else entry.expires_at,
         "meta": None if entry is None else entry.meta,
+        "writer": event.writer,
         "value": plain(event.value),
     }
 

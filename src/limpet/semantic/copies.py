@@ -25,7 +25,7 @@ import msgspec
 from limpet.clock import has_loop
 from limpet.codec import Stored, encode_field
 from limpet.errors import BrokenError, Conflict, InvalidValue, LimpetError, PermissionDenied
-from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write
+from limpet.model import ABSENT, Delete, Entry, Guard, Put, Revision, Write, split_writer
 from limpet.semantic.background import BackgroundTask
 from limpet.semantic.families import read_family, scan_family
 from limpet.semantic.model import Semantics, directive_of
@@ -78,7 +78,8 @@ def move_copy(key: str, live: Entry, now_ms: int) -> list[Write]:
     writes: list[Write] = [Delete(live_key(key), family="recoverable")]
     left_ms = 0 if live.expires_ms is None else live.expires_ms - now_ms
     if left_ms > 0 and live.stored is not None:
-        writes.append(Put(expired_key(key), live.stored, left_ms, live.meta_json, family="recoverable"))
+        _, meta_json = split_writer(live.meta_json)
+        writes.append(Put(expired_key(key), live.stored, left_ms, meta_json, family="recoverable"))
     return writes
 
 

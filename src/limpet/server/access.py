@@ -261,11 +261,13 @@ class Bearer:
 
     Attributes:
         name: The token's name and id, for logs.
+        writer: The token's name, which its entries and changes have.
         client: The address of the caller, if it is known.
     """
 
     def __init__(self, tokens: Tokens, id: str, token: Token, digest: str, client: str | None) -> None:
         self.name = f"{token.name}#{id}"
+        self.writer = token.name
         self.client = client
         self._tokens = tokens
         self._id = id

@@ -26,6 +26,8 @@ __all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Check", "Dispatcher", 
 
 Face = Literal["nats", "http"]
 
+STORES_MAX: Final = 10_000
+
 _SEE: Final[tuple[Right, ...]] = ("read", "reveal")
 _SHARE_IDS: Final[tuple[Right, ...]] = ("read", "reveal", "write")
 _EVERYTHING: Final = (Span("", None),)
@@ -37,6 +39,11 @@ class Caller(Protocol):
     @property
     def name(self) -> str:
         """Its name, for logs."""
+        ...
+
+    @property
+    def writer(self) -> str | None:
+        """The name of the writer that its entries and changes have; None for a caller that is not known by a name."""
         ...
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
@@ -62,8 +69,9 @@ class TrustedCaller:
     On NATS that is the permission for a subject, on HTTP an address that only this machine reaches.
     """
 
-    def __init__(self, name: str = "anonymous") -> None:
+    def __init__(self, name: str = "anonymous", *, writer: str | None = None) -> None:
         self.name = name
+        self.writer = writer
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
         """Every right but ``admin``, which is for operating the server itself."""
@@ -137,7 +145,8 @@ class Dispatcher:
         self._read_only = read_only
         self._semantic = semantic
         self._namespaces = namespaces or WrittenNamespaces(session)
-        self._stores: dict[str, Store] = {}
+        self._sessions: dict[str | None, Session] = {None: self._session}
+        self._stores: dict[tuple[str, str | None], Store] = {}
 
     async def run(
         self, operation: Operation, namespace: str, request: Request, caller: Caller, *, has_reply: bool = True
@@ -162,14 +171,14 @@ class Dispatcher:
         """Return the store that a request may run on, or raise. A stream uses it alone, because it has no outcome."""
         # Check permissions first, so that an unauthorised caller cannot make us allocate per-namespace state.
         self.check_rights(operation, namespace, request, caller)
-        store = self.store(namespace)
+        store = self.store(namespace, caller.writer)
         for check in self._checks:
             await check.check(store, operation, request)
         if operation.right_for(request) != "read":
             self._namespaces.add(namespace)
         # A semantic write compares its request with the receipt of its id. Another caller's would reveal a value.
         session = self.session_of(caller, namespace, finds_others=not operation.is_semantic)
-        return store if session is self._session else Store(session, namespace)
+        return store if session is store._session else Store(session, namespace)
 
     async def list_namespaces(self, caller: Caller) -> list[str]:
         """The namespaces that were written to, and in which the caller may read something."""
@@ -194,11 +203,22 @@ class Dispatcher:
                 check_key(key)
             raise PermissionDenied(problem)
 
-    def store(self, namespace: str) -> Store:
-        """The store of a namespace. The caller's rights are checked before."""
-        found = self._stores.get(namespace)
+    def store(self, namespace: str, writer: str | None = None) -> Store:
+        """The store of a namespace, for a writer. The caller's rights are checked before."""
+        found = self._stores.get((namespace, writer))
         if found is None:
-            found = self._stores[namespace] = Store(self._session, namespace)
+            if len(self._stores) >= STORES_MAX:
+                # Nothing is decided by what they hold.
+                self._stores.clear()
+            found = self._stores[namespace, writer] = Store(self._session_for(writer), namespace)
+        return found
+
+    def _session_for(self, writer: str | None) -> Session:
+        found = self._sessions.get(writer)
+        if found is None:
+            if len(self._sessions) >= STORES_MAX:
+                self._sessions = {None: self._session}
+            found = self._sessions[writer] = self._session.with_writer(writer)
         return found
 
     def session_of(self, caller: Caller, namespace: str, *, finds_others: bool = True) -> Session:
@@ -209,9 +229,10 @@ class Dispatcher:
         token keeps its name when it is rotated, and with it its ids. ``finds_others`` lets it find the receipts of
         others by the ids that the log has.
         """
+        own = self._session_for(caller.writer)
         if all(caller.may(namespace, right, _EVERYTHING) for right in _SHARE_IDS):
-            return self._session
-        return self._session.with_engine(own_ids(self._session.engine, caller.name, finds_others=finds_others))
+            return own
+        return own.with_engine(own_ids(own.engine, caller.name, finds_others=finds_others))
 
     def report_refusal(
         self,

@@ -356,7 +356,10 @@ class EngineRoutes:
                 reason = request.reason if request.may("admin", ALL_KEYS) else None
                 batch = wire.decode_batch(encoded)
                 batch = validate.check_batch(
-                    batch, value_bytes_max=self._session.value_bytes_max, any_lock=reason is not None
+                    batch,
+                    value_bytes_max=self._session.value_bytes_max,
+                    any_lock=reason is not None,
+                    writer=request.caller.writer,
                 )
                 is_forced = check_batch_rights(request, batch, reason)
             except Exception as error:

@@ -147,8 +147,9 @@ class OwnIds(_EngineWrapper):
         return msgspec.structs.replace(page, changes=[self._strip_cause(change) for change in page.changes])
 
     def _strip_cause(self, change: Change) -> Change:
-        cause = self.given(change.cause)
-        return change if cause == change.cause else msgspec.structs.replace(change, cause=cause)
+        # The prefix of the id is that of the origin as well.
+        origin = self.given(change.origin)
+        return change if origin == change.origin else msgspec.structs.replace(change, origin=origin)
 
     def _add_prefix(self, request_id: str) -> str:
         if not self._fits(request_id):

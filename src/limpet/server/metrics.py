@@ -27,6 +27,7 @@ from limpet import __version__
 from limpet.clock import Clock
 from limpet.errors import Conflict, LimpetError
 from limpet.keys import Span
+from limpet.observers.prometheus import BUCKETS_S, NAMESPACES_MAX, OTHER, NamespaceLabels
 from limpet.retry import reason_of
 from limpet.semantic.model import Purpose
 from limpet.semantic.store import Observation
@@ -42,15 +43,10 @@ log = logging.getLogger("limpet.server")
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-NAMESPACES_MAX: Final = 100
 READ_INTERVAL_S: Final = 5.0
 READ_S_MAX: Final = 3.0
 READS_MAX: Final = 500
 LOCKS_MAX: Final = 1000
-OTHER: Final = "other"
-
-BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-
 Names = Literal["limpet", "rosey", "both"]
 
 _PURPOSES: Final = frozenset(get_args(Purpose))
@@ -96,8 +92,7 @@ class Metrics:
         self._session = session
         self._clock: Clock = session.clock
         self._names = names
-        self._namespaces_max = namespaces_max
-        self._named: set[str] = set()
+        self._label = NamespaceLabels(namespaces_max).label
         self._operations: Counter[tuple[str, str, str]] = Counter()
         self._errors: Counter[tuple[str, str]] = Counter()
         self._replies: Counter[tuple[str, str]] = Counter()
@@ -120,7 +115,7 @@ class Metrics:
 
     def done(self, call: Call) -> None:
         """Count a request."""
-        namespace = self._label(call.namespace, welcome=call.answer is not None)
+        namespace = self._label(call.namespace, is_known=call.answer is not None)
         operation = call.operation if call.operation in OPERATIONS else OTHER
         self._operations[call.face, namespace, operation] += 1
         error = call.error
@@ -134,7 +129,7 @@ class Metrics:
 
     def observe(self, observation: Observation) -> None:
         """Count a semantic write, or its conflict."""
-        namespace = self._label(observation.namespace, welcome=observation.outcome != "conflict")
+        namespace = self._label(observation.namespace, is_known=observation.outcome != "conflict")
         # An entry that was put by other verbs, and ends by these, may have any purpose.
         purpose = observation.purpose if observation.purpose in _PURPOSES else OTHER
         self._semantic[namespace, purpose, observation.outcome] += 1
@@ -146,14 +141,6 @@ class Metrics:
         self._rounds.add(done.seconds)
         self._round_s = done.seconds
         self._failed_rounds += bool(done.failed)
-
-    def _label(self, namespace: str, *, welcome: bool = False) -> str:
-        if namespace in self._named:
-            return namespace
-        if welcome and namespace != OTHER and len(self._named) < self._namespaces_max:
-            self._named.add(namespace)
-            return namespace
-        return OTHER
 
     # Read when metrics are scraped ---------------------------------------------
 
@@ -179,7 +166,7 @@ class Metrics:
                 for name in served[:READS_MAX]:
                     usage = self._usage[name] = await self._read_one(name, now)
                     # A namespace that holds keys was not made up, so it has its label after a restart too.
-                    self._label(name, welcome=usage.keys > 0)
+                    self._label(name, is_known=usage.keys > 0)
         except LimpetError as error:
             log.debug("metrics show earlier numbers of keys and bytes: %s", reason_of(error))
         except TimeoutError:

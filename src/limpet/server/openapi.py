@@ -99,6 +99,7 @@ _ANSWERS: Final[dict[str, Schema]] = {
         expires_at=_or_null(_MOMENT),
         size_bytes=_INTEGER,
         meta=_OBJECT,
+        writer=_or_null(_STRING),
         value={},
     ),
     "FieldsDocument": {"type": "object", "description": "Fields of a record, by their names."},
@@ -147,6 +148,7 @@ _ANSWERS: Final[dict[str, Schema]] = {
         at=_or_null(_MOMENT),
         expires_at=_or_null(_MOMENT),
         meta=_or_null(_OBJECT),
+        writer=_or_null(_STRING),
         value={},
     ),
     "Changes": _members(

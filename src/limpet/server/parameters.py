@@ -311,6 +311,9 @@ def entry_headers(entry: Mapping[str, Any]) -> list[tuple[bytes, bytes]]:
         # Many clients give up at headers of eight thousand bytes.
         if len(meta) <= META_HEADER_MAX:
             found.append((b"limpet-meta", meta.encode("ascii")))
+    if entry["writer"] is not None:
+        # Headers are ASCII, and names are not: as a JSON string, like the meta.
+        found.append((b"limpet-writer", dumps(entry["writer"]).encode("ascii")))
     return found
 
 

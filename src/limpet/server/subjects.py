@@ -299,7 +299,7 @@ class PluginSubjects:
         if caller is None:
             if len(self._callers) >= CALLERS_MAX:
                 self._callers.clear()
-            caller = self._callers[plugin] = TrustedCaller(f"plugin {plugin}")
+            caller = self._callers[plugin] = TrustedCaller(f"plugin {plugin}", writer=plugin)
         return caller
 
     # Serving ------------------------------------------------------------------

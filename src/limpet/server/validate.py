@@ -19,6 +19,7 @@ from limpet.checks import (
     check_number,
     check_value_size,
     check_write,
+    check_writer,
 )
 from limpet.codec import Stored
 from limpet.draft import digest_of
@@ -83,12 +84,13 @@ def check_due(due: wire.Due) -> None:
     _check_page(due.limit)
 
 
-def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
-    """Check a batch. Returns it with the server's own digest and limit, as an engine may have it.
+def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool, writer: str | None = None) -> Batch:
+    """Check a batch. Returns it with the server's own digest, limit and writer, as an engine may have it.
 
     Args:
         batch: The batch that was sent.
         value_bytes_max: The largest value that this server takes.
+        writer: The name of the caller. One that the batch has itself stands behind it, or alone where there is none.
         any_lock: Whether locks may be written in any form, and not only as `limpet.lock` does it.
     """
     _check_envelope(batch)
@@ -103,8 +105,12 @@ def check_batch(batch: Batch, *, value_bytes_max: int, any_lock: bool) -> Batch:
         _check_guard(guard)
     check_batch_limits(batch.guards, batch.writes, size_bytes=size_bytes, expiries_max=SWEEP_MAX)
     check_number(batch.value_bytes_max, "value_bytes_max")
+    writers = [name for name in (writer, batch.writer) if name is not None]
     return msgspec.structs.replace(
-        batch, digest=_extend_digest(batch), value_bytes_max=min(batch.value_bytes_max, value_bytes_max)
+        batch,
+        digest=_extend_digest(batch),
+        value_bytes_max=min(batch.value_bytes_max, value_bytes_max),
+        writer="/".join(writers) or None,
     )
 
 
@@ -127,6 +133,8 @@ def _check_envelope(batch: Batch) -> None:
     if batch.request_id is None:
         raise InvalidValue("a batch for a server has a request id, so that it can be repeated safely")
     check_key(batch.request_id)
+    if batch.writer is not None:
+        check_writer(batch.writer)
     if len(batch.digest) > DIGEST_BYTES_MAX:
         raise InvalidValue(f"a digest has up to {DIGEST_BYTES_MAX} bytes")
     if batch.receipt_ms is not None and not 0 < batch.receipt_ms <= RECEIPT_MS_MAX:

@@ -131,7 +131,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
         seq: Its number in the stream, which is the revision of the change.
         entry: The entry after the change; after a delete or expire, the one that ended.
         commit: The number of the last message of its batch.
-        cause: The request that made it; None for an expiry.
+        origin: That of the change: the request that made it, and its writer.
         size_bytes: The size of its value.
         prev: The number of the message that the key had before, 0 for none; None where another program wrote it
             without a condition.
@@ -142,7 +142,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     entry: Entry
     commit: int
     at_ms: int
-    cause: str | None
+    origin: str | None
     size_bytes: int = 0
     prev: int | None = None
 
@@ -160,7 +160,7 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     def change(self, family: Family) -> Change:
         """This message as a change of the log, which has no value for a touch."""
         entry = self.entry.without_value() if self.op == "touch" else self.entry
-        return Change(self.op, entry, self.seq, self.commit, self.at_ms, self.cause, family)
+        return Change(self.op, entry, self.seq, self.commit, self.at_ms, self.origin, family)
 
 
 LastMessages = dict[EntryId, Message | None]
@@ -168,7 +168,7 @@ LastMessages = dict[EntryId, Message | None]
 
 _OPS: Final[dict[str, Op]] = {"put": "put", "patch": "patch", "touch": "touch", "delete": "delete", "expire": "expire"}
 # No encoded name is or begins with this.
-_NO_CAUSE: Final = "="
+_NO_ORIGIN: Final = "="
 _HEADER: Final = b"\r\nLimpet: "
 _META: Final = b"\r\nLimpet-Meta: "
 _FLOOR: Final = b"\r\nLimpet-Floor: "
@@ -192,12 +192,12 @@ def encode_headers(message: Message, kind: str, expected: int | None, after: int
     prev = message.prev or 0
     if prev >= BASE:
         prev -= seq
-    cause = _NO_CAUSE if message.cause is None else encode_name(message.cause)
+    origin = _NO_ORIGIN if message.origin is None else encode_name(message.origin)
     guard = "" if expected is None else f"Nats-Expected-Last-Subject-Sequence: {expected}\r\n"
     text = (
         f"NATS/1.0\r\n{guard}"
         f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
-        f"{entry.expires_ms or 0} {prev} {after} {message.at_ms} {message.size_bytes} {cause}\r\n"
+        f"{entry.expires_ms or 0} {prev} {after} {message.at_ms} {message.size_bytes} {origin}\r\n"
     ).encode()
     if entry.meta_json is not None:
         text += b"Limpet-Meta: %b\r\n" % entry.meta_json
@@ -212,7 +212,7 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
     if not words:
         return _parse_foreign(key, seq, headers, body)
     try:
-        op, kind, version, created, created_ms, updated_ms, expires_ms, _, after, at_ms, size, cause = words[:_WORDS]
+        op, kind, version, created, created_ms, updated_ms, expires_ms, _, after, at_ms, size, origin = words[:_WORDS]
         prev = _parse_prev(seq, words, headers)
         meta = None
         if (at := headers.find(_META)) >= 0:
@@ -229,9 +229,9 @@ def parse(key: str, seq: int, headers: bytes, body: bytes | None) -> Message:
             int(expires_ms) or None,
             meta,
         )
-        # Streams of an earlier layout mark the cause of a message with a receipt.
-        cause = cause.removeprefix("+")
-        name = None if cause == _NO_CAUSE else decode_name(cause)
+        # Streams of an earlier layout mark the origin of a message with a receipt.
+        origin = origin.removeprefix("+")
+        name = None if origin == _NO_ORIGIN else decode_name(origin)
         return Message(seq, _OPS[op], entry, seq + int(after), int(at_ms), name, int(size), prev)
     except (ValueError, KeyError, msgspec.DecodeError) as error:
         raise Corrupt(f"the message of {key!r} has a header that Limpet did not write") from error

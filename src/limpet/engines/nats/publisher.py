@@ -84,10 +84,10 @@ class Publisher:
 
     # One message ----------------------------------------------------------------
 
-    async def send_one(self, entry_id: EntryId, before: Message | None, outcome: Plan, cause: str) -> Commit:
+    async def send_one(self, entry_id: EntryId, before: Message | None, outcome: Plan) -> Commit:
         """Send the changes of a commit of one key."""
         expected, changes = seq_of(before), outcome.changes
-        draft = _make_draft(changes[-1], cause, expected if len(changes) == 1 else changes[0].revision)
+        draft = _make_draft(changes[-1], expected if len(changes) == 1 else changes[0].revision)
         kind, body = _encode_body(draft)
         connection = self._server.live_connection or await self._server.connection()
         _check_size(entry_id[1], body, draft, connection)
@@ -121,7 +121,7 @@ class Publisher:
         Of a server without room, the expiry may be stored alone: it is true by itself.
         """
         kind, body = _encode_body(draft)
-        first = (subject, _make_headers(_make_draft(expiry, "", expected), "-", expected, 1), b"")
+        first = (subject, _make_headers(_make_draft(expiry, expected), "-", expected, 1), b"")
         async with self._batches:
             number = await self.send_batch(connection, [first, (subject, _make_headers(draft, kind, None, 0), body)])
         return number + 1
@@ -215,7 +215,7 @@ class Publisher:
         """Send the changes of a commit: after the guards on keys that it does not change, and before its receipt."""
         commit, changes = outcome.commit, outcome.changes
         connection = await self._server.connection()
-        drafts = _make_drafts(changes, found, batch.request_id or "")
+        drafts = _make_drafts(changes, found)
         # Of a key that had expired, there are two changes; the second is what it holds.
         last = dict(drafts)
         guarded = [entry_id for entry_id in found if entry_id != receipt and entry_id not in last]
@@ -259,7 +259,7 @@ class Publisher:
     async def send_expiries(self, found: LastMessages, outcome: Plan) -> Commit:
         """Send the changes of a commit that only expires entries."""
         connection = await self._server.connection()
-        drafts = _make_drafts(outcome.changes, found, "")
+        drafts = _make_drafts(outcome.changes, found)
         end = len(drafts) - 1
         messages: list[_Outgoing] = [
             (self._subjects.of(entry_id), _make_headers(draft, "-", draft.prev, end - number), b"")
@@ -324,21 +324,19 @@ def _make_receipt_ttl(receipt_ms: int) -> bytes:
     return b"Nats-TTL: %ds\r\n" % (receipt_ms // 1000 + RECEIPT_MARGIN_S)
 
 
-def _make_draft(change: Change, cause: str, prev: int) -> Message:
+def _make_draft(change: Change, prev: int) -> Message:
     """The message of a change, before it has a number."""
     entry, op = change.entry, change.op
-    return Message(
-        change.revision, op, entry, 0, change.at_ms, None if op == "expire" else cause, entry.size_bytes, prev
-    )
+    return Message(change.revision, op, entry, 0, change.at_ms, change.origin, entry.size_bytes, prev)
 
 
-def _make_drafts(changes: Sequence[Change], found: LastMessages, cause: str) -> list[tuple[EntryId, Message]]:
+def _make_drafts(changes: Sequence[Change], found: LastMessages) -> list[tuple[EntryId, Message]]:
     """The messages of a batch, before they have numbers. The second of a key follows the first."""
     drafts: list[tuple[EntryId, Message]] = []
     before = {entry_id: seq_of(message) for entry_id, message in found.items()}
     for change in changes:
         entry_id = (change.family, change.key)
-        drafts.append((entry_id, _make_draft(change, cause, before[entry_id])))
+        drafts.append((entry_id, _make_draft(change, before[entry_id])))
         before[entry_id] = change.revision
     return drafts
 
@@ -369,7 +367,7 @@ def _with_seq(draft: Message, seq: int, commit: int) -> Message:
     prev = draft.prev or 0
     if prev >= BASE:
         prev += seq - draft.seq
-    return Message(seq, draft.op, entry, commit, draft.at_ms, draft.cause, draft.size_bytes, prev)
+    return Message(seq, draft.op, entry, commit, draft.at_ms, draft.origin, draft.size_bytes, prev)
 
 
 def _commit_at(commit: Commit, offsets: dict[int, int], first: int, end: int) -> Commit:

@@ -187,7 +187,7 @@ class Writer:
             commit = await self.publisher.send_all(request, receipt, found, outcome, now_ms)
         else:
             ((entry_id, before),) = found.items()
-            commit = await self.publisher.send_one(entry_id, before, outcome, cause)
+            commit = await self.publisher.send_one(entry_id, before, outcome)
         if outcome.changes:
             self._server.notify(self._stream.namespace)
             self.contention.round_trip_s = time.monotonic() - attempts.started_at
@@ -256,7 +256,7 @@ class Writer:
         written = {(write.family, write.key): found[write.family, write.key] for write in request.writes}
         for entry_id, message in written.items():
             if message is not None and message.seq > since:
-                changes += await self._read_changes(entry_id, cause, since, message)
+                changes += await self._read_changes(entry_id, request.origin or cause, since, message)
         last = max(changes, key=lambda change: change.revision, default=None)
         if last is None:
             for entry_id, message in written.items():
@@ -267,20 +267,20 @@ class Writer:
             raise RequestForgotten
         return changes
 
-    async def _read_changes(self, entry_id: EntryId, cause: str, since: int, last: Message) -> list[Change]:
-        """The changes of a key that a request has made after a number."""
+    async def _read_changes(self, entry_id: EntryId, origin: str, since: int, last: Message) -> list[Change]:
+        """The changes of a key that have this origin, after a number."""
         messages = [last]
-        if last.cause != cause:
+        if last.origin != origin:
             subject, key = self._subjects.of(entry_id), entry_id[1]
             found = await RangeReader(self._stream, self._server.connection, since, last.seq, subject).read()
-            seqs = [seq for _, seq, headers, _ in found if parse(key, seq, headers, None).cause == cause]
+            seqs = [seq for _, seq, headers, _ in found if parse(key, seq, headers, None).origin == origin]
             read = await asyncio.gather(*(self._stream.at(entry_id, seq) for seq in seqs))
             if None in read:
                 raise RequestForgotten
             messages = [message for message in read if message is not None]
         # With the value of a touch, which its message has.
         return [
-            Change(message.op, message.entry, message.seq, message.commit, message.at_ms, message.cause, entry_id[0])
+            Change(message.op, message.entry, message.seq, message.commit, message.at_ms, message.origin, entry_id[0])
             for message in messages
         ]
 
@@ -372,7 +372,7 @@ class Writer:
             if message is None or message.seq < mark.seq or _only_expired(message, mark):
                 rest.append(write)
                 message = None
-            elif message.cause != batch.request_id:
+            elif message.origin != batch.origin:
                 raise HalfStored(receipt[1], f"{write.key!r} has been written since; read the keys and decide again")
             stored.append(message)
         remaining = msgspec.structs.replace(batch, guards=(), writes=tuple(rest), receipt_ms=None)

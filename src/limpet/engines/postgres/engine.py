@@ -392,9 +392,9 @@ class PostgresEngine(PostgresConnections):
         rows = await connection.fetch(self._sql(sql.APPLY), namespace, self._channel, name, seen_ms, *arguments)
         return decode_replies(units, rows)
 
-    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
+    async def find_changes(self, namespace: str, after: int, origin: str) -> list[Change]:
         """See `Storage.find_changes`."""
-        rows = await self._fetch(sql.CHANGES_OF_REQUEST, namespace, after, request_id)
+        rows = await self._fetch(sql.CHANGES_OF_REQUEST, namespace, after, origin)
         return [change_from_row(row) for row in rows]
 
     def _may_be_applied(self, error: Exception, *, is_sent: bool) -> bool:

@@ -52,6 +52,9 @@ def plain_puts(group: list[Ticket]) -> list[Put] | None:
         batch = ticket.batch
         if batch.receipt_ms is not None or batch.retry_since is not None or not batch.writes:
             return None
+        if batch.writer is not None:
+            # Its name is put into the rows by the plan.
+            return None
         if batch.guards and not _has_expected_revision(batch):
             return None
         for write in batch.writes:

@@ -43,7 +43,7 @@ def _encode_rows(name: str, unit: Unit) -> list[tuple[str | None, ...]]:
     valued: set[EntryId] = set()
     for change, weight_bytes in unit.changes:
         entry, entry_id = change.entry, (change.family, change.entry.key)
-        head = (str(change.revision), str(change.commit), change.cause, change.family)
+        head = (str(change.revision), str(change.commit), change.origin, change.family)
         if change.op == "touch" and entry_id not in valued:
             rows.append((name, "touch", *head, *_encode_entry(entry.without_value(), weight_bytes)))
             continue

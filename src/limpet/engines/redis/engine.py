@@ -532,9 +532,9 @@ class RedisEngine(ServerEngine):
             case _:
                 return decode_reply(unit, reply, now_ms)
 
-    async def find_changes(self, namespace: str, after: int, request_id: str) -> list[Change]:
+    async def find_changes(self, namespace: str, after: int, origin: str) -> list[Change]:
         """See `Storage.find_changes`."""
-        found = await self._run(namespace, "find", after, request_id)
+        found = await self._run(namespace, "find", after, origin)
         return [decode_change(label, text, int(at_ms)) for label, text, at_ms in found]
 
     async def _decide(self, namespace: str, verb: str, *parameters: Any) -> Any:

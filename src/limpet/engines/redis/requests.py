@@ -80,7 +80,7 @@ def encode_item(batch: Batch) -> Item | None:
     """
     try:
         writes, guards, condition = batch.writes, batch.guards, None
-        if batch.request_id is not None:
+        if batch.request_id is not None or batch.writer is not None:
             return None
         if len(writes) != 1:
             return None if guards else _encode_puts(writes)

@@ -130,9 +130,10 @@ end
 --
 -- Only the usual case is decided here, and in one round trip, whatever the caller knows. If what an item expects does not
 -- hold, it is refused, and the caller gets what was found. An item that meets anything else is left and nothing is
--- written for it: an entry that has expired, that a put would keep from expiring, or of another kind; a number or a
--- record that becomes too large; a Redis key that is not ours. So are later items on its key. The caller commits what is
--- left. In a namespace with indexes or marks of superseded requests all are left.
+-- written for it: an entry that has expired, that a put would keep from expiring, or of another kind; a meta to be kept
+-- that has the name of a writer; a number or a record that becomes too large; a Redis key that is not ours. So are later
+-- items on its key. The caller commits what is left. In a namespace with indexes or marks of superseded requests all are
+-- left.
 
 local left = {}
 
@@ -284,7 +285,10 @@ local function write_items(keys, values, expected, sizes, found, group)
                 struct.unpack(HEAD, old)
         end
         local size, text, other, keeps
-        if left[key] or expires_ms > 0 and expires_ms <= now then
+        -- A meta that begins like this has the name of a writer, which this item must not keep.
+        local has_writer = meta_bytes > 0 and (form ~= 'string' or type(wanted) == 'table')
+            and sub(old, HEAD_BYTES + 1, HEAD_BYTES + 1) == '['
+        if left[key] or has_writer or expires_ms > 0 and expires_ms <= now then
             size = nil
         elseif form == 'string' then
             keeps = type(wanted) == 'table'

@@ -43,7 +43,7 @@ def _encode_row(change: Change, weight_bytes: int) -> tuple[Any, ...]:
     entry, op, family = change.entry, change.op, change.family
     key, stored = entry.key, entry.stored
     # Both count from the latest revision.
-    revision, last, cause = BASE - change.revision - 1, BASE - change.commit - 1, change.cause or ""
+    revision, last, cause = BASE - change.revision - 1, BASE - change.commit - 1, change.origin or ""
     if op in ("delete", "expire"):
         is_taken = op == "delete" and stored is not None
         return "take" if is_taken else op, family, key, revision, last, cause

@@ -250,7 +250,7 @@ def change_row(change: Change, row: tuple[Any, ...]) -> tuple[Any, ...]:
     if change.op == "touch":
         # A touch does not write the value, so the log does not repeat it.
         row = (row[0], None, None, *row[3:])
-    return (change.op, change.revision, change.commit, change.at_ms, change.cause, change.family, *row)
+    return (change.op, change.revision, change.commit, change.at_ms, change.origin, change.family, *row)
 
 
 def take_changes(rows: Iterable[Sequence[Any]], limit: int) -> tuple[list[Change], bool]:
