@@ -32,6 +32,7 @@ from limpet.model import (
     FieldEquals,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Touch,
@@ -98,6 +99,10 @@ async def commit(engine: Engine, *parts: Any, **options: Any) -> Any:
     return await engine.commit("trivia", Batch(guards, writes, limpet.new_request_id(), **options))
 
 
+def imported(key: str) -> Import:
+    return Import(key, b"1", version=7, created_ms=1_600_000_000_000, updated_ms=1_600_000_000_000)
+
+
 ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "read": lambda engine: engine.read("trivia", ["bob/1"]),
     "read beside one's own": lambda engine: engine.read("trivia", ["alice/1", "bob/1"]),
@@ -121,6 +126,8 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "delete": lambda engine: commit(engine, Delete("bob/1")),
     "take": lambda engine: commit(engine, Delete("bob/1", take=True)),
     "touch": lambda engine: commit(engine, Touch("bob/1", 1)),
+    "import": lambda engine: commit(engine, imported("bob/1")),
+    "import one's own, which only an admin does": lambda engine: commit(engine, imported("alice/1")),
     "patch": lambda engine: commit(engine, Patch("bob/1", {})),
     "expire": lambda engine: commit(engine, Expire("bob/1", 1)),
     "read a counter": lambda engine: engine.read("trivia", ["bob/"], family="sequence"),
