@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
         *("append", "edit", "many", "folders"),
         *("store", "sync", "__init__"),
     },
-    {"semantic", "faces", "plugin", "adapters"},
+    {"semantic", "faces", "plugin", "adapters", "moving"},
     {"server"},
     {"cli", "conformance", "demo", "testing"},
 ]

@@ -45,6 +45,7 @@ def test_these_are_the_commands() -> None:
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
         *("keys new", "keys rotate", "keys list"),
         *("backup", "restore", "epoch"),
+        *("export", "import", "copy"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 

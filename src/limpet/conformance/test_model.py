@@ -174,7 +174,12 @@ writes = st.one_of(
     patches(),
     st.builds(Add, keys, st.sampled_from([1, 0, -3, codec.INT_MAX]), kept_ttls, metas),
     st.builds(
-        Import, keys, values, meta_json=st.sampled_from([None, b"{}"]), **IMPORTED, expires_ms=st.just(FAR_MS) | st.none()
+        Import,
+        keys,
+        values,
+        meta_json=st.sampled_from([None, b"{}"]),
+        **IMPORTED,
+        expires_ms=st.just(FAR_MS) | st.none(),
     ),
     st.builds(Touch, keys, ttls),
     st.builds(Delete, keys, st.booleans()),
