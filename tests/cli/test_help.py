@@ -45,7 +45,7 @@ def test_these_are_the_commands() -> None:
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
         *("keys new", "keys rotate", "keys list"),
         *("backup", "restore", "epoch"),
-        *("export", "import", "copy"),
+        *("export", "import", "copy", "adopt"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 

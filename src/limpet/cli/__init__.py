@@ -39,7 +39,7 @@ from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
 from limpet.cli.keys import keys
 from limpet.cli.migrate import migrate
-from limpet.cli.moving import copy_command, export_command, import_command
+from limpet.cli.moving import adopt_command, copy_command, export_command, import_command
 from limpet.cli.serve import serve_command
 from limpet.cli.token import token
 from limpet.clock import format_duration
@@ -684,6 +684,7 @@ main.add_command(migrate)
 main.add_command(export_command)
 main.add_command(import_command)
 main.add_command(copy_command)
+main.add_command(adopt_command)
 main.add_command(backup_command)
 main.add_command(restore_command)
 main.add_command(epoch_command)

@@ -20,7 +20,7 @@ SECTIONS: Final = {
     "Values": ("get", "put", "append", "del", "ls", "folders", "incr", "field", "call"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
-    "Moving": ("export", "import", "copy"),
+    "Moving": ("export", "import", "copy", "adopt"),
     "Serving": ("serve", "token"),
     "Maintenance": ("namespaces", "stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
     "Semantic entries": ("audit", "deadletters"),

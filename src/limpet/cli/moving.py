@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,14 +16,16 @@ from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Command, examples
 from limpet.cli.progress import progress_of
+from limpet.errors import InvalidValue
 from limpet.moving.loader import Policy
+from limpet.urls import Address
 
 if TYPE_CHECKING:
     from limpet.moving.loader import Report
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-__all__ = ["copy_command", "export_command", "import_command", "policy_option", "show_report"]
+__all__ = ["adopt_command", "copy_command", "export_command", "import_command", "policy_option", "show_report"]
 
 
 def policy_option(default: Policy) -> Callable[[F], F]:
@@ -57,8 +60,9 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Compare and repor
 def export_command(setup: Setup, file: Path, namespaces: tuple[str, ...], redact: bool, force: bool) -> None:
     """Write the entries of a store into FILE.
 
-    They are those of all namespaces, or of each NAMESPACE that is named. Each entry is a line of JSON with its value, version and times. FILE is readable only by its owner; - is standard
-    output. If it is interrupted, run it again: it goes on where it ended. Locks and the audit trail stay behind.
+    They are those of all namespaces, or of each NAMESPACE that is named. Each is a line of JSON with its value, version
+    and times. FILE is readable only by its owner; - is standard output. If it is interrupted, run it again: it goes on
+    where it ended. Locks and the audit trail stay behind.
     """
     from limpet.moving import export
 
@@ -97,8 +101,9 @@ def export_command(setup: Setup, file: Path, namespaces: tuple[str, ...], redact
 def import_command(setup: Setup, file: Path, namespaces: tuple[str, ...], policy: Policy, dry_run: bool) -> None:
     """Write the entries of an export into the store.
 
-    They keep their versions and times.     Entries that are there already are left alone, so an import that was interrupted is simply run again. FILE is
-    compared with its checksum before anything is written; - is standard input, which is compared at its end.
+    They keep their versions and times. Entries that are there already are left alone, so an import that was interrupted
+    is simply run again. FILE is compared with its checksum before anything is written; - is standard input, which is
+    compared at its end.
     """
     from limpet.moving import export
 
@@ -131,8 +136,9 @@ def copy_command(
 ) -> None:
     """Copy the entries of the store FROM into the store TO.
 
-    They keep their versions and times. They are those of all namespaces, or of each NAMESPACE that is named. What is written to FROM meanwhile may be missing: stop its writers first,
-    or copy again with --on-conflict newer. A copy that was interrupted is simply run again.
+    They keep their versions and times, and are those of all namespaces, or of each NAMESPACE that is named. What is
+    written to FROM meanwhile may be missing: stop its writers first, or copy again with --on-conflict newer. A copy
+    that was interrupted is simply run again.
     """
     from limpet.moving.entries import entries_of
     from limpet.moving.loader import load
@@ -185,3 +191,75 @@ async def _names(store: limpet.Store, chosen: Sequence[str]) -> list[str]:
 async def _count(store: limpet.Store, names: Sequence[str]) -> int:
     """About how many entries there are."""
     return sum([(await store.namespace(name).status()).keys for name in names])
+
+
+@click.command(
+    name="adopt",
+    cls=Command,
+    epilog=examples(
+        "limpet adopt bot.json --into sqlite:///state.db --dry-run",
+        "limpet adopt sqlite:///bot.db --into sqlite:///bot.db",
+        "limpet adopt 'nats://bus:4222?bucket=agents' --into sqlite:///state.db",
+    ),
+)
+@click.argument("source")
+@click.option("--into", required=True, metavar="URL", help="The URL of the store that adopts it.")
+@click.option("--table", type=click.Choice(["state", "plugin_kv_storage"]), help="The table, if there are both.")
+@click.option("--undo", is_flag=True, help="Put a table that was adopted in place back, as it was then.")
+@policy_option("newer")
+@dry_run_option
+@pass_setup
+def adopt_command(
+    setup: Setup, source: str, into: str, table: str | None, undo: bool, policy: Policy, dry_run: bool
+) -> None:
+    """Take over the data of another program.
+
+    SOURCE is a sqlite: or postgresql: URL with a table state or plugin_kv_storage; redis://host/0?prefix=gbe:state: for
+    hashes; nats://host?bucket=NAME; a JSON file or a folder of them; shelve:FILE; or diskcache:FOLDER. What was brought
+    is left alone, so it is safe to repeat. A table in the store's own database is renamed, and a view has its place.
+    """
+    from limpet.moving.adopt import adopt
+    from limpet.moving.sources import open_source
+
+    here = Setup(into, setup.namespace, setup.as_json)
+    here.check(make=not undo)
+    # The store warns of a table that is in the place of its view: the one to adopt.
+    logging.getLogger("limpet.schema").setLevel(logging.ERROR)
+
+    async def work() -> Any:
+        data = await open_source(source, Address.parse(into), namespace=setup.namespace, table=table)
+        try:
+            if undo:
+                return await give_back(data)
+            async with limpet.open(into, namespace=setup.namespace, sweep=False) as store:
+                with progress_of("adopting", await data.count()) as progress:
+                    return await adopt(store, data, policy=policy, dry_run=dry_run, progress=progress.report)
+        finally:
+            await data.close()
+
+    done = asyncio.run(work())
+    if isinstance(done, str):
+        output.show({"url": here.shown_url, "undone": done}) if setup.as_json else output.show_line(done)
+        return
+    show_report(here, done.total, "adopt", dry_run=dry_run)
+    if done.handed_over is not None and not setup.as_json:
+        output.show_line(done.handed_over)
+    if done.total.rejected:
+        raise InvalidValue(
+            f"{output.count(done.total.rejected, 'entry', 'entries')} of {source_shown(source)} cannot be stored, and "
+            "nothing was handed over: change or delete them there, and run it again"
+        )
+
+
+async def give_back(data: Any) -> str:
+    """Undo a hand-over."""
+    from limpet.moving.sources import WithRows
+
+    if not isinstance(data, WithRows):
+        raise InvalidValue(f"{data.shown}: only a table is put back")
+    return await data.give_back()
+
+
+def source_shown(source: str) -> str:
+    """A source for messages, without credentials."""
+    return str(Address.parse(source)) if "://" in source else source

@@ -209,4 +209,8 @@ def _is_same(item: Brought, entry: Entry) -> bool:
 
 
 def _is_newer(item: Brought, entry: Entry) -> bool:
-    return (item.write.updated_ms, item.write.version) > (entry.updated_ms, entry.version)
+    """Whether it was written later, or at the same time as an entry that was not written since it came."""
+    ours, theirs = (item.write.updated_ms, item.write.version), (entry.updated_ms, entry.version)
+    is_untouched = entry.created_revision == entry.revision
+    # A source without times, or with times of whole seconds, cannot tell of two writes which is the later one.
+    return is_untouched if not item.is_exact or ours == theirs else ours > theirs
