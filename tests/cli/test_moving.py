@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import limpet.sync
-from tests.cli.support import Limpet, looked_at
+from tests.cli.support import Limpet, looked_at, start, wait_for_end
 
 
 @pytest.fixture
@@ -102,3 +105,64 @@ def test_a_terminal_shows_a_bar(url: str, other: str, monkeypatch: pytest.Monkey
     assert "copying" in seen
     assert "/6000" in seen
     assert "6,000 entries read, 6,000 written" in seen
+
+
+# Adopting -----------------------------------------------------------------------
+
+
+def make_table(file: Path, rows: int) -> None:
+    with sqlite3.connect(file) as made:
+        made.execute(
+            "CREATE TABLE plugin_kv_storage (plugin_name TEXT, key TEXT, value TEXT, expires_at TIMESTAMP,"
+            " created_at TIMESTAMP, updated_at TIMESTAMP, PRIMARY KEY (plugin_name, key))"
+        )
+        made.executemany(
+            "INSERT INTO plugin_kv_storage VALUES ('bot', ?, ?, NULL, '2025-01-01', '2025-01-02')",
+            [(f"key/{number:05}", str(number)) for number in range(rows)],
+        )
+    made.close()
+
+
+def test_a_table_is_adopted_and_put_back(run: Limpet, tmp_path: Path, url: str) -> None:
+    make_table(tmp_path / "state.db", 3)
+
+    done = run.json("adopt", url, "--into", f"{url}?journal=wal")
+    assert (done["read"], done["written"], done["rejected"]) == (3, 3, 0)
+    assert run("-n", "bot", "get", "key/00001").stdout == "1\n"
+    again = run("adopt", url, "--into", url)
+    assert (again.exit_code, "adopted before" in again.stderr) == (7, True)
+    assert run("adopt", url, "--into", url, "--undo").stdout == (
+        "the table plugin_kv_storage is in its place, as it was\n"
+    )
+    refused = run("adopt", "x.json", "--into", url, "--undo")
+    assert refused.exit_code == 7
+
+
+def test_what_is_killed_is_repeated(tmp_path: Path, url: str, other: str) -> None:
+    """An adoption, an export, an import and a copy: killed at any moment, and run again, each has the same result."""
+    make_table(tmp_path / "state.db", 6_000)
+    into, third = f"{url}?journal=wal", f"sqlite:///{tmp_path}/third.db"
+    for words in (
+        ("adopt", url, "--into", into),
+        ("export", "x.ndjson", "--url", url),
+        ("import", "x.ndjson", "--url", other),
+        ("copy", other, third),
+    ):
+        for delay_s in (0.4, 0.6, 0.9):
+            process = start(*words)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(delay_s)
+            process.kill()
+            process.communicate()
+        code, _, errors = wait_for_end(start(*words))
+        # It may have been done before it was killed.
+        assert code == 0 or "adopted before" in errors or "x.ndjson exists" in errors, errors
+
+    Limpet(third)("export", "y.ndjson")
+    first, last = (Path(name).read_bytes().splitlines()[1:] for name in ("x.ndjson", "y.ndjson"))
+    assert len(last) == 6_001
+    assert first == last
+    with sqlite3.connect(tmp_path / "state.db") as file:
+        assert file.execute("SELECT count(*) FROM plugin_kv_storage").fetchone() == (6_000,)
+        assert file.execute("SELECT count(*) FROM plugin_kv_storage_before_limpet").fetchone() == (6_000,)
+    file.close()

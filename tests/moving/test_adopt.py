@@ -7,6 +7,8 @@ import json
 import os
 import shelve
 import sqlite3
+import subprocess
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import diskcache
 import nats
 import pytest
 from redis.asyncio import Redis
@@ -214,6 +217,66 @@ async def test_an_adoption_that_was_interrupted_is_repeated(
         assert found["session"].value == 5
     else:
         assert len(found) == 4
+
+
+async def test_nothing_is_lost_of_what_is_written_to_a_sqlite_file_meanwhile(tmp_path: Path) -> None:
+    """Writers in processes of their own go on until the table is handed over, and keep a journal."""
+    rows = [("old", f"k{number:03}", "0", None) for number in range(300)]
+    url = plugin_file(tmp_path / "bot.db", rows)
+    writers = []
+    for number in range(2):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path / "bot.db"), str(number), str(tmp_path / f"j{number}")]
+        writers.append(await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE))
+    for writer in writers:
+        assert writer.stdout is not None
+        assert await writer.stdout.readline() == b"begun\n"
+
+    done = await adopted(url, f"{url}?journal=wal")
+
+    journal: dict[tuple[str, str], int | None] = {}
+    for number, writer in enumerate(writers):
+        assert await writer.wait() == 0
+        for line in (tmp_path / f"j{number}").read_text().splitlines():
+            plugin, key, value = line.split()
+            journal[plugin, key] = None if value == "deleted" else int(value)
+    found = {("old", key): entry.value for key, entry in (await entries(url, "old")).items()}
+    for number in range(2):
+        found |= {(f"w{number}", key): entry.value for key, entry in (await entries(url, f"w{number}")).items()}
+    with sqlite3.connect(tmp_path / "bot.db") as file:
+        table = {
+            (name, key): int(value)
+            for name, key, value in file.execute("SELECT plugin_name, key, value FROM plugin_kv_storage_before_limpet")
+        }
+    file.close()
+    assert done.handed_over is not None
+    assert found == table
+    assert {key: value for key, value in journal.items() if value is not None}.items() <= found.items()
+    assert not {key for key, value in journal.items() if value is None} & found.keys()
+    assert len(journal) > 40
+
+
+_WRITER = """
+import sqlite3, sys
+path, me, journal = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], "w")
+old = "plugin_name = 'old' AND key = ?"
+file = sqlite3.connect(path, timeout=60, isolation_level=None)
+put = "INSERT INTO plugin_kv_storage (plugin_name, key, value) VALUES (?, ?, ?) ON CONFLICT (plugin_name, key) " \\
+    "DO UPDATE SET value = excluded.value, updated_at = CURRENT_TIMESTAMP"
+try:
+    for number in range(100_000):
+        if number % 7 == 0 and me == 0:
+            file.execute(f"DELETE FROM plugin_kv_storage WHERE {old}", (f"k{number % 300:03}",))
+            done = "old", f"k{number % 300:03}", "deleted"
+        else:
+            done = f"w{me}", f"k{number % 60}", str(number)
+            file.execute(put, done)
+        if number == 40:
+            print("begun", flush=True)
+        # What is in the journal was acknowledged.
+        print(*done, file=journal)
+except sqlite3.OperationalError as error:
+    assert "view" in str(error), error
+"""
 
 
 async def test_two_writes_in_one_second_are_told_apart(tmp_path: Path, target: str) -> None:
@@ -527,6 +590,20 @@ async def test_a_bucket_is_adopted_while_it_is_written(target: str) -> None:
     await connection.close()
 
 
+async def test_values_of_a_bucket_may_be_json(target: str) -> None:
+    url, bucket = os.environ["LIMPET_TEST_NATS"], f"json-{uuid.uuid4().hex[:8]}"
+    connection = await nats.connect(url)
+    made = await connection.jetstream().create_key_value(bucket=bucket)
+    await made.put("a", b'{"n": 1.0}')
+    await made.put("b", b"hunter2")
+
+    done = await adopted(f"{url}?bucket={bucket}&values=json", target)
+
+    assert {key: entry.value for key, entry in (await entries(target, "default")).items()} == {"a": {"n": 1.0}}
+    assert done.total.examples == [("default", "b", "the value is not JSON")]
+    await connection.close()
+
+
 async def test_a_bucket_of_a_store_or_none_is_refused(target: str) -> None:
     url = os.environ["LIMPET_TEST_NATS"]
     async with limpet.open(f"{url}?bucket_prefix=adopt-", namespace="x", sweep=False) as store:
@@ -583,7 +660,6 @@ async def test_a_shelf_is_adopted_and_runs_no_code(tmp_path: Path, target: str) 
 
 
 async def test_a_cache_of_diskcache_is_adopted(tmp_path: Path, target: str) -> None:
-    diskcache = pytest.importorskip("diskcache")
     with diskcache.Cache(str(tmp_path / "cache")) as cache:
         cache["text"] = "x"
         cache["number"] = 5

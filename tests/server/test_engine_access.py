@@ -57,6 +57,7 @@ GUESTS = Guests(
     Guest("locker", Scope("trivia", "", "lock")),
     Guest("stranger", Scope("quote", "", ALL)),
     Guest("admin", Scope("trivia", "", "admin")),
+    Guest("mover", Scope("trivia", "", "read write reveal admin")),
 )
 HIDDEN = b'"hunter2"'
 
@@ -156,6 +157,19 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "write to another namespace": lambda engine: engine.commit("quote", Batch((), (Put("alice/1", b"1"),), "r")),
     "write nothing to another namespace": lambda engine: engine.commit("quote", Batch((), (), "r")),
 }
+
+
+async def test_an_import_takes_the_admin_right_beside_write(as_: As) -> None:
+    mover = await as_("mover")
+
+    await commit(engine_of(mover), imported("bob/9"))
+
+    entry = await mover.entry("bob/9")
+    assert entry is not None
+    assert (entry.version, entry.created_ms) == (7, 1_600_000_000_000)
+    for name in ("owner", "admin"):
+        with pytest.raises(PermissionDenied):
+            await commit(engine_of(await as_(name)), imported("bob/9"))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
