@@ -256,7 +256,7 @@ async def test_nothing_is_lost_of_what_is_written_to_a_sqlite_file_meanwhile(tmp
 
 
 _WRITER = """
-import sqlite3, sys
+import sqlite3, sys, time
 path, me, journal = sys.argv[1], int(sys.argv[2]), open(sys.argv[3], "w")
 old = "plugin_name = 'old' AND key = ?"
 file = sqlite3.connect(path, timeout=60, isolation_level=None)
@@ -272,8 +272,9 @@ try:
             file.execute(put, done)
         if number == 40:
             print("begun", flush=True)
-        # What is in the journal was acknowledged.
+        # What is in the journal was acknowledged. The pause lets others begin: SQLite has no queue.
         print(*done, file=journal)
+        time.sleep(0.002)
 except sqlite3.OperationalError as error:
     assert "view" in str(error), error
 """
@@ -523,7 +524,7 @@ async def test_redis_hashes_are_adopted_in_place_after_an_interruption(client: A
         if count == 100:
             break
     await data.close()
-    assert len(await names(redis, f"before-limpet:{gbe}*")) == 100
+    assert 100 <= len(await names(redis, f"before-limpet:{gbe}*")) < 300
 
     await adopted(f"{url}?prefix={gbe}:state:", into)
 

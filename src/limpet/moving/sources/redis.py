@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from limpet.urls import Address
 __all__ = ["RedisHashes"]
 
 ASIDE: Final = "before-limpet:"
-SCANNED: Final = 500
+SCANNED: Final = 200
 
 
 class RedisHashes:
@@ -71,51 +72,63 @@ class RedisHashes:
 
     async def _read_under(self, prefix: str, skip: int, *, renames: bool) -> AsyncIterator[Brought | Rejected]:
         pattern = re.sub(r"([\\*?\[\]])", r"\\\1", prefix) + "*"
-        async for own in self._client.scan_iter(match=pattern, count=SCANNED):
-            name = own
-            if self._is_in_place and not skip and await self._is_ours(name):
-                continue
+        cursor = 0
+        while True:
+            cursor, names = await self._client.scan(cursor, match=pattern, count=SCANNED)
+            if self._is_in_place and not skip:
+                names = await self._leave_ours(names)
+            shown = {name: name[skip:] for name in names}
             if renames:
-                name = ASIDE.encode() + own
-                if not await self._client.renamenx(own, name):
-                    continue
-            item = await self._read_one(name, own[skip:] if not renames else own)
-            if item is not None:
+                renamed = await self._all([("RENAMENX", name, ASIDE.encode() + name) for name in names], may_fail=True)
+                # An error is one of a name that has gone, or that the scan has given twice.
+                shown = {ASIDE.encode() + name: name for name, done in zip(names, renamed, strict=True) if done == 1}
+            for item in await self._read_names(shown):
                 yield item
+            if not cursor:
+                return
 
-    async def _is_ours(self, name: bytes) -> bool:
-        """Whether the store has this name already."""
-        namespace, _, key = name.partition(b":")
-        return bool(await self._client.hexists(b"limpet:%b:data" % namespace, key))
+    async def _leave_ours(self, names: list[bytes]) -> list[bytes]:
+        """Those of some names that are not the store's own."""
+        parts = [name.partition(b":") for name in names]
+        heads = await self._all([("HEXISTS", b"limpet:%b:data" % namespace, key) for namespace, _, key in parts])
+        return [name for name, is_ours in zip(names, heads, strict=True) if not is_ours]
 
-    async def _read_one(self, name: bytes, shown: bytes) -> Brought | Rejected | None:
-        """The hash or string of a name with what is left of its time, all of one moment; None if it is gone."""
-        namespace, _, key = shown.partition(b":")
-        kind = await self._client.type(name)
-        if kind == b"none":
-            return None
-        text = key.decode(errors="backslashreplace")
-        if kind not in (b"hash", b"string"):
-            return Rejected(namespace.decode(errors="backslashreplace"), text, f"it is a Redis {kind.decode()}")
-        async with self._client.pipeline(transaction=True) as pipeline:
-            getattr(pipeline, "hgetall" if kind == b"hash" else "get")(name)
-            pipeline.pttl(name)
-            pipeline.time()
-            found, left_ms, (seconds, micros) = await pipeline.execute()
-        if not found:
-            return None
-        now_ms = seconds * 1000 + micros // 1000
-        updated_ms = _time_in(found, b"updated_at") if kind == b"hash" else None
-        created_ms = _time_in(found, b"created_at") if kind == b"hash" else None
-        return as_item(
-            namespace.decode(errors="backslashreplace"),
-            text,
-            lambda: _stored(found),
-            version=1,
-            created_ms=min(created_ms or updated_ms or now_ms, now_ms),
-            updated_ms=min(updated_ms or now_ms, now_ms),
-            expires_ms=now_ms + left_ms if left_ms > 0 else None,
-        )
+    async def _read_names(self, shown: dict[bytes, bytes]) -> list[Brought | Rejected]:
+        """The hashes and strings of some names, each with what is left of its time."""
+        kinds = await self._all([("TYPE", name) for name in shown])
+        wanted = {name: kind for name, kind in zip(shown, kinds, strict=True) if kind in (b"hash", b"string")}
+        # In one transaction, so that the times to live are of the moment that TIME gives.
+        commands: list[tuple[Any, ...]] = [("TIME",)]
+        for name, kind in wanted.items():
+            commands += [("HGETALL" if kind == b"hash" else "GET", name), ("PTTL", name)]
+        (seconds, micros), *found = await self._all(commands, transaction=True)
+        now_ms = int(seconds) * 1000 + int(micros) // 1000
+        items: list[Brought | Rejected] = []
+        for (name, kind), content, left_ms in zip(wanted.items(), found[::2], found[1::2], strict=True):
+            # It may have ended since it was listed.
+            if content:
+                items.append(_item(shown[name], kind, content, left_ms, now_ms))
+        for name, kind in zip(shown, kinds, strict=True):
+            if name not in wanted and kind != b"none":
+                namespace, key = _split(shown[name])
+                items.append(Rejected(namespace, key, f"it is a Redis {kind.decode()}"))
+        return items
+
+    async def _all(
+        self, commands: list[tuple[Any, ...]], *, transaction: bool = False, may_fail: bool = False
+    ) -> list[Any]:
+        """The replies to several commands, in one round trip; of one that may fail, perhaps its error."""
+        from redis.exceptions import RedisError
+
+        if not commands:
+            return []
+        try:
+            async with self._client.pipeline(transaction=transaction) as pipeline:
+                for command in commands:
+                    pipeline.execute_command(*command)
+                return list(await pipeline.execute(raise_on_error=not may_fail))
+        except (RedisError, OSError) as error:
+            raise Unavailable(f"{self.shown} cannot be read now: {type(error).__name__}; run it again") from error
 
     async def hand_over(self) -> str | None:
         """See `ForeignData.hand_over`."""
@@ -143,6 +156,29 @@ def _is_same_place(address: Address, into: Address) -> bool:
         other.hostname,
         other.port or 6379,
         other.path.strip("/") or "0",
+    )
+
+
+def _split(name: bytes) -> tuple[str, str]:
+    """The namespace and the key of a name."""
+    namespace, _, key = name.partition(b":")
+    return namespace.decode(errors="backslashreplace"), key.decode(errors="backslashreplace")
+
+
+def _item(name: bytes, kind: bytes, content: Any, left_ms: int, now_ms: int) -> Brought | Rejected:
+    """A hash or a string as an entry."""
+    namespace, key = _split(name)
+    fields = content if kind == b"hash" else {}
+    updated_ms = _time_in(fields, b"updated_at")
+    created_ms = _time_in(fields, b"created_at")
+    return as_item(
+        namespace,
+        key,
+        partial(_stored, content),
+        version=1,
+        created_ms=min(created_ms or updated_ms or now_ms, now_ms),
+        updated_ms=min(updated_ms or now_ms, now_ms),
+        expires_ms=now_ms + left_ms if left_ms > 0 else None,
     )
 
 
