@@ -6,6 +6,7 @@ import contextlib
 import json
 import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from tests.cli.support import Limpet, looked_at, start, wait_for_end
 @pytest.fixture
 def other(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path}/other.db"
+
+
+def make_entries(url: str, count: int) -> None:
+    with limpet.sync.open(url, sweep=False) as store:
+        for start_at in range(0, count, 100):
+            batch = store.batch()
+            for number in range(start_at, start_at + 100):
+                batch.put(f"{number:06}", "x" * 100)
+            batch.commit()
 
 
 def test_a_store_is_exported_and_imported(run: Limpet, other: str) -> None:
@@ -45,6 +55,15 @@ def test_an_export_goes_through_a_pipe(run: Limpet, other: str) -> None:
     assert (header["namespaces"], line["key"], end["entries"]) == ({"trivia": 1}, "k", 1)
     assert Limpet(other)("import", "-", stdin=piped).stdout == "1 entry read, 1 written\n"
     assert Limpet(other)("-n", "trivia", "get", "k").stdout == "1\n"
+
+
+def test_the_reader_of_an_export_may_leave(url: str) -> None:
+    make_entries(url, 6_000)
+    shell = f"{sys.executable} -m limpet.cli --url {url} export - | head -n 1"
+
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
+
+    assert (done.stdout.startswith('{"limpet":"export"'), done.stderr) == (True, "")
 
 
 def test_only_the_namespaces_that_are_named_are_imported(run: Limpet, other: str) -> None:
@@ -91,12 +110,7 @@ def test_what_cannot_be_moved_is_an_error(run: Limpet, words: tuple[str, ...], c
 
 
 def test_a_terminal_shows_a_bar(url: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with limpet.sync.open(url, sweep=False) as store:
-        for start in range(0, 6_000, 100):
-            batch = store.batch()
-            for number in range(start, start + 100):
-                batch.put(f"{number:06}", "x" * 100)
-            batch.commit()
+    make_entries(url, 6_000)
     monkeypatch.setenv("LIMPET_PROGRESS_AFTER", "0")
 
     code, seen = looked_at("copy", url, other)

@@ -70,9 +70,7 @@ def export_command(setup: Setup, file: Path, namespaces: tuple[str, ...], redact
         names = await _names(store, namespaces)
         with progress_of("exporting", await _count(store, names)) as progress:
             if str(file) == "-":
-                output.flush()
-                out = sys.stdout.buffer
-                return await export.export_stream(store, out, names, redact=redact, progress=progress.show)
+                return await export.export_stream(store, _Stdout(), names, redact=redact, progress=progress.show)
             return await export.export_file(store, file, names, redact=redact, force=force, progress=progress.show)
 
     end = setup.run(work)
@@ -179,6 +177,13 @@ def show_report(setup: Setup, report: Report, what: str, *, dry_run: bool) -> No
             output.show_line(f"{count:,} {text}")
     for namespace, key, reason in report.examples:
         output.show_stderr(f"limpet: {what}: {namespace}: {output.visible(key)}: {reason}")
+
+
+class _Stdout:
+    """Standard output, whose reader may leave."""
+
+    write = staticmethod(output.write)
+    flush = staticmethod(output.flush)
 
 
 async def _names(store: limpet.Store, chosen: Sequence[str]) -> list[str]:

@@ -7,13 +7,15 @@ adoption that was interrupted at any moment is run again.
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
 import msgspec
 
 import limpet
-from limpet.errors import Compacted, InvalidValue
+from limpet.errors import Compacted, InvalidValue, LimpetError, Unavailable
 from limpet.model import Batch, Delete, Entry, Guard, Revision
+from limpet.moving.entries import Brought, Rejected
 from limpet.moving.loader import Policy, Progress, Report, load
 from limpet.moving.sources import ForeignData, WithRows
 from limpet.request_ids import new_request_id
@@ -49,19 +51,35 @@ async def adopt(
         # What was deleted since would come back.
         raise InvalidValue(f"{data.shown}: the table was adopted before, and a view has its place; --undo puts it back")
     only_looks = dry_run or data.needs_place
-    first = await load(store, data.read(), policy=policy, dry_run=only_looks, progress=progress)
+    first = await load(store, _read(data), policy=policy, dry_run=only_looks, progress=progress)
     if dry_run or first.rejected:
         # What cannot be stored would be in no place any more.
         return Adoption(first, None, None)
     done = await data.hand_over()
     if done is None:
         return Adoption(first, None, None)
-    last = await load(store, data.read(), policy=policy, dry_run=False, progress=progress)
+    last = await load(store, _read(data), policy=policy, dry_run=False, progress=progress)
     if isinstance(data, WithRows):
         await _delete_ended(store, data)
     if not last.rejected:
         await data.finish()
     return Adoption(Report() if only_looks else first, last, done)
+
+
+async def _read(data: ForeignData) -> AsyncIterator[Brought | Rejected]:
+    """What a source brings. The errors of its driver are those of something that cannot be reached."""
+    items = data.read()
+    while True:
+        try:
+            item = await anext(items)
+        except StopAsyncIteration:
+            return
+        except LimpetError:
+            raise
+        except Exception as error:
+            text = f"{data.shown} cannot be read to its end: {type(error).__name__}. Run it again"
+            raise Unavailable(text) from error
+        yield item
 
 
 async def _delete_ended(store: limpet.Store, data: WithRows) -> None:

@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, Protocol
 
 import limpet
 from limpet.errors import InvalidValue
@@ -25,12 +25,23 @@ __all__ = ["export_file", "export_stream", "import_file", "import_stream"]
 
 Written = Callable[[int], None]
 
+
+class Output(Protocol):
+    """Where the lines of an export go."""
+
+    def write(self, line: bytes, /) -> object:
+        """Write a line."""
+
+    def flush(self) -> object:
+        """Send the lines that were written."""
+
+
 FLUSHED: Final = 1_000
 """So many lines may have to be exported again after an interruption."""
 
 
 async def export_stream(
-    store: limpet.Store, out: IO[bytes], namespaces: Sequence[str], *, redact: bool, progress: Written
+    store: limpet.Store, out: Output, namespaces: Sequence[str], *, redact: bool, progress: Written
 ) -> End:
     """Export namespaces into a stream."""
     out.write(lines.encode(await _make_header(store, namespaces, redact)))
@@ -47,7 +58,7 @@ async def export_file(
     """
     part = _part_of(file, force=force)
     header = await _make_header(store, namespaces, redact)
-    with _open_own(part) as out:
+    with _writing(part), _open_own(part) as out:
         checksum, after = _go_on(out, header, part)
         if after is None and not checksum.entries:
             out.write(lines.encode(header))
@@ -60,7 +71,7 @@ async def export_file(
 
 async def _export_entries(
     store: limpet.Store,
-    out: IO[bytes],
+    out: Output,
     namespaces: Sequence[str],
     checksum: Checksum,
     after: tuple[str, Family, str] | None,
@@ -102,12 +113,17 @@ def _finish(part: Path, file: Path) -> None:
     part.replace(file)
 
 
+@contextlib.contextmanager
+def _writing(part: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InvalidValue(f"{part} cannot be written: {error.strerror}; run it again when it can") from error
+
+
 def _open_own(part: Path) -> IO[bytes]:
     """Open a file to read and write, and make it for its owner alone."""
-    try:
-        return os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-    except OSError as error:
-        raise InvalidValue(f"{part} cannot be written: {error.strerror}") from error
+    return os.fdopen(os.open(part, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
 
 
 def _go_on(out: IO[bytes], header: Header, part: Path) -> tuple[Checksum, tuple[str, Family, str] | None]:
