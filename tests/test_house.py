@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
         *("append", "edit", "many", "folders", "observed"),
         *("store", "sync", "__init__"),
     },
-    {"semantic", "faces", "plugin", "adapters", "observers"},
+    {"semantic", "faces", "plugin", "adapters", "observers", "moving"},
     {"server"},
     {"cli", "conformance", "demo", "testing"},
     {"__main__"},

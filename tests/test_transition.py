@@ -30,6 +30,7 @@ from limpet.model import (
     FieldEquals,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Refusal,
@@ -549,6 +550,17 @@ writes = st.one_of(
         new_ttl_ms=st.sampled_from([None, 10]),
     ),
     st.builds(Patch, keys, records, st.sampled_from([(), ("h",)]), st.booleans(), kept_ttls, metas, families),
+    st.builds(
+        Import,
+        keys,
+        stored_values,
+        meta_json=st.sampled_from([None, b"{}"]),
+        family=families,
+        version=st.integers(1, 9),
+        created_ms=st.integers(0, NOW),
+        updated_ms=st.integers(0, NOW),
+        expires_ms=st.sampled_from([None, 1, NOW + 5]),
+    ),
     st.builds(Touch, keys, ttls, families),
     st.builds(Delete, keys, st.booleans(), families),
     st.builds(Expire, keys, st.integers(30, 40), families),
@@ -613,10 +625,16 @@ def test_revisions_grow_to_that_of_the_commit(wanted: Batch, state: Map, revisio
 def test_versions_go_on_or_start_again(wanted: Batch, state: Map) -> None:
     outcome = decide(wanted, state)
 
+    imported = {(one.family, one.key): one for one in wanted.writes if isinstance(one, Import)}
     for change in outcome.changes if isinstance(outcome, Plan) else ():
         stored = state.get((change.family, change.key))
         before = live(stored, NOW)
+        brought = imported.get((change.family, change.key))
         match change.op:
+            case "put" if brought is not None:
+                assert (change.entry.version, change.entry.created_revision) == (brought.version, change.revision)
+                assert (change.entry.created_ms, change.entry.updated_ms) == (brought.created_ms, brought.updated_ms)
+                assert change.entry.expires_ms == brought.expires_ms
             case "put" | "patch":
                 assert change.entry.version == (1 if before is None else before.version + 1)
                 assert change.entry.created_revision == (change.revision if before is None else before.created_revision)

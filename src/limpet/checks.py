@@ -42,6 +42,7 @@ from limpet.model import (
     Filter,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Revision,
@@ -72,6 +73,9 @@ __all__ = [
 
 NUMBER_MAX: Final = codec.INT_MAX
 TTL_MS_MAX: Final = 1000 * TTL_S_MAX
+VERSION_MAX: Final = 2**53 - 1
+TIME_MS_MAX: Final = 253_402_300_799_999
+"""The last millisecond that a datetime can have."""
 
 _COMPARISONS: Final = frozenset(get_args(Comparison))
 _RULES: Final = frozenset(get_args(Rule))
@@ -213,6 +217,8 @@ def check_write(write: object) -> int:
             check_number(write.revision, "a revision")
         case Touch():
             _check_ttl(write.ttl_ms)
+    if isinstance(write, Import):
+        _check_import(write)
     if isinstance(write, Put | Patch | Add):
         _check_meta(key, write.meta_json)
         if write.ttl_ms is not KEEP:
@@ -342,6 +348,16 @@ def _check_meta(key: str, meta_json: object) -> None:
     if type(meta_json) is not bytes or meta_json[:1] != b"{" or not _is_text(meta_json):
         raise InvalidValue(f"meta for {key!r} is a JSON object")
     check_meta_size(key, meta_json)
+
+
+def _check_import(write: Import) -> None:
+    if not 0 < check_number(write.version, "a version") <= VERSION_MAX:
+        raise InvalidValue("the version of an imported entry is an integer from 1 to 2^53-1")
+    for time_ms in (write.created_ms, write.updated_ms, write.expires_ms or 0):
+        if check_number(time_ms, "a time in milliseconds") > TIME_MS_MAX:
+            raise InvalidValue(f"the times of {write.key!r} are before the year 10000")
+    if write.expires_ms == 0 or write.ttl_ms is not None or write.meta_json is KEEP:
+        raise InvalidValue(f"an import of {write.key!r} has its own meta and the time when it expires")
 
 
 def _check_ttl(ttl_ms: object) -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "Filter",
     "Guard",
     "HeldBy",
+    "Import",
     "LogPage",
     "Op",
     "Patch",
@@ -330,6 +331,18 @@ class Put(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="put"):
     family: Family = "data"
 
 
+class Import(Put, frozen=True, gc=False, array_like=True, tag="import", kw_only=True):
+    """Put an entry as it was in another store: with its version and its times. Only `limpet.moving` sends it.
+
+    The revision is new, as of any write. ``expires_ms`` is the time itself, so ``ttl_ms`` is not used.
+    """
+
+    version: int
+    created_ms: int
+    updated_ms: int
+    expires_ms: int | None = None
+
+
 Rule = Literal["add", "minimum", "maximum"]
 """What a write makes of an integer and the one found: their sum, the smaller or the larger."""
 
@@ -385,7 +398,7 @@ class Expire(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="expire
     family: Family = "data"
 
 
-Write = Put | Add | Patch | Touch | Delete | Expire
+Write = Put | Import | Add | Patch | Touch | Delete | Expire
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -36,6 +36,7 @@ from limpet.model import (
     Family,
     FieldEquals,
     HeldBy,
+    Import,
     Op,
     Patch,
     Put,
@@ -268,6 +269,8 @@ def _make_entry(
             stored = _add(write, current) if isinstance(write, Add) else _patch(write, current, bytes_max)
     except _WriteRefused as why:
         return Refusal(why.reason, write.key, why.found, now_ms, needs=why.needs, size_bytes=why.size_bytes)
+    if type(write) is Import:
+        return _import(write, revision)
     ttl_ms, meta_json = write.ttl_ms, write.meta_json
     if meta_json is KEEP:
         kept = None if current is None else current.meta_json
@@ -300,6 +303,13 @@ def _make_entry(
         current.expires_ms if ttl_ms is KEEP else None if ttl_ms is None else now_ms + ttl_ms,
         meta_json,
     )
+
+
+def _import(write: Import, revision: int) -> Entry:
+    """The entry as it was elsewhere, under a revision of this namespace. Whatever was there has ended."""
+    meta_json = None if write.meta_json is KEEP else write.meta_json
+    times = write.created_ms, write.updated_ms, write.expires_ms
+    return Entry(write.key, write.stored, write.version, revision, revision, *times, meta_json)
 
 
 def _add(write: Add, current: Entry | None) -> bytes:

@@ -46,6 +46,7 @@ def test_these_are_the_commands() -> None:
         *("encryption new", "encryption rotate", "encryption list"),
         *("backup", "restore", "epoch"),
         *("take", "touch", "persist", "txn", "locks", "top", "demo", "help", "completion"),
+        *("export", "import", "copy", "adopt"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 

@@ -32,6 +32,7 @@ from limpet.model import (
     FieldEquals,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Touch,
@@ -56,6 +57,7 @@ GUESTS = Guests(
     Guest("locker", Scope("trivia", "", "lock")),
     Guest("stranger", Scope("quote", "", ALL)),
     Guest("admin", Scope("trivia", "", "admin")),
+    Guest("mover", Scope("trivia", "", "read write reveal admin")),
 )
 HIDDEN = b'"hunter2"'
 
@@ -98,6 +100,10 @@ async def commit(engine: Engine, *parts: Any, **options: Any) -> Any:
     return await engine.commit("trivia", Batch(guards, writes, limpet.new_request_id(), **options))
 
 
+def imported(key: str) -> Import:
+    return Import(key, b"1", version=7, created_ms=1_600_000_000_000, updated_ms=1_600_000_000_000)
+
+
 ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "read": lambda engine: engine.read("trivia", ["bob/1"]),
     "read beside one's own": lambda engine: engine.read("trivia", ["alice/1", "bob/1"]),
@@ -121,6 +127,8 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "delete": lambda engine: commit(engine, Delete("bob/1")),
     "take": lambda engine: commit(engine, Delete("bob/1", take=True)),
     "touch": lambda engine: commit(engine, Touch("bob/1", 1)),
+    "import": lambda engine: commit(engine, imported("bob/1")),
+    "import one's own, which only an admin does": lambda engine: commit(engine, imported("alice/1")),
     "patch": lambda engine: commit(engine, Patch("bob/1", {})),
     "expire": lambda engine: commit(engine, Expire("bob/1", 1)),
     "read a counter": lambda engine: engine.read("trivia", ["bob/"], family="sequence"),
@@ -149,6 +157,19 @@ ATTACKS: dict[str, Callable[[Engine], Awaitable[Any]]] = {
     "write to another namespace": lambda engine: engine.commit("quote", Batch((), (Put("alice/1", b"1"),), "r")),
     "write nothing to another namespace": lambda engine: engine.commit("quote", Batch((), (), "r")),
 }
+
+
+async def test_an_import_takes_the_admin_right_beside_write(as_: As) -> None:
+    mover = await as_("mover")
+
+    await commit(engine_of(mover), imported("bob/9"))
+
+    entry = await mover.entry("bob/9")
+    assert entry is not None
+    assert (entry.version, entry.created_ms) == (7, 1_600_000_000_000)
+    for name in ("owner", "admin"):
+        with pytest.raises(PermissionDenied):
+            await commit(engine_of(await as_(name)), imported("bob/9"))
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

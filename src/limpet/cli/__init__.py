@@ -41,6 +41,7 @@ from limpet.cli.grant import grant_command
 from limpet.cli.lifetimes import persist_command, take_command, touch_command
 from limpet.cli.locks import locks_command
 from limpet.cli.migrate import migrate
+from limpet.cli.moving import adopt_command, copy_command, export_command, import_command
 from limpet.cli.serve import serve_command
 from limpet.cli.shell import completion_command, help_command
 from limpet.cli.stat import stat_command
@@ -633,6 +634,10 @@ main.add_command(encryption)
 main.add_command(grant_command)
 main.add_command(token)
 main.add_command(migrate)
+main.add_command(export_command)
+main.add_command(import_command)
+main.add_command(copy_command)
+main.add_command(adopt_command)
 main.add_command(backup_command)
 main.add_command(restore_command)
 main.add_command(epoch_command)

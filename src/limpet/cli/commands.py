@@ -23,6 +23,7 @@ SECTIONS: Final = {
     ),
     "Changes": ("watch", "history"),
     "Locks": ("lock", "locks"),
+    "Moving": ("export", "import", "copy", "adopt"),
     "Serving": ("serve", "token"),
     "Maintenance": (
         *("namespaces", "stat", "top", "doctor", "backup", "restore", "epoch", "index", "encryption", "grant"),

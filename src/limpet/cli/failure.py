@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, Final, NamedTuple
 
 from limpet import errors
+from limpet.moving.loader import OtherEntry
 from limpet.protocol.codes import code_of
 
 PIPE_CLOSED: Final = 141
@@ -65,7 +66,7 @@ def describe(error: errors.LimpetError, place: str) -> ErrorText:
     text = str(error)
     advice = next((advice for kind, advice in _ADVICE.items() if isinstance(error, kind)), None)
     match error:
-        case Missing():
+        case Missing() | OtherEntry():
             return ErrorText(text, error.advice)
         case errors.NotFound():
             return ErrorText(f"{text} in {place}", advice)

@@ -160,6 +160,11 @@ def event_cells(event: Event) -> list[str]:
     ]
 
 
+def count(number: int, one: str, many: str) -> str:
+    """A number with its noun: ``1 entry``, ``2,000 entries``."""
+    return f"{number:,} {one if number == 1 else many}"
+
+
 def visible(text: str) -> str:
     """A key on one line: control characters and line breaks are escaped, as in JSON."""
     if text.isprintable():

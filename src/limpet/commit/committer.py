@@ -20,7 +20,7 @@ from limpet.commit.contention import expects_version, find_named
 from limpet.commit.group import Counters, EntryId, GroupPlan, commit_error, is_fault_of_one
 from limpet.commit.known import KnownEntries
 from limpet.commit.receipts import make_mark
-from limpet.commit.relative import BASE, NOW, Moment, as_planned
+from limpet.commit.relative import BASE, NOW, Moment, as_planned, batch_as_planned
 from limpet.commit.storage import UNKNOWN_REVISION, Apply, Expected, Head, Hold, ReplyLost, Stale, Storage, Unit
 from limpet.errors import Ambiguous, LimpetError, Unavailable
 from limpet.model import Batch, Change, Commit, Entry, HeldBy, Refusal, Revision, StoredFamily
@@ -296,7 +296,7 @@ class _PlannedUnit:
 
     def _add(self, member: _Member) -> CommitResult:
         try:
-            return self._plan.add(member.batch, member.cause)
+            return self._plan.add(batch_as_planned(member.batch, self._now_ms), member.cause)
         except Exception as error:
             # A batch that cannot be planned fails alone.
             return commit_error(member.batch, error)

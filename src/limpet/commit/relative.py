@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from limpet.model import Change, Commit, Entry, Refusal
+from limpet.model import Batch, Change, Commit, Entry, Import, Refusal
 from limpet.transition import encode_receipt, read_receipt
 
-__all__ = ["BASE", "KEPT", "NOW", "Moment", "as_planned", "resolve_receipt"]
+__all__ = ["BASE", "KEPT", "NOW", "Moment", "as_planned", "batch_as_planned", "resolve_receipt"]
 
 BASE: Final = 1 << 60
 NOW: Final = 1 << 50
@@ -28,6 +28,24 @@ def as_planned(entry: Entry | None, *, has_expired: bool) -> Entry | None:
     if entry is None or entry.expires_ms is None or has_expired:
         return entry
     return msgspec.structs.replace(entry, expires_ms=entry.expires_ms + KEPT)
+
+
+def batch_as_planned(batch: Batch, now_ms: int) -> Batch:
+    """A batch as it is planned: an entry that it imports is live or expired at `NOW`, as it is at the server's time."""
+    for write in batch.writes:
+        if type(write) is Import:
+            break
+    else:
+        return batch
+    return msgspec.structs.replace(
+        batch,
+        writes=tuple(
+            msgspec.structs.replace(write, expires_ms=write.expires_ms + KEPT)
+            if type(write) is Import and write.expires_ms is not None and write.expires_ms > now_ms
+            else write
+            for write in batch.writes
+        ),
+    )
 
 
 _NONE: Final[Mapping[int, Entry]] = MappingProxyType({})

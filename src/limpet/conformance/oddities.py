@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, Final
 
 import limpet
-from limpet.model import Guard, HeldBy, Put, Touch
+from limpet.model import Guard, HeldBy, Import, Put, Touch
 
 __all__ = ["ODD", "Call", "calls", "format_argument"]
 
@@ -139,6 +139,14 @@ ODD: Final[list[object]] = [
     Put("k", b"1", family="odd"),  # type: ignore[arg-type]
     Put("k", {"a": 5}),  # type: ignore[dict-item]
     Touch("k", True),
+    Import("k", b"1", version=0, created_ms=1, updated_ms=1),
+    Import("k", b"1", version=2**53, created_ms=1, updated_ms=1),
+    Import("k", b"1", version=True, created_ms=1, updated_ms=1),
+    Import("k", b"1", version=1, created_ms=-1, updated_ms=1),
+    Import("k", b"1", version=1, created_ms=1, updated_ms=1 << 50),
+    Import("k", b"1", version=1, created_ms=1, updated_ms=1, expires_ms=0),
+    Import("k", b"1", 5, version=1, created_ms=1, updated_ms=1),
+    Import("k", b"1", meta_json=limpet.KEEP, version=1, created_ms=1, updated_ms=1),
     Guard("k", None),  # type: ignore[arg-type]
     Guard(5, limpet.ABSENT),  # type: ignore[arg-type]
     Guard("k", limpet.Version(10**30)),

@@ -49,6 +49,7 @@ from limpet.model import (
     Filter,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Refusal,
@@ -149,6 +150,15 @@ kept_ttls: st.SearchStrategy[Any] = st.just(KEEP) | ttls
 metas: st.SearchStrategy[Any] = st.sampled_from([None, KEEP, b'{"by":"me"}', b"{}"])
 
 
+FAR_MS: Final = 250_000_000_000_000
+"""A time that no clock of a test reaches."""
+IMPORTED: Final = {
+    "version": st.sampled_from([1, 7, 2**52]),
+    "created_ms": st.sampled_from([0, 1_700_000_000_000]),
+    "updated_ms": st.sampled_from([1, 1_800_000_000_000]),
+}
+
+
 @st.composite
 def patches(draw: st.DrawFn) -> Patch:
     written = {name: codec.encode_field(item) for name, item in draw(fields).items()}
@@ -164,6 +174,14 @@ writes = st.one_of(
     patches(),
     patches(),
     st.builds(Add, keys, st.sampled_from([1, 0, -3, codec.INT_MAX]), kept_ttls, metas),
+    st.builds(
+        Import,
+        keys,
+        values,
+        meta_json=st.sampled_from([None, b"{}"]),
+        **IMPORTED,
+        expires_ms=st.just(FAR_MS) | st.none(),
+    ),
     st.builds(Touch, keys, ttls),
     st.builds(Delete, keys, st.booleans()),
     st.builds(Expire, keys, st.sampled_from([0, 0, 1])),

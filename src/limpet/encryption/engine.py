@@ -39,6 +39,7 @@ from limpet.model import (
     FieldEquals,
     Filter,
     Guard,
+    Import,
     LogPage,
     Patch,
     Put,
@@ -641,6 +642,8 @@ def _encrypt_write(ring: Ring, namespace: str, write: Write, stored: Stored | No
     if isinstance(meta, bytes):
         meta = ring.encrypt_meta(meta, namespace, write.family, write.key)
     encrypted = ring.encrypt_value(stored, namespace, write.family, write.key, is_patch=isinstance(write, Patch))
+    if isinstance(write, Import):
+        return _replace(write, stored=encrypted, meta_json=meta)
     return Put(write.key, encrypted, write.ttl_ms, meta, write.family)
 
 

@@ -428,7 +428,7 @@ class Ticket:
         self.future = future
         self.weight_bytes = 0
         for write in batch.writes:
-            if type(write) is Put:
+            if isinstance(write, Put):
                 self.weight_bytes += weight_bytes(write)
 
     @property

@@ -14,7 +14,7 @@ from starlette.requests import Request as Incoming
 
 from limpet.errors import PermissionDenied
 from limpet.keys import Span, key_span, prefix_span
-from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Patch, Put, Refusal, Write
+from limpet.model import Batch, Change, Commit, Entry, Expire, Family, Import, Patch, Put, Refusal, Write
 from limpet.server import validate
 from limpet.server.dispatch import Caller
 from limpet.server.http_headers import headers_of
@@ -113,6 +113,9 @@ def check_batch_rights(request: EngineRequest, batch: Batch, reason: str | None)
     is_forced = False
     for write in batch.writes:
         spans = spans_of(write.family, [write.key])
+        if isinstance(write, Import):
+            # It says itself which version it has, and when it was written.
+            request.require("admin", spans)
         if isinstance(write, Expire):
             # It removes only entries that have expired already, so a lesser right is enough.
             request.require("write", spans, "lock", "admin")

@@ -33,6 +33,7 @@ from limpet.model import (
     FieldEquals,
     Guard,
     HeldBy,
+    Import,
     Patch,
     Put,
     Touch,
@@ -158,6 +159,8 @@ def _check_write(write: Write, value_bytes_max: int) -> int:
 def _check_lock(write: Write, any_form: bool) -> None:
     """Refuse a lock without a holder or an end, which later readers of the lock could not handle."""
     match write:
+        case Import():
+            is_valid = False
         case Put():
             is_valid = isinstance(write.ttl_ms, int) and isinstance(write.stored, bytes) and _names_holder(write.stored)
         case Touch():

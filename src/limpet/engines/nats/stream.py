@@ -229,7 +229,7 @@ class NamespaceStream:
         if not _is_ours(config, self.subjects):
             raise InvalidValue(
                 f"the stream {self.name} was not created by Limpet and is left unchanged: choose another bucket_prefix "
-                "or namespace; taking over such data is not supported yet"
+                "or namespace. 'limpet adopt' copies what is in it"
             )
         if config.get("max_msgs_per_subject") == 1:
             # It was created when the log kept the last change of each key.

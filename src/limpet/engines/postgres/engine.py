@@ -113,8 +113,8 @@ async def open_over(pool: asyncpg.Pool, *, claims: Collection[str] = ()) -> Post
     for name in taken.intersection(claims):
         raise InvalidValue(
             f"the pool's schema {schema} has a table or view {name!r} that Limpet did not make; nothing was read or "
-            f"written. Rename it (ALTER TABLE {name} RENAME TO old_{name}), or use a schema of its own; taking over "
-            "such data is not supported yet"
+            f"written. Rename it (ALTER TABLE {name} RENAME TO old_{name}), use a schema of its own, or let "
+            "'limpet adopt' take it over"
         )
     engine = PostgresEngine(
         functools.partial(pool.acquire, timeout=CONNECT_S),

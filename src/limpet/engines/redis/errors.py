@@ -85,7 +85,6 @@ def foreign_key_error(redis_key: str, redis_type: str, key: str) -> TypeMismatch
     """Make the error of a first write to a key whose Redis key another program has written."""
     return TypeMismatch(
         key,
-        expected="that key to be free: move it away, or use another namespace; taking over such data is not supported "
-        "yet",
+        expected="that key to be free: move it away, use another namespace, or let 'limpet adopt' take it over",
         found=f"a Redis key that Limpet did not write ({redis_type} {redis_key!r})",
     )
