@@ -505,6 +505,20 @@ async def test_a_batch_happens_entirely_or_not_at_all(http: httpx2.AsyncClient) 
     assert (await http.get("keys")).json()["keys"] == ["a", "n"]
 
 
+async def test_a_batch_tells_what_it_has_kept(http: httpx2.AsyncClient) -> None:
+    there = (await http.put("entries/a", json="secret")).json()
+    writes = [{"op": "create", "key": key, "value": 1, "or_keep": True} for key in ("a", "b")]
+
+    done = (await http.post("batch", json={"writes": writes}, headers={"Idempotency-Key": "b1"})).json()
+    await http.put("entries/a", json="changed")
+    again = (await http.post("batch", json={"writes": writes}, headers={"Idempotency-Key": "b1"})).json()
+
+    assert done["kept"] == again["kept"] == ["a"]
+    assert done["entries"][0]["revision"] == there["revision"]
+    assert again["entries"] == done["entries"]
+    assert [(await http.get(f"entries/{key}")).json() for key in ("a", "b")] == ["changed", 1]
+
+
 async def test_the_status_describes_the_namespace(http: httpx2.AsyncClient) -> None:
     await http.put("entries/k", json=1)
 

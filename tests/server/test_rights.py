@@ -106,6 +106,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("put", {"key": "pin", "value": 1, "expect": {"version": 9}}),
     ("cas", {"key": "pin", "value": 1, "expect": GUESS}),
     ("cas", {"key": "pin", "value": 1, "expect": {"version": 1}}),
+    ("batch", {"writes": [{"op": "create", "key": "pin", "value": PIN, "or_keep": True}]}),
     ("incr", {"key": "pin", "by": 0}),
     ("incr", {"key": "pin", "by": 2**63 - PIN}),
     ("take", {"key": "pin"}),

@@ -160,6 +160,7 @@ _ANSWERS: Final[dict[str, Schema]] = {
         revision=_INTEGER,
         entries=_list_of(_or_null(_ref("EntryDocument"))),
         taken=_list_of({}),
+        kept=_list_of(_STRING),
         replayed=_BOOLEAN,
     ),
     "LockDocument": _members("Who holds a lock.", name=_STRING, holder=_STRING, token=_INTEGER, remaining=_NUMBER),

@@ -193,7 +193,13 @@ async def _batch(store: Store, request: requests.Batch) -> Answer:
         None if write.op != "take" or ended is None else plain(ended.value)
         for write, ended in zip(request.writes, commit.ended, strict=True)
     ]
-    return {"revision": commit.revision, "entries": entries, "taken": taken, "replayed": commit.replayed}
+    return {
+        "revision": commit.revision,
+        "entries": entries,
+        "taken": taken,
+        "kept": commit.kept,
+        "replayed": commit.replayed,
+    }
 
 
 def _draft(draft: Draft, write: requests.BatchWrite) -> None:
@@ -203,7 +209,7 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
         case "put":
             draft.put(write.key, _content(write, write.key), ttl=given, meta=write.meta)
         case "create":
-            draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta)
+            draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta, or_keep=write.or_keep)
         case "add":
             rule, number = _counting(write)
             getattr(draft, rule)(write.key, number, ttl=ttl, ttl_if_new=write.ttl_if_new)

@@ -274,6 +274,7 @@ class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     maximum: Int64 | UnsetType = UNSET
     unset: list[str] = []
     if_exists: bool = False
+    or_keep: bool = False
     ttl: TTL | UnsetType = UNSET
     ttl_if_new: TTL = None
     meta: dict[str, Any] | None = None
