@@ -138,6 +138,16 @@ class Store:
         found = await read_entries(self, take_keys(keys))
         return {key: entry.value for key, entry in found.items() if entry is not None}
 
+    async def remaining(self, key: str) -> float | None:
+        """How many seconds are left until a key expires: None when it never does, 0.0 when there is no such key.
+
+        It is counted by the time that decides about expiry, which may be a server's, and not by this host's clock.
+        """
+        entry = await self.entry(key)
+        if entry is None:
+            return 0.0
+        return None if entry.expires_ms is None else max(0, entry.expires_ms - (await self.status()).now_ms) / 1000
+
     async def keys(
         self, prefix: str = "", *, limit: int = 1000, after: str | None = None, reverse: bool = False
     ) -> Page:

@@ -258,6 +258,7 @@ class Store(Proxy):
 
     get = mirror(_store.Store.get)
     entry = mirror(_store.Store.entry)
+    remaining = mirror(_store.Store.remaining)
     children = mirror(_store.Store.children)
     namespaces = mirror(_store.Store.namespaces)
     entries = mirror(_store.Store.entries)

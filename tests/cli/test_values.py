@@ -476,3 +476,13 @@ def test_without_a_url_the_store_is_in_this_folder(tmp_path: Path) -> None:
     assert (tmp_path / "limpet.db").is_file()
     assert Limpet()("get", "k").stdout == "1\n"
     assert Limpet()("get", "k", "--url", "").stdout == "1\n"
+
+
+def test_the_time_that_is_left_is_shown(run: Limpet) -> None:
+    run("put", "short", "1", "--ttl", "90s")
+    run("put", "lasting", "1")
+
+    assert re.fullmatch(r"1m(29|30)s\n", run("ttl", "short").stdout)
+    assert 0 < json.loads(run("ttl", "short", "--json").stdout)["remaining"] <= 90
+    assert run("ttl", "lasting").stdout == "never\n"
+    assert run("ttl", "none").exit_code == 3

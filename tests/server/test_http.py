@@ -519,6 +519,17 @@ async def test_a_batch_tells_what_it_has_kept(http: httpx2.AsyncClient) -> None:
     assert [(await http.get(f"entries/{key}")).json() for key in ("a", "b")] == ["changed", 1]
 
 
+async def test_a_key_tells_how_long_it_has_left(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/short", json=1, headers={"Limpet-TTL": "60"})
+    await http.put("entries/lasting", json=1)
+
+    left = (await http.get("remaining/short")).json()["remaining"]
+
+    assert 0 < left <= 60
+    assert (await http.get("remaining/lasting")).json() == {"remaining": None}
+    problem(await http.get("remaining/none"), 404, "not_found")
+
+
 async def test_the_status_describes_the_namespace(http: httpx2.AsyncClient) -> None:
     await http.put("entries/k", json=1)
 
@@ -1028,6 +1039,7 @@ def test_every_operation_has_a_route() -> None:
             "keys",
             "scan",
             "read",
+            "remaining",
             "history",
             "children",
         ),

@@ -93,6 +93,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("list", {}),
     ("entry", {"key": "pin"}),
     ("entry", {"key": "pin", "with_value": False}),
+    ("remaining", {"key": "pin"}),
     ("entries", {"keys": ["pin", "none", "r"]}),
     ("children", {}),
     ("delete_prefix", {"prefix": "p"}),

@@ -126,6 +126,21 @@ def get(setup: Setup, key: str, raw: bool) -> None:
         output.show_value(entry.value, raw=raw)
 
 
+@main.command(epilog=examples("limpet ttl session/ada", "limpet ttl session/ada --json | jq .remaining"))
+@click.argument("key", shell_complete=complete_key)
+@pass_setup
+def ttl(setup: Setup, key: str) -> None:
+    """Print how long KEY has left until it expires."""
+    with setup.open() as store:
+        remaining = store.remaining(key)
+    if remaining == 0:
+        raise limpet.errors.NotFound(key)
+    if setup.as_json:
+        output.show({"key": key, "remaining": remaining})
+    else:
+        output.show_line("never" if remaining is None else format_duration(remaining))
+
+
 @main.command(
     epilog=examples(
         "limpet put theme dark",

@@ -17,7 +17,7 @@ from limpet.cli.arguments import Setup
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = {
-    "Values": ("get", "put", "append", "del", "ls", "folders", "incr", "field", "call"),
+    "Values": ("get", "ttl", "put", "append", "del", "ls", "folders", "incr", "field", "call"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
     "Serving": ("serve", "token"),

@@ -101,6 +101,7 @@ _ANSWERS: Final[dict[str, Schema]] = {
         meta=_OBJECT,
         value={},
     ),
+    "RemainingAnswer": _members("The seconds left; null when it never expires.", remaining=_or_null(_NUMBER)),
     "FieldsDocument": {"type": "object", "description": "Fields of a record, by their names."},
     "SwapAnswer": _members("Whether this caller won.", swapped=_BOOLEAN),
     "CounterAnswer": _members("What the counter holds now.", value=_INTEGER),

@@ -94,6 +94,11 @@ async def _fetch(store: Store, request: requests.Entry) -> Answer:
     return {"exists": False} if entry is None else {"exists": True, "entry": entry}
 
 
+async def _remaining(store: Store, request: requests.Remaining) -> Answer:
+    remaining = await store.remaining(request.key)
+    return {"exists": remaining != 0, "remaining": remaining}
+
+
 async def _entries(store: Store, request: requests.Entries) -> Answer:
     found = await read_entries(store, take_keys(request.keys))
     size_bytes = sum(entry.size_bytes for entry in found.values() if entry is not None) if request.with_value else 0
@@ -553,6 +558,7 @@ OPERATIONS: Final = _table(
         reveals=True,
         conceals=lambda request: not request.with_value,
     ),
+    Operation("remaining", requests.Remaining, "read", _remaining, _reach_key),
     Operation(
         "entries",
         requests.Entries,

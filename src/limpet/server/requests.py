@@ -166,6 +166,12 @@ class Entry(Strict, frozen=True, kw_only=True):
     with_value: bool = True
 
 
+class Remaining(Strict, frozen=True, kw_only=True):
+    """Read how long a key has left."""
+
+    key: str
+
+
 class Entries(Strict, frozen=True, kw_only=True):
     """Read several keys at one moment."""
 
