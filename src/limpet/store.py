@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -67,11 +67,14 @@ from limpet.retry import jitter_s
 from limpet.session import Session
 from limpet.transition import read_receipt
 from limpet.turns import Turn, is_inside
+from limpet.typed import Typed
 
 if TYPE_CHECKING:
     from limpet.encryption.keyring import Keyring
 
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
+
+T = TypeVar("T")
 
 FIRST_READ: Final = 8
 UPDATE_ATTEMPTS: Final = 256
@@ -601,6 +604,10 @@ class Store:
     ) -> Entry | None:
         """Let a key never expire. None when there is no such key."""
         return await self.touch(key, None, expect=expect, fence=fence, request_id=request_id)
+
+    def typed(self, model: type[T], prefix: str = "") -> Typed[T]:
+        """The keys under a prefix as values of a model: a dataclass, a msgspec struct or a pydantic model."""
+        return Typed(self, model, prefix)
 
     def batch(self, *, request_id: str | None = None) -> Draft:
         """Guards and writes that happen together or not at all."""
