@@ -486,3 +486,36 @@ def test_the_time_that_is_left_is_shown(run: Limpet) -> None:
     assert 0 < json.loads(run("ttl", "short", "--json").stdout)["remaining"] <= 90
     assert run("ttl", "lasting").stdout == "never\n"
     assert run("ttl", "none").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("tests", "found"),
+    [
+        (["address.city=Oslo"], ["a"]),
+        (["address.city = Oslo | vip = true"], ["a", "b"]),
+        (['note="x | y"|tries>8'], ["c", "d"]),
+        (["address.city=Oslo|vip=true", "tries<2"], ["a"]),
+        (["a\\.b=1"], ["d"]),
+        (["note='half \" | tries>8"], ["d"]),
+    ],
+)
+def test_where_looks_below_and_joins(run: Limpet, tests: list[str], found: list[str]) -> None:
+    documents = {
+        "a": {"address": {"city": "Oslo"}, "tries": 1},
+        "b": {"vip": True, "tries": 5, "address": "Oslo"},
+        "c": {"note": "x | y", "tries": 2},
+        "d": {"tries": 9, "a.b": 1},
+    }
+    for key, document in documents.items():
+        run("put", key, json.dumps(document))
+
+    shown = run("ls", *(part for test in tests for part in ("--where", test)))
+
+    assert shown.stdout.split() == found
+
+
+@pytest.mark.parametrize("test", ["a..b=1", ".a=1", "a.=1", "a=1|", "a", "|"])
+def test_where_that_is_no_test_is_refused(run: Limpet, test: str) -> None:
+    run("put", "k", "1")
+
+    assert run("ls", "--where", test).exit_code == 2

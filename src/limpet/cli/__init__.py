@@ -264,6 +264,7 @@ def delete(
         "limpet ls --long",
         "limpet ls event/ --reverse --limit 20    # the last twenty",
         "limpet ls job/ --where state=open --where 'tries>=3'",
+        "limpet ls user/ --where 'address.city = Oslo | vip = true'",
         "limpet ls --json | jq -r .key       # keys exactly as they are",
     )
 )
@@ -271,7 +272,10 @@ def delete(
 @click.option("-l", "--long", is_flag=True, help="Print version, revision, size in bytes, time to live, and key.")
 @click.option("--values", is_flag=True, help="Print the value beside the key; with --json, in the document.")
 @click.option(
-    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
+    "--where",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Only where a field matches: = != < <= > >=, and | between tests of which one must. May be repeated.",
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most this many.")
 @click.option("--after", metavar="KEY", help="Only the keys after this one, in the order of the list.")
@@ -287,10 +291,11 @@ def ls(
     after: str | None,
     reverse: bool,
 ) -> None:
-    """List keys in order: all, or those that start with PREFIX.
+    r"""List keys in order: all, or those that start with PREFIX.
 
-    --where compares fields of records and members of JSON objects. Characters that would break a line are escaped, as
-    in JSON.
+    --where compares fields of records and members of JSON objects; a dot leads to a member below, and \. is a dot in a
+    name. A value that has | in it is written as a JSON string. In the list, characters that would break a line are
+    escaped, as in JSON.
     """
     if long and values:
         raise click.UsageError("give one of --long and --values")
