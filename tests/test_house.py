@@ -43,7 +43,7 @@ LAYERS: list[set[str]] = [
     {"commit", "protocol", "isolation", "schema", "engines", "encryption"},
     {
         *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
-        *("append", "edit", "many", "folders", "observed"),
+        *("append", "edit", "many", "folders", "observed", "typed"),
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin", "adapters", "observers", "moving"},
@@ -274,6 +274,7 @@ SECTIONS = {
     limpet.Store: "The verbs of a store",
     limpet.Record: "The verbs of a record",
     limpet.Draft: "The verbs of a batch",
+    limpet.Typed: "The verbs of a view",
     limpet.Lock: "The verbs of a lock",
     limpet.Election: "The verbs of an election",
     limpet.Watch: "The verbs of a watch",

@@ -22,6 +22,7 @@ from limpet.model import (
     Change,
     Commit,
     Condition,
+    Create,
     Delete,
     Entry,
     Equals,
@@ -418,6 +419,20 @@ def test_a_receipt_keeps_what_the_request_does_not_say() -> None:
     assert kept.commit.ended == made.commit.ended
 
 
+def test_a_receipt_keeps_what_was_kept_and_not_what_was_created() -> None:
+    kept = entry(b'"kept"', key="kept")
+    wanted = with_receipt(Create("kept", b'"mine"'), Create("new", b'"secret"'))
+    made = planned(wanted, finding(kept))
+
+    assert made.receipt is not None
+    assert made.commit.kept == ("kept",)
+    assert [change.key for change in made.changes] == ["new"]
+    assert b"secret" not in bytes(made.receipt.stored or b"")  # type: ignore[arg-type]
+    again = planned(wanted, finding(made.receipt, family="receipt"))
+    assert again == Plan(msgspec.structs.replace(made.commit, replayed=True), ())
+    assert again.commit.entries[0] == kept
+
+
 def test_a_request_seen_before_answers_with_its_first_result() -> None:
     made = planned(WANTED, BEFORE)
     assert made.receipt is not None
@@ -561,6 +576,7 @@ writes = st.one_of(
         updated_ms=st.integers(0, NOW),
         expires_ms=st.sampled_from([None, 1, NOW + 5]),
     ),
+    st.builds(Create, keys, stored_values, ttls, st.sampled_from([None, b'{"m":1}'])),
     st.builds(Touch, keys, ttls, families),
     st.builds(Delete, keys, st.booleans(), families),
     st.builds(Expire, keys, st.integers(30, 40), families),
@@ -665,7 +681,11 @@ def test_the_commit_tells_each_write_what_became_of_it(wanted: Batch, state: Map
         made = {(change.family, change.key): change for change in outcome.changes}
         for write, after, ended in zip(wanted.writes, outcome.commit.entries, outcome.commit.ended, strict=True):
             change = made.get((write.family, write.key))
-            assert after == (None if change is None else change.after)
+            if isinstance(write, Create) and write.key in outcome.commit.kept:
+                assert change is None
+                assert after == live(state.get((write.family, write.key)), NOW)
+            else:
+                assert after == (None if change is None else change.after)
             assert ended == (None if change is None or change.after is not None else change.entry)
 
 
@@ -697,7 +717,7 @@ def test_the_expired_is_absent_but_for_its_expiry(wanted: Batch, state: Map) -> 
     assert list(map(_numbered_alike, with_expired.commit.entries)) == list(map(_numbered_alike, without.commit.entries))
     assert with_expired.commit.ended == without.commit.ended
     expired = [(change.family, change.key) for change in with_expired.changes if change.op == "expire"]
-    recreated = [(write.family, write.key) for write in request.writes if isinstance(write, Put | Add | Patch)]
+    recreated = [(write.family, write.key) for write in request.writes if isinstance(write, Put | Create | Add | Patch)]
     assert expired == [place for place in recreated if place in state and place not in alive]
 
 

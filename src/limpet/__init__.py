@@ -39,6 +39,7 @@ from limpet.observed import Observer, Operation
 from limpet.record import Record
 from limpet.request_ids import new_request_id
 from limpet.store import Page, Store, open
+from limpet.typed import Typed, TypedEntry
 
 if TYPE_CHECKING:
     from limpet.encryption.keyring import Keyring
@@ -81,6 +82,8 @@ __all__ = [
     "Synced",
     "SystemClock",
     "Traits",
+    "Typed",
+    "TypedEntry",
     "Version",
     "Watch",
     "Window",

@@ -34,6 +34,7 @@ from limpet.model import (
     Add,
     Comparison,
     Condition,
+    Create,
     Delete,
     Equals,
     Expire,
@@ -190,13 +191,13 @@ def check_condition(key: str, condition: object) -> Condition:
 
 def check_write(write: object) -> int:
     """Check a write: an engine can encode it. Returns the size of its values."""
-    if not isinstance(write, Put | Add | Patch | Touch | Delete | Expire):
+    if not isinstance(write, Put | Create | Add | Patch | Touch | Delete | Expire):
         raise InvalidValue(f"a batch is made of writes, not of something of type {type(write).__name__}")
     key = _check_name(write.key)
     _check_family(write.family)
     size_bytes = 0
     match write:
-        case Put():
+        case Put() | Create():
             size_bytes = _check_stored(key, write.stored)
         case Patch():
             _check_kind(write.fields, Mapping, f"the fields of {key!r}")
@@ -219,7 +220,7 @@ def check_write(write: object) -> int:
             _check_ttl(write.ttl_ms)
     if isinstance(write, Import):
         _check_import(write)
-    if isinstance(write, Put | Patch | Add):
+    if isinstance(write, Put | Create | Patch | Add):
         _check_meta(key, write.meta_json)
         if write.ttl_ms is not KEEP:
             _check_ttl(write.ttl_ms)

@@ -49,6 +49,7 @@ from limpet.model import (
     Batch,
     Commit,
     Condition,
+    Create,
     Delete,
     Entry,
     Equals,
@@ -246,9 +247,19 @@ class Draft:
         """Replace the whole value."""
         return self._append(*make_put(key, value, ttl, meta, self._session.value_bytes_max))
 
-    def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None) -> Self:
-        """Put a value under a key that must not exist."""
-        return self.expect(key, ABSENT).put(key, value, ttl=ttl, meta=meta)
+    def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None, or_keep: bool = False) -> Self:
+        """Put a value under a key that must not exist.
+
+        With ``or_keep`` it may: then the entry stays as it is, and the rest of the batch goes on. The commit has the
+        entry in its place, and the key among ``kept``.
+        """
+        check_flag(or_keep, "or_keep")
+        if not or_keep:
+            return self.expect(key, ABSENT).put(key, value, ttl=ttl, meta=meta)
+        stored, size_bytes = _encode_value(key, value, self._session.value_bytes_max)
+        ttl_ms = None if ttl is None else ttl_to_ms(ttl)
+        meta_json = None if meta is None else _encode_meta_object(key, meta)
+        return self._append(Create(check_key(key), stored, ttl_ms, meta_json), size_bytes)
 
     def add(
         self,
@@ -474,12 +485,18 @@ def make_put(
     value_bytes_max: int,
 ) -> tuple[Put, int]:
     """Make a put, within the limits. Returns it with the size of its value."""
-    stored = codec.encode(value)
-    size_bytes = codec.size_bytes(stored)
-    check_value_size(key, size_bytes, value_bytes_max)
+    stored, size_bytes = _encode_value(key, value, value_bytes_max)
     ttl_ms = None if ttl is None else _convert_ttl(ttl)
     meta_json = None if meta is None else _encode_meta(key, meta)
     return Put(check_key(key), stored, ttl_ms, meta_json), size_bytes
+
+
+def _encode_value(key: str, value: object, value_bytes_max: int) -> tuple[codec.Stored, int]:
+    """Encode a value, within the limit. Returns it with its size."""
+    stored = codec.encode(value)
+    size_bytes = codec.size_bytes(stored)
+    check_value_size(key, size_bytes, value_bytes_max)
+    return stored, size_bytes
 
 
 def as_fields(fields: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -516,8 +533,10 @@ def _convert_ttl(ttl: TTL | Literal[Sentinel.KEEP]) -> int | Literal[Sentinel.KE
 
 
 def _encode_meta(key: str, meta: Meta | Literal[Sentinel.KEEP]) -> bytes | Literal[Sentinel.KEEP] | None:
-    if meta is None or meta is KEEP:
-        return meta
+    return meta if meta is None or meta is KEEP else _encode_meta_object(key, meta)
+
+
+def _encode_meta_object(key: str, meta: Mapping[str, Any]) -> bytes | None:
     if not isinstance(meta, Mapping):
         raise InvalidValue(f"meta is a JSON object, not of type {type(meta).__name__}")
     encoded = codec.encode_field(dict(meta), "meta")

@@ -134,9 +134,9 @@ class InvalidValue(RequestError):
 
     code = "invalid_value"
 
-    def __init__(self, problem: str, *, path: str | None = None) -> None:
+    def __init__(self, problem: str, *, path: str | None = None, key: str | None = None) -> None:
         super().__init__(problem if path is None else f"{problem} at {path}")
-        self.path = path
+        self.path, self.key = path, key
 
 
 class InvalidTTL(RequestError):
@@ -166,9 +166,9 @@ class TypeMismatch(RequestError):
 
     code = "type_mismatch"
 
-    def __init__(self, key: str, *, expected: str, found: str) -> None:
+    def __init__(self, key: str, *, expected: str, found: str, path: str | None = None) -> None:
         super().__init__(f"{_quote(key)} holds {found}, and this needs {expected}")
-        self.key, self.expected, self.found = key, expected, found
+        self.key, self.expected, self.found, self.path = key, expected, found, path
 
 
 class PermissionDenied(RequestError):

@@ -37,6 +37,7 @@ __all__ = [
     "Change",
     "Commit",
     "Condition",
+    "Create",
     "Delete",
     "Entry",
     "Equals",
@@ -343,6 +344,20 @@ class Import(Put, frozen=True, gc=False, array_like=True, tag="import", kw_only=
     expires_ms: int | None = None
 
 
+class Create(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="create"):
+    """Put a value under a key of the data, or keep the entry that is there: then nothing is written."""
+
+    key: str
+    stored: Stored
+    ttl_ms: int | None = None
+    meta_json: bytes | None = None
+
+    @property
+    def family(self) -> Family:
+        """The data: a commit names by their keys what it has kept."""
+        return "data"
+
+
 Rule = Literal["add", "minimum", "maximum"]
 """What a write makes of an integer and the one found: their sum, the smaller or the larger."""
 
@@ -398,7 +413,7 @@ class Expire(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="expire
     family: Family = "data"
 
 
-Write = Put | Import | Add | Patch | Touch | Delete | Expire
+Write = Put | Import | Create | Add | Patch | Touch | Delete | Expire
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -500,6 +515,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="commit
         ended: For each write, in order, the entry that a delete ended; None otherwise.
         at_ms: The engine's time of the commit.
         replayed: Whether this is the result of an earlier request that was repeated.
+        kept: The keys whose ``create`` with ``or_keep`` found an entry, and kept it.
     """
 
     revision: int
@@ -507,6 +523,7 @@ class Commit(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="commit
     ended: tuple[Entry | None, ...]
     at_ms: int
     replayed: bool = False
+    kept: tuple[str, ...] = ()
 
 
 Reason = Literal["guard", "stale_request", "type", "size", "overflow", "missing"]

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 import msgspec
 
@@ -79,11 +79,14 @@ from limpet.retry import jitter_s
 from limpet.session import Session
 from limpet.transition import read_receipt
 from limpet.turns import Turn, is_inside
+from limpet.typed import Typed
 
 if TYPE_CHECKING:
     from limpet.encryption.keyring import Keyring
 
 __all__ = ["Opening", "Page", "Store", "open", "take_turn"]
+
+T = TypeVar("T")
 
 FIRST_READ: Final = 8
 UPDATE_ATTEMPTS: Final = 256
@@ -149,6 +152,16 @@ class Store:
         """The values of up to 1,000 keys, read at one moment. A key that is absent is not in the result."""
         found = await read_entries(self, take_keys(keys))
         return {key: entry.value for key, entry in found.items() if entry is not None}
+
+    async def remaining(self, key: str) -> float | None:
+        """How many seconds are left until a key expires: None when it never does, 0.0 when there is no such key.
+
+        It is counted by the time that decides about expiry, which may be a server's, and not by this host's clock.
+        """
+        entry = await self.entry(key)
+        if entry is None:
+            return 0.0
+        return None if entry.expires_ms is None else max(0, entry.expires_ms - (await self.status()).now_ms) / 1000
 
     async def keys(
         self, prefix: str = "", *, limit: int = 1000, after: str | None = None, reverse: bool = False
@@ -604,6 +617,10 @@ class Store:
     ) -> Entry | None:
         """Let a key never expire. None when there is no such key."""
         return await self.touch(key, None, expect=expect, fence=fence, request_id=request_id)
+
+    def typed(self, model: type[T], prefix: str = "") -> Typed[T]:
+        """The keys under a prefix as values of a model: a dataclass, a msgspec struct or a pydantic model."""
+        return Typed(self, model, prefix)
 
     def batch(self, *, request_id: str | None = None) -> Draft:
         """Guards and writes that happen together or not at all."""

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Generic, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 from limpet import edit as _edit
 from limpet import election as _election
@@ -32,6 +32,7 @@ from limpet import lock as _lock
 from limpet import opening as _opening
 from limpet import record as _record
 from limpet import store as _store
+from limpet import typed as _typed
 from limpet.clock import Clock, call_on, has_loop
 from limpet.draft import TTL, Fence, Fencing, Meta
 from limpet.draft import Draft as _Draft
@@ -45,10 +46,11 @@ from limpet.session import Session
 if TYPE_CHECKING:
     from limpet.encryption.keyring import Keyring
 
-__all__ = ["Draft", "Edit", "Election", "Lock", "Mapping", "Record", "Store", "Watch", "open"]
+__all__ = ["Draft", "Edit", "Election", "Lock", "Mapping", "Record", "Store", "Typed", "Watch", "open"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _MISSING: Final = object()
 
@@ -262,6 +264,7 @@ class Store(Proxy):
 
     get = mirror(_store.Store.get)
     entry = mirror(_store.Store.entry)
+    remaining = mirror(_store.Store.remaining)
     children = mirror(_store.Store.children)
     namespaces = mirror(_store.Store.namespaces)
     entries = mirror(_store.Store.entries)
@@ -386,6 +389,10 @@ class Store(Proxy):
         draft._store, draft._runner = self._twin, self._runner
         return draft
 
+    def typed(self, model: type[T], prefix: str = "") -> Typed[T]:
+        """The keys under a prefix as values of a model: a dataclass, a msgspec struct or a pydantic model."""
+        return Typed(self._twin.typed(model, prefix), self._runner)
+
     def record(self, key: str) -> Record:
         """A key whose fields are written one by one."""
         return Record(self._twin.record(key), self._runner)
@@ -483,6 +490,52 @@ class Record(Proxy):
     def key(self) -> str:
         """The record's key."""
         return self._twin.key
+
+
+class Typed(Proxy, Generic[T]):
+    """A view of the keys under a prefix as values of one model."""
+
+    _twin: _typed.Typed[T]
+
+    get = mirror(_typed.Typed[T].get)
+    entry = mirror(_typed.Typed[T].entry)
+    put = mirror(_typed.Typed[T].put)
+    create = mirror(_typed.Typed[T].create)
+    delete = mirror(_typed.Typed[T].delete)
+
+    @property
+    def prefix(self) -> str:
+        """What its keys begin with."""
+        return self._twin.prefix
+
+    def update(
+        self,
+        key: str,
+        change: Callable[[T | None], _typed.Changed[T]],
+        *,
+        ttl: TTL | Literal[Sentinel.KEEP] = KEEP,
+        fence: Fencing | Fence | None = None,
+        meta: Meta | Literal[Sentinel.KEEP] = KEEP,
+    ) -> _typed.TypedEntry[T] | None:
+        """Change a value by a plain function of the value found; see `limpet.Store.update`."""
+        if _is_async(change):
+            raise TypeError("a blocking store updates by a plain function, and this one is async: use limpet.open()")
+        return self._runner.run_with(
+            require_plain(change), lambda changed: self._twin.update(key, changed, ttl=ttl, fence=fence, meta=meta)
+        )
+
+    def scan(
+        self,
+        prefix: str = "",
+        *,
+        where: Filter | None = None,
+        limit: int | None = None,
+        after: str | None = None,
+        reverse: bool = False,
+    ) -> Iterator[_typed.TypedEntry[T]]:
+        """Entries in code-point order; with ``where``, those that match. See `limpet.Store.scan`."""
+        twin = self._twin.scan(prefix, where=where, limit=limit, after=after, reverse=reverse)
+        return _iterate(self._runner.run, twin)
 
 
 class Watch(Proxy):

@@ -30,6 +30,7 @@ from limpet.model import (
     Change,
     Commit,
     Condition,
+    Create,
     Delete,
     Entry,
     Equals,
@@ -46,6 +47,7 @@ from limpet.model import (
     Rule,
     Touch,
     Version,
+    Write,
     join_origin,
     join_writer,
     live,
@@ -119,13 +121,17 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
     drafts: list[tuple[Op, Entry, int, str | None, Family]] = []
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
+    kept: list[str] = []
     for write in batch.writes:
         family = write.family
         stored = current = find(family, write.key)
         if stored is not None and stored.expires_ms is not None:
             current = live(stored, now_ms)
         after = before = None
-        if isinstance(write, _VALUE_WRITES):
+        if isinstance(write, Create) and current is not None:
+            after = current
+            kept.append(write.key)
+        elif isinstance(write, _MAKING_WRITES):
             if stored is not None and current is None:
                 revision += 1
                 # No request caused it, so it has no cause.
@@ -155,7 +161,7 @@ def plan(batch: Batch, find: Find, *, now_ms: int, revision: int, cause: str | N
 
     changes = tuple([Change(op, entry, own, revision, now_ms, by, family) for op, entry, own, by, family in drafts])
     # A batch that changes nothing uses no revision; its commit has the latest one.
-    commit = Commit(revision, tuple(entries), tuple(ended), now_ms)
+    commit = Commit(revision, tuple(entries), tuple(ended), now_ms, kept=tuple(kept))
     receipt = None if batch.receipt_ms is None else make_receipt(batch, commit, batch.receipt_ms)
     return Plan(commit, changes, receipt)
 
@@ -182,6 +188,8 @@ def plan_write(
 
 
 _VALUE_WRITES: Final = (Put, Add, Patch)
+_MAKING_WRITES: Final = (Put, Create, Add, Patch)
+_PUTTING_WRITES: Final = (Put, Create)
 
 
 def find_plain_write(batch: Batch) -> Put | Add | Patch | None:
@@ -195,7 +203,7 @@ def find_plain_write(batch: Batch) -> Put | Add | Patch | None:
 def find_values_read(batch: Batch) -> Iterator[tuple[Family, str]]:
     """The entries whose values `plan` looks at, or returns. Of others it looks at the rest of the entry alone."""
     for write in batch.writes:
-        if isinstance(write, Add | Patch) or (isinstance(write, Delete) and write.take):
+        if isinstance(write, Create | Add | Patch) or (isinstance(write, Delete) and write.take):
             yield write.family, write.key
     for guard in batch.guards:
         if isinstance(guard.condition, Equals | FieldEquals):
@@ -211,12 +219,23 @@ def recall(batch: Batch, changes: Iterable[Change], find: Find) -> Commit | None
         return None
     entries: list[Entry | None] = []
     ended: list[Entry | None] = []
+    kept: list[str] = []
+    last = max(mine.values(), key=lambda change: change.revision)
     for write in batch.writes:
         change = mine.get((write.family, write.key))
-        entries.append(None if change is None else _load_value(change, find))
+        if change is None and isinstance(write, Create):
+            entries.append(_load_kept(write, find, last.commit))
+            kept.append(write.key)
+        else:
+            entries.append(None if change is None else _load_value(change, find))
         ended.append(None if change is None or change.after is not None else change.entry)
-    last = max(mine.values(), key=lambda change: change.revision)
-    return Commit(last.commit, tuple(entries), tuple(ended), last.at_ms, replayed=True)
+    return Commit(last.commit, tuple(entries), tuple(ended), last.at_ms, replayed=True, kept=tuple(kept))
+
+
+def _load_kept(write: Create, find: Find, revision: int) -> Entry | None:
+    """Get the entry that a commit has kept. None if it has changed since: the log of the commit does not have it."""
+    current = find(write.family, write.key)
+    return current if current is not None and current.revision < revision else None
 
 
 def _load_value(change: Change, find: Find) -> Entry | None:
@@ -254,7 +273,7 @@ def _holds(condition: Condition, found: Entry | None) -> bool:
 
 
 def _make_entry(
-    write: Put | Add | Patch,
+    write: Put | Create | Add | Patch,
     current: Entry | None,
     bytes_max: int,
     now_ms: int,
@@ -263,7 +282,7 @@ def _make_entry(
 ) -> Entry | Refusal:
     """Make the entry after a write that sets a value."""
     try:
-        if isinstance(write, Put):
+        if isinstance(write, _PUTTING_WRITES):
             stored: Stored = write.stored
         else:
             stored = _add(write, current) if isinstance(write, Add) else _patch(write, current, bytes_max)
@@ -363,7 +382,7 @@ def make_receipt(batch: Batch, commit: Commit, receipt_ms: int) -> Entry:
 def omit_puts(commit: Commit, batch: Batch) -> Commit:
     """A commit without the values that its batch has put."""
     entries = tuple(
-        entry.without_value() if entry is not None and isinstance(write, Put) else entry
+        entry.without_value() if entry is not None and _value_put(write, commit) is not None else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     return msgspec.structs.replace(commit, entries=entries)
@@ -372,10 +391,19 @@ def omit_puts(commit: Commit, batch: Batch) -> Commit:
 def restore_puts(commit: Commit, batch: Batch) -> Commit:
     """A commit with the values that its batch has put."""
     entries = tuple(
-        msgspec.structs.replace(entry, stored=write.stored) if entry is not None and isinstance(write, Put) else entry
+        msgspec.structs.replace(entry, stored=stored)
+        if entry is not None and (stored := _value_put(write, commit)) is not None
+        else entry
         for entry, write in zip(commit.entries, batch.writes, strict=True)
     )
     return msgspec.structs.replace(commit, entries=entries)
+
+
+def _value_put(write: Write, commit: Commit) -> Stored | None:
+    """The value that a write has put; None for one that puts none, or has kept an entry."""
+    if isinstance(write, Create) and write.key in commit.kept:
+        return None
+    return write.stored if isinstance(write, _PUTTING_WRITES) else None
 
 
 def encode_receipt(request_id: str, digest: bytes, commit: Commit, receipt_ms: int) -> Entry:

@@ -39,7 +39,7 @@ COMMANDS = dict(all_commands())
 def test_these_are_the_commands() -> None:
     assert set(COMMANDS) == {
         *("get", "put", "append", "del", "ls", "folders", "namespaces", "incr", "field get", "field set", "field swap"),
-        *("call", "watch", "history", "lock", "serve", "stat", "doctor", "index", "grant"),
+        *("call", "watch", "history", "lock", "serve", "stat", "doctor", "index", "grant", "ttl"),
         *("token create", "token list", "token revoke", "token rotate"),
         *("audit verify", "audit show", "audit seal", "audit prune"),
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),

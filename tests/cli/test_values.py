@@ -476,3 +476,46 @@ def test_without_a_url_the_store_is_in_this_folder(tmp_path: Path) -> None:
     assert (tmp_path / "limpet.db").is_file()
     assert Limpet()("get", "k").stdout == "1\n"
     assert Limpet()("get", "k", "--url", "").stdout == "1\n"
+
+
+def test_the_time_that_is_left_is_shown(run: Limpet) -> None:
+    run("put", "short", "1", "--ttl", "90s")
+    run("put", "lasting", "1")
+
+    assert re.fullmatch(r"1m(29|30)s\n", run("ttl", "short").stdout)
+    assert 0 < json.loads(run("ttl", "short", "--json").stdout)["remaining"] <= 90
+    assert run("ttl", "lasting").stdout == "never\n"
+    assert run("ttl", "none").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("tests", "found"),
+    [
+        (["address.city=Oslo"], ["a"]),
+        (["address.city = Oslo | vip = true"], ["a", "b"]),
+        (['note="x | y"|tries>8'], ["c", "d"]),
+        (["address.city=Oslo|vip=true", "tries<2"], ["a"]),
+        (["a\\.b=1"], ["d"]),
+        (["note='half \" | tries>8"], ["d"]),
+    ],
+)
+def test_where_looks_below_and_joins(run: Limpet, tests: list[str], found: list[str]) -> None:
+    documents = {
+        "a": {"address": {"city": "Oslo"}, "tries": 1},
+        "b": {"vip": True, "tries": 5, "address": "Oslo"},
+        "c": {"note": "x | y", "tries": 2},
+        "d": {"tries": 9, "a.b": 1},
+    }
+    for key, document in documents.items():
+        run("put", key, json.dumps(document))
+
+    shown = run("ls", *(part for test in tests for part in ("--where", test)))
+
+    assert shown.stdout.split() == found
+
+
+@pytest.mark.parametrize("test", ["a..b=1", ".a=1", "a.=1", "a=1|", "a", "|"])
+def test_where_that_is_no_test_is_refused(run: Limpet, test: str) -> None:
+    run("put", "k", "1")
+
+    assert run("ls", "--where", test).exit_code == 2

@@ -505,6 +505,31 @@ async def test_a_batch_happens_entirely_or_not_at_all(http: httpx2.AsyncClient) 
     assert (await http.get("keys")).json()["keys"] == ["a", "n"]
 
 
+async def test_a_batch_tells_what_it_has_kept(http: httpx2.AsyncClient) -> None:
+    there = (await http.put("entries/a", json="secret")).json()
+    writes = [{"op": "create", "key": key, "value": 1, "or_keep": True} for key in ("a", "b")]
+
+    done = (await http.post("batch", json={"writes": writes}, headers={"Idempotency-Key": "b1"})).json()
+    await http.put("entries/a", json="changed")
+    again = (await http.post("batch", json={"writes": writes}, headers={"Idempotency-Key": "b1"})).json()
+
+    assert done["kept"] == again["kept"] == ["a"]
+    assert done["entries"][0]["revision"] == there["revision"]
+    assert again["entries"] == done["entries"]
+    assert [(await http.get(f"entries/{key}")).json() for key in ("a", "b")] == ["changed", 1]
+
+
+async def test_a_key_tells_how_long_it_has_left(http: httpx2.AsyncClient) -> None:
+    await http.put("entries/short", json=1, headers={"Limpet-TTL": "60"})
+    await http.put("entries/lasting", json=1)
+
+    left = (await http.get("remaining/short")).json()["remaining"]
+
+    assert 0 < left <= 60
+    assert (await http.get("remaining/lasting")).json() == {"remaining": None}
+    problem(await http.get("remaining/none"), 404, "not_found")
+
+
 async def test_the_status_describes_the_namespace(http: httpx2.AsyncClient) -> None:
     await http.put("entries/k", json=1)
 
@@ -1014,6 +1039,7 @@ def test_every_operation_has_a_route() -> None:
             "keys",
             "scan",
             "read",
+            "remaining",
             "history",
             "children",
         ),

@@ -248,7 +248,7 @@ def foreign_requests() -> list[tuple[str, dict[str, Any]]]:
     fence = {"fence": {"name": THEIRS, "token": 1}}
     mine = {"key": "team/a/x"}
     put = {"op": "put", "key": "team/a/x", "value": 1}
-    by_key = ["get", "set", "delete", "entry", "put", "cas", "incr", "take", "touch", "fields", "history"]
+    by_key = ["get", "set", "delete", "entry", "remaining", "put", "cas", "incr", "take", "touch", "fields", "history"]
     needed: dict[str, dict[str, Any]] = {
         "set": {"value": 1},
         "put": {"value": 1},

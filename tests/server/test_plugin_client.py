@@ -53,7 +53,9 @@ async def test_a_ttl_is_passed_on(sqlite_nats: Plugins, kv: PluginKV) -> None:
     await kv.set("other", 1, ttl=10)
     assert await kv.touch("other", None)
     assert not await kv.touch("none", 5)
-    sqlite_nats.turn(61)
+    sqlite_nats.turn(15)
+    assert [await kv.remaining(key) for key in ("session", "other", "none")] == [45, None, 0]
+    sqlite_nats.turn(46)
 
     assert await kv.get("session") is None
     assert await kv.get("other") == 1

@@ -6,14 +6,55 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, assert_type
 
 import limpet
 import limpet.sync
-from limpet import ChildPage, Commit, Entry, Event, Fence, LockInfo, Page, Status, Traits
+from limpet import ChildPage, Commit, Entry, Event, Fence, LockInfo, Page, Status, Traits, TypedEntry
 from limpet.codec import Fields
 from limpet.model import Resealed, Seals
+
+
+@dataclass
+class Point:
+    """A model."""
+
+    x: int
+
+
+async def use_typed(points: limpet.Typed[Point]) -> None:
+    """The verbs of a view."""
+    assert_type(points.prefix, str)
+    assert_type(await points.create("a", Point(1)), TypedEntry[Point])
+    assert_type(await points.put("a", Point(2), expect=await points.entry("a")), TypedEntry[Point])
+    assert_type(await points.get("a"), Point | None)
+    found = await points.entry("a")
+    assert_type(found, TypedEntry[Point] | None)
+    assert found is not None
+    assert_type(found.value, Point)
+    assert_type(found.version, int)
+    assert_type(
+        await points.update("a", lambda point: limpet.ABSENT if point is None else Point(point.x + 1)),
+        TypedEntry[Point] | None,
+    )
+    scanned = points.scan()
+    assert_type(scanned, AsyncIterator[TypedEntry[Point]])
+    assert [entry.value.x async for entry in scanned] == [3]
+    assert_type(await points.delete("a"), bool)
+
+
+def use_sync_typed(points: limpet.sync.Typed[Point]) -> None:
+    """The verbs of a view without await."""
+    assert_type(points.create("a", Point(1)), TypedEntry[Point])
+    assert_type(points.put("a", Point(2)), TypedEntry[Point])
+    assert_type(points.get("a"), Point | None)
+    assert_type(points.entry("a"), TypedEntry[Point] | None)
+    assert_type(points.update("a", lambda point: point or limpet.ABSENT), TypedEntry[Point] | None)
+    assert_type(points.scan(), Iterator[TypedEntry[Point]])
+    assert_type(points.delete("a"), bool)
+    assert_type(points.prefix, str)
 
 
 async def use_store(store: limpet.Store) -> None:
@@ -58,6 +99,8 @@ async def use_store(store: limpet.Store) -> None:
     assert_type(await store.trim(), int)
     assert_type(store.batch(), limpet.Draft)
     assert_type(store.record("r"), limpet.Record)
+    assert_type(await store.remaining("a"), float | None)
+    assert_type(store.typed(Point, "point/"), limpet.Typed[Point])
     assert_type(store.lock("l", ttl=10), limpet.Lock)
     assert_type(store.election("e", ttl=10), limpet.Election)
     assert_type(store.watch("*"), limpet.Watch)
@@ -182,6 +225,8 @@ def use_sync_store(store: limpet.sync.Store) -> None:
     assert_type(store.status(), Status)
     assert_type(store.sweep(), int)
     assert_type(store.trim(), int)
+    assert_type(store.remaining("a"), float | None)
+    assert_type(store.typed(Point, "point/"), limpet.sync.Typed[Point])
     assert_type(store.batch(), limpet.sync.Draft)
     assert_type(store.record("r"), limpet.sync.Record)
     assert_type(store.lock("l", ttl=10), limpet.sync.Lock)

@@ -20,12 +20,14 @@ KINDS: dict[type, tuple[Callable[[Any], Any], ...]] = {
     limpet.Store: (api.use_store, api.use_encrypted_store),
     limpet.Record: (api.use_record,),
     limpet.Draft: (api.use_draft,),
+    limpet.Typed: (api.use_typed,),
     limpet.Lock: (api.use_lock,),
     limpet.Election: (api.use_election,),
     limpet.Watch: (api.use_watch,),
     limpet.sync.Store: (api.use_sync_store, api.use_sync_encrypted_store),
     limpet.sync.Record: (api.use_sync_record,),
     limpet.sync.Draft: (api.use_sync_draft,),
+    limpet.sync.Typed: (api.use_sync_typed,),
     limpet.sync.Lock: (api.use_sync_lock,),
     limpet.sync.Election: (api.use_sync_election,),
     limpet.sync.Watch: (api.use_sync_watch,),
@@ -46,6 +48,7 @@ async def test_the_verbs_do_what_their_types_say() -> None:
         await api.use_store(store)
         await api.use_record(store.record("r"))
         await api.use_draft(store)
+        await api.use_typed(store.typed(api.Point, "point/"))
         await api.use_lock(store.lock("l", ttl=10))
         await api.use_election(store.election("e", ttl=10))
         await api.use_watch(store)
@@ -58,6 +61,7 @@ def test_the_verbs_of_the_sync_api_do_what_their_types_say(tmp_path: Path) -> No
         api.use_sync_store(store)
         api.use_sync_record(store.record("r"))
         api.use_sync_draft(store)
+        api.use_sync_typed(store.typed(api.Point, "point/"))
         api.use_sync_lock(store.lock("l", ttl=10))
         api.use_sync_election(store.election("e", ttl=10))
         api.use_sync_watch(store)

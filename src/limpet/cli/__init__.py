@@ -141,6 +141,21 @@ def get(setup: Setup, key: str, raw: bool) -> None:
         output.show_value(entry.value, raw=raw)
 
 
+@main.command(epilog=examples("limpet ttl session/ada", "limpet ttl session/ada --json | jq .remaining"))
+@click.argument("key", shell_complete=complete_key)
+@pass_setup
+def ttl(setup: Setup, key: str) -> None:
+    """Print how long KEY has left until it expires."""
+    with setup.open() as store:
+        remaining = store.remaining(key)
+    if remaining == 0:
+        raise limpet.errors.NotFound(key)
+    if setup.as_json:
+        output.show({"key": key, "remaining": remaining})
+    else:
+        output.show_line("never" if remaining is None else format_duration(remaining))
+
+
 @main.command(
     epilog=examples(
         "limpet put theme dark",
@@ -222,6 +237,7 @@ def append(
         "limpet ls --long",
         "limpet ls event/ --reverse --limit 20    # the last twenty",
         "limpet ls job/ --where state=open --where 'tries>=3'",
+        "limpet ls user/ --where 'address.city = Oslo | vip = true'",
         "limpet ls --json | jq -r .key       # keys exactly as they are",
     )
 )
@@ -229,7 +245,10 @@ def append(
 @click.option("-l", "--long", is_flag=True, help="Print version, revision, size, time to live, writer, and key.")
 @click.option("--values", is_flag=True, help="Print the value beside the key; with --json, in the document.")
 @click.option(
-    "--where", multiple=True, metavar="FIELD=VALUE", help="Only where a field matches: = != < <= > >=. May be repeated."
+    "--where",
+    multiple=True,
+    metavar="FIELD=VALUE",
+    help="Only where a field matches: = != < <= > >=, and | between tests of which one must. May be repeated.",
 )
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="At most this many.")
 @click.option("--after", metavar="KEY", help="Only the keys after this one, in the order of the list.")
@@ -245,10 +264,11 @@ def ls(
     after: str | None,
     reverse: bool,
 ) -> None:
-    """List keys in order: all, or those that start with PREFIX.
+    r"""List keys in order: all, or those that start with PREFIX.
 
-    --where compares fields of records and members of JSON objects. Characters that would break a line are escaped, as
-    in JSON.
+    --where compares fields of records and members of JSON objects; a dot leads to a member below, and \. is a dot in a
+    name. A value that has | in it is written as a JSON string. In the list, characters that would break a line are
+    escaped, as in JSON.
     """
     if long and values:
         raise click.UsageError("give one of --long and --values")

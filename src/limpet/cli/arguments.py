@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 import os
 import re
 import sys
@@ -34,6 +36,10 @@ _NUMBER: Final = r"(\d+(?:\.\d+)?)"
 _DURATION: Final = re.compile("".join(f"(?:{_NUMBER}{unit})?" for unit in ("d", "h", "m", "s", "ms")))
 _UNITS_S: Final = (86_400.0, 3_600.0, 60.0, 1.0, 0.001)
 _TEST: Final = re.compile(r"(?P<name>[^=!<>]+)(?P<operator>!=|<=|>=|=|<|>)(?P<value>.*)", re.DOTALL)
+# Up to a bar that is neither escaped nor inside a JSON string.
+_ALTERNATIVE: Final = re.compile(r'(?:"(?:[^"\\]|\\.)*"|\\.|[^|])*', re.DOTALL)
+_NAME: Final = re.compile(r"(?:\\.|[^.])+", re.DOTALL)
+_ESCAPED: Final = re.compile(r"\\([.|\\])")
 
 
 class Setup:
@@ -181,23 +187,42 @@ def fields_of(assignments: tuple[str, ...]) -> dict[str, Any]:
 
 
 def filter_of(tests: tuple[str, ...]) -> Filter | None:
-    """``state=done`` and the like as one filter."""
-    found: Filter | None = None
-    for test in tests:
-        match = _TEST.fullmatch(test)
-        if match is None:
-            raise click.UsageError("--where takes FIELD=VALUE, or != < <= > >= in place of =")
-        field, value = limpet.field(match["name"]), literal_of(match["value"])
-        one = {
-            "=": field.__eq__,
-            "!=": field.__ne__,
-            "<": field.__lt__,
-            "<=": field.__le__,
-            ">": field.__gt__,
-            ">=": field.__ge__,
-        }[match["operator"]](value)
-        found = one if found is None else found & one
+    """``state=done | tries>3`` and the like as one filter."""
+    filters = [functools.reduce(operator.or_, map(_test_of, _split_alternatives(test))) for test in tests]
+    return functools.reduce(operator.and_, filters) if filters else None
+
+
+def _split_alternatives(text: str) -> list[str]:
+    found, at = list[str](), 0
+    while at <= len(text):
+        match = _ALTERNATIVE.match(text, at)
+        assert match is not None
+        found.append(match[0])
+        at = match.end() + 1
     return found
+
+
+def _test_of(text: str) -> Filter:
+    """One test: a field, or names that lead to a member below it, and a value."""
+    match = _TEST.fullmatch(text)
+    if match is None:
+        raise click.UsageError("--where takes FIELD=VALUE, or != < <= > >= in place of =, and | between several")
+    path = match["name"].strip()
+    names = _NAME.findall(path)
+    if ".".join(names) != path:
+        raise click.UsageError("a dot in --where stands between two names: write \\. for one in a name")
+    compare: Callable[[Any, Any], Filter] = _COMPARE[match["operator"]]
+    return compare(limpet.field(*(_ESCAPED.sub(r"\1", name) for name in names)), literal_of(match["value"].strip()))
+
+
+_COMPARE: Final[dict[str, Callable[[Any, Any], Any]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 
 def _read_bounded(stream: IO[bytes], name: str) -> bytes:

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = {
     "Values": (
-        *("get", "put", "append", "del", "take", "ls", "folders", "incr", "field"),
+        *("get", "ttl", "put", "append", "del", "take", "ls", "folders", "incr", "field"),
         *("touch", "persist", "txn", "call"),
     ),
     "Changes": ("watch", "history"),

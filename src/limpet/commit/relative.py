@@ -87,9 +87,8 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
         """A commit of the plan as it happened. ``stored`` has entries of it, by identity, that are resolved already."""
         entries = tuple([one and (stored.get(id(one)) or self.resolve(one)) for one in commit.entries])
         ended = tuple([one and self.resolve(one) for one in commit.ended])
-        return Commit(
-            self.find_revision(commit.revision), entries, ended, self.find_time(commit.at_ms), commit.replayed
-        )
+        revision, at_ms = self.find_revision(commit.revision), self.find_time(commit.at_ms)
+        return Commit(revision, entries, ended, at_ms, commit.replayed, commit.kept)
 
     def resolve_refusal(self, refusal: Refusal) -> Refusal:
         """A refusal of the plan, at the time when it was confirmed."""

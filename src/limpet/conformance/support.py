@@ -41,7 +41,7 @@ class Blocking:
 
     _PLAIN = frozenset({"name", "traits", "key", "token", "lost", "fence", "dropped"})
     _AT_ONCE = frozenset({"check"})
-    _MAKES = frozenset({"namespace", "batch", "record", "lock", "election", "edit"})
+    _MAKES = frozenset({"namespace", "batch", "record", "lock", "election", "edit", "typed"})
     _ITERATES = frozenset({"scan", "history", "observe"})
 
     def __init__(self, twin: Any) -> None:

@@ -265,6 +265,7 @@ async def test_a_refused_batch_leaves_no_trace(
     before, revision = await everything(store), (await store.status()).revision
     async with store.watch() as watch:
         draft = store.batch().put("new", 1).add("count").touch("ends", 60).take("ended").create("made", 1)
+        draft.create("kept", 1, or_keep=True)
         spoil(draft)
         with pytest.raises(error):
             await draft.delete("other").put("last", 1).commit()
@@ -911,6 +912,87 @@ async def test_a_batch_creates_only_what_is_not_there(store: limpet.Store) -> No
 
     assert refused.value.current == there
     assert await everything(store) == [there]
+
+
+async def test_a_batch_keeps_what_is_there(store: limpet.Store) -> None:
+    """`create` with `or_keep` in a batch keeps the entry that is there, and the rest of the batch goes on."""
+    there = await store.put("there", {"a": 1}, ttl=60, meta={"by": "me"})
+    raw = await store.put("raw", b"1")
+    record = await store.record("record").put({"a": b"1"})
+    async with store.watch() as watch:
+        draft = store.batch().create("there", 2, or_keep=True).create("raw", 2, ttl=1, or_keep=True)
+        draft.create("record", 2, or_keep=True).create("new", {"b": 2}, ttl=60, meta={"by": "you"}, or_keep=True)
+        commit = await draft.add("count").commit()
+        events = await events_until_now(store, watch)
+
+    assert [(event.op, event.key) for event in events] == [("put", "new"), ("put", "count")]
+    assert commit.entries[:3] == (there, raw, record)
+    assert commit.entries[3] == await store.entry("new")
+    assert (await store.entries(["there", "raw", "record"])) == [there, raw, record]
+    new = commit.entries[3]
+    assert new is not None
+    assert (new.value, new.version, new.meta, new.expires_at is None) == ({"b": 2}, 1, {"by": "you"}, False)
+
+
+async def test_a_commit_names_what_it_has_kept(store: limpet.Store) -> None:
+    """The commit has the entry that was kept, and its key is in `kept`."""
+    large = await store.put("large", "x" * 10_000)
+    before = (await store.status()).revision
+
+    some = await store.batch().create("large", 1, or_keep=True).create("new", 2, or_keep=True).commit()
+    everything_kept = await store.batch().create("large", 1, or_keep=True).create("new", 3, or_keep=True).commit()
+    nothing_kept = await store.batch().create("other", 1, or_keep=True).put("large", 2).commit()
+
+    assert (some.kept, everything_kept.kept, nothing_kept.kept) == (("large",), ("large", "new"), ())
+    assert everything_kept.entries == (large, some.entries[1])
+    assert before < some.revision == everything_kept.revision < nothing_kept.revision
+
+
+async def test_a_batch_does_not_keep_what_has_expired(store: limpet.Store, elapse: Elapse) -> None:
+    """An expired entry is absent for every guard and for create."""
+    await store.put("expired", 1, ttl=0.1)
+    await elapse(0.15)
+
+    commit = await store.batch().create("expired", 2, or_keep=True).commit()
+
+    assert commit.kept == ()
+    assert await store.get("expired") == 2
+    assert [(event.op, event.value) async for event in store.history("expired")] == [
+        ("put", 1),
+        ("expire", None),
+        ("put", 2),
+    ]
+
+
+async def test_a_refused_batch_keeps_nothing(store: limpet.Store) -> None:
+    """`create` with `or_keep` in a batch keeps the entry that is there, and the rest of the batch goes on."""
+    await store.put("there", 1)
+
+    with pytest.raises(Conflict):
+        await store.batch().expect("there", limpet.equals(2)).create("there", 3, or_keep=True).put("new", 1).commit()
+    guarded = await store.batch().expect("there", limpet.equals(1)).create("there", 3, or_keep=True).commit()
+    with pytest.raises(InvalidValue, match="or_keep"):
+        store.batch().create("there", 1, or_keep="yes")  # type: ignore[arg-type]
+
+    assert guarded.kept == ("there",)
+    assert await all_keys(store) == ["there"]
+
+
+async def test_of_many_that_create_or_keep_one_creates(store: limpet.Store, open_store: OpenStore) -> None:
+    """`create` with `or_keep` in a batch keeps the entry that is there, and the rest of the batch goes on."""
+    other = await open_store()
+
+    commits = await asyncio.gather(
+        *(
+            (store, other)[number % 2].batch().create("one", number, or_keep=True).add("count").commit()
+            for number in range(12)
+        )
+    )
+
+    made = [commit for commit in commits if not commit.kept]
+    assert len(made) == 1
+    assert {commit.entries[0] for commit in commits} == {await store.entry("one")}
+    assert await store.get("count") == 12
 
 
 async def test_of_many_batches_that_take_the_same_key_one_gets_it(store: limpet.Store) -> None:

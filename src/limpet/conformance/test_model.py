@@ -40,6 +40,7 @@ from limpet.model import (
     Change,
     Commit,
     Condition,
+    Create,
     Delete,
     Entry,
     Equals,
@@ -182,6 +183,7 @@ writes = st.one_of(
         **IMPORTED,
         expires_ms=st.just(FAR_MS) | st.none(),
     ),
+    st.builds(Create, keys, values, ttls, st.sampled_from([None, b'{"m":1}'])),
     st.builds(Touch, keys, ttls),
     st.builds(Delete, keys, st.booleans()),
     st.builds(Expire, keys, st.sampled_from([0, 0, 1])),
@@ -480,7 +482,8 @@ class Beside(RuleBasedStateMachine):
         if batch.retry_since is not None:
             earlier = recall(batch, [change for change in model.log if change.revision > batch.retry_since], model.find)
             if earlier is not None:
-                # A log need not repeat the value that a touch did not write, so the reply may lack it.
+                # A log need not repeat the value that a touch did not write, so the reply may lack it; nor does it
+                # have what was kept.
                 _same(_without_touched(batch, answer), _without_touched(batch, earlier))
                 return
         self.last, self.last_ms = None if batch.request_id is None else (batch, since), now_ms
@@ -576,7 +579,11 @@ def _without_touched(batch: Batch, answer: Commit | Refusal) -> Commit | Refusal
     if isinstance(answer, Refusal):
         return answer
     entries = tuple(
-        entry.without_value() if entry is not None and isinstance(write, Touch) else entry
+        None
+        if write.key in answer.kept
+        else entry.without_value()
+        if entry is not None and isinstance(write, Touch)
+        else entry
         for entry, write in zip(answer.entries, batch.writes, strict=True)
     )
     return msgspec.structs.replace(answer, entries=entries)

@@ -35,6 +35,10 @@ WRITES: dict[str, Act] = {
     "batch": lambda store, more: (
         store.batch(**more).add("n").put("new", 1).delete("text").touch("record", 60).delete("missing").commit()
     ),
+    "batch that keeps": lambda store, more: (
+        store.batch(**more).create("text", 1, or_keep=True).create("new", 1, or_keep=True).delete("n").commit()
+    ),
+    "batch that keeps all": lambda store, more: store.batch(**more).create("text", 1, or_keep=True).commit(),
 }
 
 # The writes above, and those that take no request id.
@@ -56,7 +60,8 @@ async def prepare(store: limpet.Store) -> None:
 def comparable(result: Any) -> Any:
     """The part of a result that does not depend on revisions and times, so that two stores can be compared."""
     if isinstance(result, limpet.Commit):
-        return [[comparable(entry) for entry in result.entries], [comparable(entry) for entry in result.ended]]
+        entries, ended = [[comparable(entry) for entry in each] for each in (result.entries, result.ended)]
+        return [entries, ended, result.kept]
     if isinstance(result, limpet.Entry):
         return (result.key, result.value, result.version, result.meta, result.expires_at is None)
     return result
@@ -300,6 +305,47 @@ async def test_a_repeated_batch_is_answered_as_a_whole(store: limpet.Store) -> N
     assert again.ended[2].value == "secret"
     assert (first.replayed, again.replayed) == (False, True)
     assert await state(store) == after
+
+
+async def test_a_repeated_batch_tells_what_it_has_kept(store: limpet.Store) -> None:
+    """A repeated batch returns its whole first result."""
+    kept = await store.put("kept", {"a": 1}, meta={"by": "me"})
+
+    async def send() -> limpet.Commit:
+        draft = store.batch(request_id="request-1")
+        return await draft.create("kept", 2, or_keep=True).create("new", {"b": 2}, or_keep=True).commit()
+
+    first = await send()
+    await store.batch().put("kept", 0).delete("new").commit()
+    again, outcome = await send(), await store.outcome("request-1")
+
+    assert again.entries == first.entries
+    assert again.entries[0] == kept
+    assert outcome is not None
+    assert again.kept == first.kept == outcome.kept == ("kept",)
+    assert outcome.entries[0] == kept
+
+
+async def test_a_lost_answer_does_not_make_up_what_was_kept(
+    store: limpet.Store, open_store: OpenStore, elapse: Elapse
+) -> None:
+    """A batch whose reply was lost tells a kept entry as it was, or None if it has changed since."""
+    other = await open_store()
+    same = await store.put("same", "kept")
+    changed = await store.put("changed", "kept")
+    fail(store, after=1)
+    async with other.watch("new") as watch:
+        draft = store.batch().create("same", 1, or_keep=True).create("changed", 1, or_keep=True).put("new", 1)
+        committing = asyncio.ensure_future(draft.commit())
+        await next_event(watch)
+    await other.put("changed", "theirs")
+
+    commit = await while_time_passes(elapse, committing)
+
+    assert commit.entries[0] == same
+    assert commit.entries[1] in (None, changed)
+    assert commit.kept == ("same", "changed")
+    assert await store.get("changed") == "theirs"
 
 
 async def test_a_repeated_check_is_answered_as_the_first(store: limpet.Store) -> None:

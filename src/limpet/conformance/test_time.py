@@ -489,6 +489,32 @@ async def test_no_guard_but_absence_holds_for_an_expired_key(store: limpet.Store
     assert await store.entry("written") is None
 
 
+async def test_the_remaining_time_becomes_less(store: limpet.Store, elapse: Elapse) -> None:
+    """`remaining` gives the seconds until a key expires, by the time of the store; None when it never does."""
+    await store.put("short", 1, ttl=30)
+    await store.put("lasting", 1)
+
+    before = await store.remaining("short")
+    await elapse(0.25)
+    after = await store.remaining("short")
+    await store.touch("short", 60)
+    touched = await store.remaining("short")
+
+    assert before is not None
+    assert after is not None
+    assert touched is not None
+    assert after + 0.25 <= before <= 30 < touched <= 60
+    assert await store.remaining("lasting") is None
+
+
+async def test_nothing_remains_of_what_is_absent(store: limpet.Store, elapse: Elapse) -> None:
+    """`remaining` of a key that is absent, or has expired, is 0.0."""
+    await store.put("key", 1, ttl=0.1)
+    await elapse(0.15)
+
+    assert [await store.remaining(key) for key in ("key", "never was")] == [0.0, 0.0]
+
+
 async def test_create_finds_no_expired_key(store: limpet.Store, expired: list[str]) -> None:
     """An expired entry is absent for every guard and for create."""
     for key in expired:

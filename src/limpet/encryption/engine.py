@@ -32,6 +32,7 @@ from limpet.model import (
     Batch,
     Change,
     Commit,
+    Create,
     Entry,
     Equals,
     Expire,
@@ -327,7 +328,7 @@ class EncryptedEngine:
             ring = self._keyring.ring()
             writes, values = [], []
             for write in batch.writes:
-                stored = write.stored if isinstance(write, Put) and write.family not in _PLAIN_FAMILIES else None
+                stored = _value_of(write)
                 writes.append(_encrypt_write(ring, namespace, write, stored))
                 values.append(stored)
             digest = b""
@@ -409,8 +410,7 @@ class EncryptedEngine:
         results: list[Stored | None] = []
         for write, after in zip(batch.writes, commit.entries, strict=True):
             is_planned = isinstance(write, Add | Patch) and write.family not in _PLAIN_FAMILIES
-            is_put = isinstance(write, Put) and write.family not in _PLAIN_FAMILIES
-            stored = after.stored if after is not None and (is_planned or is_put) else None
+            stored = after.stored if after is not None and is_planned else _value_of(write)
             encrypted_write = _encrypt_write(ring, namespace, write, stored)
             if isinstance(write, Add) and isinstance(encrypted_write, Put) and write.new_ttl_ms is not None:
                 is_new = found[write.family, write.key] is None
@@ -472,13 +472,10 @@ class EncryptedEngine:
         # The inner engine takes this for the same request, and returns its earlier result. Should the receipt have
         # expired meanwhile, the guard that always fails keeps it from being applied.
         values = [
-            write.stored if isinstance(write, Put) else None if results is None else results[number]
+            write.stored if isinstance(write, Put | Create) else None if results is None else results[number]
             for number, write in enumerate(batch.writes)
         ]
-        writes = [
-            Put(write.key, b"\0", family=write.family) if isinstance(write, Put | Add | Patch) else write
-            for write in batch.writes
-        ]
+        writes = [_lookup_of(write) for write in batch.writes]
         never = Guard(batch.writes[0].key if batch.writes else batch.guards[0].key, _NEVER)
         lookup = _replace(batch, guards=(never,), writes=tuple(writes), digest=digest)
         outcome = await self._inner.commit(namespace, lookup)
@@ -516,10 +513,10 @@ class EncryptedEngine:
             ours = sent.batch.writes[number]
             if entry is None:
                 entries.append(None)
-            elif isinstance(ours, Put) and entry.stored == ours.stored and write.family not in _PLAIN_FAMILIES:
+            elif isinstance(ours, Put | Create) and entry.stored == ours.stored and write.family not in _PLAIN_FAMILIES:
                 # The value is the one that was sent, so it need not be decrypted.
                 value = sent.values[number]
-                if outcome.replayed and not is_known and not isinstance(write, Put):
+                if outcome.replayed and not is_known and not isinstance(write, Put | Create):
                     value = _unknown_value(batch, write)
                 bare = self._decrypt_entry(ring, namespace, write.family, entry.without_value())
                 entries.append(_replace(bare, stored=value))
@@ -636,15 +633,27 @@ def _deciding_entries(batch: Batch) -> list[_EntryId]:
 
 def _encrypt_write(ring: Ring, namespace: str, write: Write, stored: Stored | None) -> Write:
     """A write for the inner engine: one that makes a value becomes a put of the encrypted value."""
-    if stored is None or not isinstance(write, Put | Add | Patch):
+    if stored is None or not isinstance(write, Put | Create | Add | Patch):
         return write
     meta = write.meta_json
     if isinstance(meta, bytes):
         meta = ring.encrypt_meta(meta, namespace, write.family, write.key)
     encrypted = ring.encrypt_value(stored, namespace, write.family, write.key, is_patch=isinstance(write, Patch))
-    if isinstance(write, Import):
+    if isinstance(write, Import | Create):
         return _replace(write, stored=encrypted, meta_json=meta)
     return Put(write.key, encrypted, write.ttl_ms, meta, write.family)
+
+
+def _value_of(write: Write) -> Stored | None:
+    """The value that a write brings, if it is to be encrypted."""
+    return write.stored if isinstance(write, Put | Create) and write.family not in _PLAIN_FAMILIES else None
+
+
+def _lookup_of(write: Write) -> Write:
+    """A write in a request that only looks for its earlier result: it brings no value."""
+    if isinstance(write, Create):
+        return Create(write.key, b"\0")
+    return Put(write.key, b"\0", family=write.family) if isinstance(write, Put | Add | Patch) else write
 
 
 def _unchanged(entry: Entry | None) -> Any:

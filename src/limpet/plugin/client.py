@@ -202,6 +202,11 @@ class PluginKV:
         reply = await self._connection.read("entry", {"key": key})
         return msgspec.convert(reply["entry"], PluginEntry) if reply["exists"] else None
 
+    async def remaining(self, key: str) -> float | None:
+        """How many seconds are left until a key expires: None when it never does, 0.0 when there is no such key."""
+        found: float | None = (await self._connection.read("remaining", {"key": key}))["remaining"]
+        return found
+
     async def list(self, prefix: str = "", limit: int = 1000) -> list[str]:
         """Keys that start with the prefix, in order, as many as the limit allows. `keys` gives all."""
         return (await self._page(prefix, limit, None))["keys"]  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from limpet import codec
 from limpet.append import make_key
-from limpet.model import Add, Batch, Patch, Put
+from limpet.model import Add, Batch, Create, Patch, Put
 from limpet.protocol.json import field_of
 from limpet.server import requests
 from limpet.server.requests import Request
@@ -61,15 +61,15 @@ def additions_of(request: Request, *, with_sizes: bool = True) -> dict[str, Addi
             return {
                 write.key: _measure_primitive(write)
                 for write in batch.writes
-                if isinstance(write, Put | Add | Patch) and write.family == "data"
+                if isinstance(write, Put | Create | Add | Patch) and write.family == "data"
             }
         case _:
             return {}
 
 
-def _measure_primitive(write: Put | Add | Patch) -> Addition:
+def _measure_primitive(write: Put | Create | Add | Patch) -> Addition:
     match write:
-        case Put():
+        case Put() | Create():
             return Addition(codec.size_bytes(write.stored))
         case Patch():
             return Addition(codec.size_bytes(write.fields), tuple(write.fields))

@@ -149,6 +149,12 @@ def _reply_value(answer: Answer, request: requests.Entry, headers: Headers) -> R
     return Reply(body, 200, described, media_type=_media_type(entry))
 
 
+def _reply_remaining(answer: Answer, request: requests.Remaining, headers: Headers) -> Response:
+    if not answer["exists"]:
+        raise NotFound(request.key)
+    return json_response({"remaining": answer["remaining"]})
+
+
 def _reply_bytes(answer: Answer, request: requests.Entry, headers: Headers) -> Response:
     entry = _require_entry(answer, request)
     if entry.kind != "bytes":
@@ -354,6 +360,9 @@ def _endpoints() -> Sequence[Endpoint]:
             [],
             requests.Entries,
         ),
+        Endpoint(
+            "GET", _keyed("remaining"), "remaining", run["remaining"], _reply_remaining, _ok("RemainingAnswer"), []
+        ),
         Endpoint("GET", raws, "get_bytes", FETCH, _reply_bytes, {**known, 200: raw}, [UNLESS_CURRENT]),
         Endpoint("PUT", raws, "put_bytes", run["put"], _reply_written, written, [*timed, META], "bytes"),
         Endpoint("PUT", records, "put_record", run["put"], _reply_written, written, [*timed, META], "record"),
@@ -497,6 +506,7 @@ SUMMARIES: Final = {
     "put_entry": "Replace the value of a key: JSON, raw bytes, or a record.",
     "delete_entry": "End a key.",
     "get_entries": "Several entries, read at one moment, in the order of their keys.",
+    "remaining": "How many seconds a key has left.",
     "get_bytes": "The value of a key that holds raw bytes.",
     "put_bytes": "Replace the value of a key by raw bytes.",
     "put_record": "Replace the value of a key by a record.",

@@ -161,6 +161,7 @@ _REPLIES: Final[dict[str, dict[str, Any]]] = {
     "list": {"keys": {"type": "array", "items": {"type": "string"}}, "count": _INTEGER, "truncated": _BOOLEAN},
     "children": {"children": _OBJECTS, "truncated": _BOOLEAN, "cursor": {"type": ["string", "null"]}},
     "entry": {"exists": _BOOLEAN, "entry": _OBJECT},
+    "remaining": {"exists": _BOOLEAN, "remaining": {"type": ["number", "null"]}},
     "entries": {"entries": {"type": "array", "items": {"type": ["object", "null"]}}},
     "put": {"entry": _OBJECT},
     "append": {"entry": _OBJECT},

@@ -94,6 +94,11 @@ async def _fetch(store: Store, request: requests.Entry) -> Answer:
     return {"exists": False} if entry is None else {"exists": True, "entry": entry}
 
 
+async def _remaining(store: Store, request: requests.Remaining) -> Answer:
+    remaining = await store.remaining(request.key)
+    return {"exists": remaining != 0, "remaining": remaining}
+
+
 async def _entries(store: Store, request: requests.Entries) -> Answer:
     found = await read_entries(store, take_keys(request.keys))
     size_bytes = sum(entry.size_bytes for entry in found.values() if entry is not None) if request.with_value else 0
@@ -193,7 +198,13 @@ async def _batch(store: Store, request: requests.Batch) -> Answer:
         None if write.op != "take" or ended is None else plain(ended.value)
         for write, ended in zip(request.writes, commit.ended, strict=True)
     ]
-    return {"revision": commit.revision, "entries": entries, "taken": taken, "replayed": commit.replayed}
+    return {
+        "revision": commit.revision,
+        "entries": entries,
+        "taken": taken,
+        "kept": commit.kept,
+        "replayed": commit.replayed,
+    }
 
 
 def _draft(draft: Draft, write: requests.BatchWrite) -> None:
@@ -203,7 +214,7 @@ def _draft(draft: Draft, write: requests.BatchWrite) -> None:
         case "put":
             draft.put(write.key, _content(write, write.key), ttl=given, meta=write.meta)
         case "create":
-            draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta)
+            draft.create(write.key, _content(write, write.key), ttl=given, meta=write.meta, or_keep=write.or_keep)
         case "add":
             rule, number = _counting(write)
             getattr(draft, rule)(write.key, number, ttl=ttl, ttl_if_new=write.ttl_if_new)
@@ -547,6 +558,7 @@ OPERATIONS: Final = _table(
         reveals=True,
         conceals=lambda request: not request.with_value,
     ),
+    Operation("remaining", requests.Remaining, "read", _remaining, _reach_key),
     Operation(
         "entries",
         requests.Entries,

@@ -166,6 +166,12 @@ class Entry(Strict, frozen=True, kw_only=True):
     with_value: bool = True
 
 
+class Remaining(Strict, frozen=True, kw_only=True):
+    """Read how long a key has left."""
+
+    key: str
+
+
 class Entries(Strict, frozen=True, kw_only=True):
     """Read several keys at one moment."""
 
@@ -274,6 +280,7 @@ class BatchWrite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     maximum: Int64 | UnsetType = UNSET
     unset: list[str] = []
     if_exists: bool = False
+    or_keep: bool = False
     ttl: TTL | UnsetType = UNSET
     ttl_if_new: TTL = None
     meta: dict[str, Any] | None = None

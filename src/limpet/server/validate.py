@@ -29,6 +29,7 @@ from limpet.model import (
     ABSENT,
     Add,
     Batch,
+    Create,
     Equals,
     FieldEquals,
     Guard,
@@ -147,11 +148,11 @@ def _check_envelope(batch: Batch) -> None:
 def _check_write(write: Write, value_bytes_max: int) -> int:
     """Check a write. Returns the size of its values."""
     size_bytes = check_write(write)
-    if isinstance(write, Put | Patch):
-        stored = write.stored if isinstance(write, Put) else write.fields
+    if isinstance(write, Put | Create | Patch):
+        stored = write.fields if isinstance(write, Patch) else write.stored
         _check_canonical(write.key, stored)
         check_value_size(write.key, size_bytes, value_bytes_max)
-    if isinstance(write, Put | Patch | Add) and isinstance(write.meta_json, bytes):
+    if isinstance(write, Put | Create | Patch | Add) and isinstance(write.meta_json, bytes):
         _check_encoded(write.key, write.meta_json)
     return size_bytes
 
@@ -165,7 +166,7 @@ def _check_lock(write: Write, any_form: bool) -> None:
             is_valid = isinstance(write.ttl_ms, int) and isinstance(write.stored, bytes) and _names_holder(write.stored)
         case Touch():
             is_valid = write.ttl_ms is not None
-        case Add() | Patch():
+        case Create() | Add() | Patch():
             is_valid = False
         case _:
             is_valid = True

@@ -385,7 +385,8 @@ class Writer:
             for one in stored
         ]
         last = max((one.seq for one in stored if one is not None), default=mark.seq)
-        commit = Commit(last, tuple(after for after, _ in pairs), tuple(ended for _, ended in pairs), now_ms)
+        entries, ended = tuple(after for after, _ in pairs), tuple(ended for _, ended in pairs)
+        commit = Commit(last, entries, ended, now_ms, kept=outcome.commit.kept)
         known = {receipt: mark} | {(write.family, write.key): found[write.family, write.key] for write in rest}
         try:
             commit = await self.publisher.send_all(batch, receipt, known, Plan(commit, outcome.changes), now_ms)

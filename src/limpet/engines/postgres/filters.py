@@ -21,14 +21,28 @@ FIRST_OPERAND = 7
 
 def filter_sql(where: Filter) -> tuple[str, list[Any]]:
     """A filter as conditions, each with its AND, and their operands."""
-    conditions: list[str] = []
     operands: list[Any] = []
+    return "".join(f" AND {condition}" for condition in _conditions(where, operands)), operands
+
+
+def _conditions(where: Filter, operands: list[Any]) -> list[str]:
+    """The conditions that must all hold. Their operands are added to those of the conditions before them."""
+    conditions: list[str] = []
     for test in where.tests:
         found = _condition(test, f"${len(operands) + FIRST_OPERAND}")
         if found is not None:
-            conditions.append(f" AND {found[0]}")
+            conditions.append(found[0])
             operands += found[1]
-    return "".join(conditions), operands
+    for group in where.any_of:
+        count = len(operands)
+        alternatives = [_conditions(each, operands) for each in group]
+        if all(alternatives):
+            joined = [" AND ".join(each) for each in alternatives]
+            conditions.append(f"(({') OR ('.join(joined)}))")
+        else:
+            # One of them cannot be tested here, so any entry may match.
+            del operands[count:]
+    return conditions
 
 
 def _condition(test: Test, operand: str) -> tuple[str, list[Any]] | None:
