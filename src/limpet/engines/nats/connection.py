@@ -186,7 +186,7 @@ class Connection:
             self._client._transport.write(b"".join(frames))
 
     def _on_message(self, words: list[bytes], reply: bytes, headers: bytes, body: bytes) -> None:
-        _, subject, number, *_ = words
+        subject, number = words[1], words[2]
         if number == b"1":
             entry = self._waiting.pop(subject[len(self._inbox) :], None)
             if entry is not None and not entry[0].done():
