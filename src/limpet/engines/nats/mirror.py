@@ -267,7 +267,7 @@ class Mirror(Follower):
     async def trim(self, window: Window) -> int:
         """Raise the floor, and purge what is below it. The log is loaded. Returns how many changes were dropped."""
         log = self.log
-        # Not too many at once, because nothing else of this process runs meanwhile. The caller goes on until it is done.
+        # Not too many at once, because nothing else of this process runs meanwhile. The caller goes on to the end.
         oldest = ((item.seq, item.at_ms, item.weight_bytes) for item in islice(log.after(log.floor), TRIM_MAX))
         now_ms = self._stream.now_ms()
         dropped, _, floor = window.excess(oldest, count=len(log), size_bytes=log.size_bytes, now_ms=now_ms)
