@@ -245,7 +245,8 @@ class Draft:
         meta: Meta | Literal[Sentinel.KEEP] = None,
     ) -> Self:
         """Replace the whole value."""
-        return self._append(*make_put(key, value, ttl, meta, self._session.value_bytes_max))
+        put = make_put(key, value, ttl, meta, self._session.value_bytes_max)
+        return self._append(put, codec.size_bytes(put.stored))
 
     def create(self, key: str, value: object, *, ttl: TTL = None, meta: Meta = None, or_keep: bool = False) -> Self:
         """Put a value under a key that must not exist.
@@ -450,7 +451,7 @@ def single_put(
 ) -> Batch:
     """Make a batch of one put, perhaps with a guard on its key. Most writes are one, and need no draft."""
     guards = () if expect is ANY else (Guard(check_key(key), _make_condition(expect)),)
-    put, _ = make_put(key, value, ttl, meta, value_bytes_max)
+    put = make_put(key, value, ttl, meta, value_bytes_max)
     return Batch(guards, (put,), value_bytes_max=value_bytes_max, writer=writer)
 
 
@@ -483,12 +484,15 @@ def make_put(
     ttl: TTL | Literal[Sentinel.KEEP],
     meta: Meta | Literal[Sentinel.KEEP],
     value_bytes_max: int,
-) -> tuple[Put, int]:
-    """Make a put, within the limits. Returns it with the size of its value."""
-    stored, size_bytes = _encode_value(key, value, value_bytes_max)
+) -> Put:
+    """Make a put, within the limits."""
+    stored = codec.encode(value)
+    # The size is never more than the length. Most values are far below the limit, and need not be measured.
+    if type(stored) is not bytes or len(stored) > value_bytes_max:
+        check_value_size(key, codec.size_bytes(stored), value_bytes_max)
     ttl_ms = None if ttl is None else _convert_ttl(ttl)
     meta_json = None if meta is None else _encode_meta(key, meta)
-    return Put(check_key(key), stored, ttl_ms, meta_json), size_bytes
+    return Put(check_key(key), stored, ttl_ms, meta_json)
 
 
 def _encode_value(key: str, value: object, value_bytes_max: int) -> tuple[codec.Stored, int]:

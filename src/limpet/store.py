@@ -405,7 +405,7 @@ class Store:
             request_id: Makes the call safe to repeat for ten minutes, across crashes.
             meta: A small JSON object beside the value.
         """
-        put, _ = make_put(prefix, value, ttl, meta, self._session.value_bytes_max)
+        put = make_put(prefix, value, ttl, meta, self._session.value_bytes_max)
         return await append_entry(self, put, fence, request_id)
 
     async def update(

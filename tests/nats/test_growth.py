@@ -10,6 +10,7 @@ import pytest
 
 import limpet
 from limpet.engines.nats import log_follower
+from limpet.engines.nats import mirror as nats_mirror
 from limpet.engines.nats import stream as nats_stream
 from limpet.engines.nats.connection import NoReply
 from limpet.engines.nats.messages import EntryId, Message
@@ -192,6 +193,18 @@ async def test_a_trim_goes_on_where_the_server_cannot_list_all_subjects_in_time(
     async with limpet.open(server(), namespace=unique(), sweep=False) as store:
         await fill(store)
         assert await engine_of(store).trim(store.name, Window(changes=3, age_ms_min=0)) == KEYS - 3
+
+
+async def test_a_long_log_is_trimmed_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else of a process runs while it goes through the changes to trim."""
+    monkeypatch.setattr(nats_mirror, "TRIM_MAX", 10)
+    window = Window(changes=3, age_ms_min=0)
+    async with limpet.open(server(), namespace=unique(), sweep=False, window=window) as store:
+        await fill(store)
+
+        assert await engine_of(store).trim(store.name, window) == 10
+        assert await store.trim() == KEYS - 13
+        assert (await store.status()).log_changes == 3
 
 
 class Counted(dict[EntryId, Message]):

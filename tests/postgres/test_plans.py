@@ -101,6 +101,25 @@ async def test_what_is_due_is_found_by_its_time(filled: PostgresEngine, spy: Spy
     assert len(await filled.due("default", limit=500)) == MANY // 100
 
     await assert_by_index(spy, "limpet_entries", "limpet_due", "expires_ms <=")
+    await assert_by_index(spy, "limpet_entries", "limpet_due", "family = ")
+
+
+async def test_what_is_due_comes_in_the_order_of_its_time(engine: PostgresEngine) -> None:
+    """Of all families the earliest, and receipts of none."""
+    families = {"lock": 4, "data": 3, "receipt": 1, "sequence": 5, "audit": 2}
+    async with connected() as connection:
+        for family, expires_ms in families.items():
+            await connection.execute(
+                engine._sql(
+                    "INSERT INTO {schema}.limpet_entries (namespace, family, key, kind, value, stored, size_bytes,"
+                    " version, revision, created_revision, created_ms, updated_ms, expires_ms)"
+                    " VALUES ('default', $1, 'k', 'json', '1', '1', 2, 1, 1, 1, 0, 0, $2)"
+                ),
+                family,
+                expires_ms,
+            )
+
+    assert [each.family for each in await engine.due("default", limit=3)] == ["audit", "data", "lock"]
 
 
 async def test_the_log_is_read_from_where_a_watcher_stands(filled: PostgresEngine, spy: Spy) -> None:

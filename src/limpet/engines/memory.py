@@ -214,7 +214,8 @@ class MemoryEngine:
             raise Closed
 
     def _state(self, namespace: str) -> Namespace:
-        self._check_open()
+        if self._closed:
+            raise Closed
         return self._memory.namespaces.get(namespace) or self._memory.state(namespace)
 
     def _read_log(self, namespace: str, after: int, span: Span | None, limit: int) -> LogPage:

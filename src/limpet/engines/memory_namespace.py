@@ -133,7 +133,7 @@ class Namespace:
         before = entries.get(key)
         self.counters.count(change, None if before is None else before.weight_bytes, weight_bytes)
         self.log.append(change)
-        if change.after is None:
+        if change.op in ("delete", "expire"):
             entries.pop(key, None)
             return
         if before is None:

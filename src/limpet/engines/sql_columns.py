@@ -8,14 +8,19 @@ field of the same form is wrapped in {"$json": …}.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
+from typing import Final
 
 import msgspec
 
 from limpet import codec
 from limpet.codec import Kind, Stored
 from limpet.errors import Corrupt
+from limpet.model import FAMILIES, Family
 
-__all__ = ["as_stored", "as_text"]
+__all__ = ["SWEPT", "as_stored", "as_text"]
+
+SWEPT: Final[tuple[Family, ...]] = tuple(family for family in FAMILIES if family != "receipt")
+"""The families whose entries end by a change in the log. Receipts are dropped without one."""
 
 _json_text = msgspec.json.encode
 _split = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -54,7 +54,7 @@ CREATE TABLE {schema}.limpet_entries (
 
 COMMENT ON TABLE {schema}.limpet_entries IS 'The map. The value is in stored, to the byte. In value it is as jsonb, for queries: raw bytes have no such form, and where is_lossy is true it is only an approximation, as of 1e22, -0.0 and U+0000.';
 
-CREATE INDEX limpet_due ON {schema}.limpet_entries (namespace, expires_ms) WHERE expires_ms IS NOT NULL;
+CREATE INDEX limpet_due ON {schema}.limpet_entries (namespace, family, expires_ms) WHERE expires_ms IS NOT NULL;
 
 CREATE TABLE {schema}.limpet_changes (
     namespace TEXT COLLATE "C" NOT NULL,

@@ -43,7 +43,7 @@ CREATE TABLE limpet_entries (
     PRIMARY KEY (namespace, family, "key")
 ) WITHOUT ROWID;
 
-CREATE INDEX limpet_due ON limpet_entries (namespace, expires_ms) WHERE expires_ms IS NOT NULL;
+CREATE INDEX limpet_due ON limpet_entries (namespace, family, expires_ms) WHERE expires_ms IS NOT NULL;
 
 CREATE TABLE limpet_changes (
     namespace TEXT NOT NULL,

@@ -65,6 +65,8 @@ class Connection:
         self._numbers = itertools.count(2)
         self._out: list[bytes] = []
         self._ticker: asyncio.TimerHandle | None = None
+        # For how long this process has stood still. Requests are not late for it: their replies may have come.
+        self._stalled_s = 0.0
         self.is_lost = False
         self.denied: str | None = None
 
@@ -142,7 +144,7 @@ class Connection:
             waiter.set_exception(ConnectionLost())
             return waiter
         token = b"%x" % next(self._tokens)
-        self._waiting[token] = (waiter, self._loop.time() + (wait_s or REQUEST_S), subject)
+        self._waiting[token] = (waiter, self._loop.time() - self._stalled_s + (wait_s or REQUEST_S), subject)
         if self._ticker is None:
             self._ticker = self._loop.call_later(TICK_S, self._tick)
         self.send(subject, body, headers, self._inbox + token)
@@ -186,7 +188,7 @@ class Connection:
             self._client._transport.write(b"".join(frames))
 
     def _on_message(self, words: list[bytes], reply: bytes, headers: bytes, body: bytes) -> None:
-        _, subject, number, *_ = words
+        subject, number = words[1], words[2]
         if number == b"1":
             entry = self._waiting.pop(subject[len(self._inbox) :], None)
             if entry is not None and not entry[0].done():
@@ -201,6 +203,9 @@ class Connection:
             self.abort()
             return
         now = self._loop.time()
+        if self._ticker is not None and now - self._ticker.when() > TICK_S:
+            self._stalled_s += now - self._ticker.when()
+        now -= self._stalled_s
         overdue: list[bytes] = []
         for token, (waiter, until, _) in self._waiting.items():
             if until <= now or waiter.cancelled():

@@ -193,12 +193,23 @@ def encode_headers(message: Message, kind: str, expected: int | None, after: int
     if prev >= BASE:
         prev -= seq
     origin = _NO_ORIGIN if message.origin is None else encode_name(message.origin)
-    guard = "" if expected is None else f"Nats-Expected-Last-Subject-Sequence: {expected}\r\n"
-    text = (
-        f"NATS/1.0\r\n{guard}"
-        f"Limpet: {message.op} {kind} {entry.version} {created} {entry.created_ms} {entry.updated_ms} "
-        f"{entry.expires_ms or 0} {prev} {after} {message.at_ms} {message.size_bytes} {origin}\r\n"
-    ).encode()
+    guard = b"" if expected is None else b"Nats-Expected-Last-Subject-Sequence: %d\r\n" % expected
+    # Not an f-string, which takes a third longer for so many numbers.
+    text = b"NATS/1.0\r\n%bLimpet: %b %b %d %d %d %d %d %d %d %d %d %b\r\n" % (
+        guard,
+        message.op.encode(),
+        kind.encode(),
+        entry.version,
+        created,
+        entry.created_ms,
+        entry.updated_ms,
+        entry.expires_ms or 0,
+        prev,
+        after,
+        message.at_ms,
+        message.size_bytes,
+        origin.encode(),
+    )
     if entry.meta_json is not None:
         text += b"Limpet-Meta: %b\r\n" % entry.meta_json
     if message.op in ("delete", "expire"):

@@ -34,6 +34,8 @@ RECEIPTS_MIN: Final = 1000
 PRINTS_MAX: Final = 64
 DROPPED_MAX: Final = 64
 DOUBTS_AT_ONCE: Final = 500
+TRIM_MAX: Final = 20_000
+COUNTED_AT_ONCE: Final = 10_000
 # The server is busy with the purge of a key for up to half a millisecond.
 PURGES_PER_S: Final = 200
 PURGES_MAX: Final = 2000
@@ -265,7 +267,8 @@ class Mirror(Follower):
     async def trim(self, window: Window) -> int:
         """Raise the floor, and purge what is below it. The log is loaded. Returns how many changes were dropped."""
         log = self.log
-        oldest = ((item.seq, item.at_ms, item.weight_bytes) for item in log.after(log.floor))
+        # Not too many at once, because nothing else of this process runs meanwhile. The caller goes on to the end.
+        oldest = ((item.seq, item.at_ms, item.weight_bytes) for item in islice(log.after(log.floor), TRIM_MAX))
         now_ms = self._stream.now_ms()
         dropped, _, floor = window.excess(oldest, count=len(log), size_bytes=log.size_bytes, now_ms=now_ms)
         if dropped:
@@ -280,7 +283,8 @@ class Mirror(Follower):
             elif log is self.log:
                 self._is_trimmer = True
                 self._raise_floor(floor, floor_print)
-        await self.purge()
+        # What an earlier process has left is counted when the log is within its window, and so is not long.
+        await (self.purge_more() if dropped == TRIM_MAX else self.purge())
         return dropped
 
     def _raise_floor(self, floor: int, floor_print: str) -> None:
@@ -344,7 +348,12 @@ class Mirror(Follower):
         for item in log.after(log.floor):
             kept[item.entry_id] = kept.get(item.entry_id, 0) + 1
         self._counted_at = time.monotonic()
-        for subject, count in (await self._stream.count_messages()).items():
+        counts = await self._stream.count_messages()
+        for number, (subject, count) in enumerate(counts.items(), 1):
+            if number % COUNTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+                if log is not self.log:
+                    return
             entry_id = self._stream.subjects.entry_id(subject)
             last = None if entry_id is None else self._last_message(entry_id)
             if entry_id is None or entry_id[0] == "receipt" or last is None:

@@ -84,6 +84,25 @@ class Publisher:
 
     # One message ----------------------------------------------------------------
 
+    def start_one(
+        self, connection: Connection, entry_id: EntryId, before: Message | None, change: Change
+    ) -> tuple[Message, asyncio.Future[tuple[bytes, bytes]]]:
+        """Send a change that is its commit and does not expire. Returns its message, and the reply to come."""
+        expected = seq_of(before)
+        draft = _make_draft(change, expected)
+        kind, body = _encode_body(draft)
+        _check_size(entry_id[1], body, draft, connection)
+        headers = encode_headers(draft, kind, expected)
+        return draft, connection.request(self._subjects.of(entry_id), body, headers)
+
+    def finish_one(self, entry_id: EntryId, draft: Message, number: int) -> Commit:
+        """The commit of a message that was stored under this number, and is alone in its batch."""
+        message = _with_seq(draft, number, number)
+        self._stream.cache(entry_id, message)
+        if message.op in ("delete", "expire"):
+            return Commit(number, (None,), (message.entry,), message.at_ms)
+        return Commit(number, (message.entry,), (None,), message.at_ms)
+
     async def send_one(self, entry_id: EntryId, before: Message | None, outcome: Plan) -> Commit:
         """Send the changes of a commit of one key."""
         expected, changes = seq_of(before), outcome.changes
@@ -109,9 +128,7 @@ class Publisher:
                 raise ReplyLost from error
         if alarm is not None and alarm_ack is not None:
             await self._confirm_alarm(alarm, alarm_ack)
-        message = _with_seq(draft, number, number)
-        self._stream.cache(entry_id, message)
-        return _commit_of(message)
+        return self.finish_one(entry_id, draft, number)
 
     async def _send_after_expiry(
         self, connection: Connection, subject: str, expected: int, expiry: Change, draft: Message
@@ -310,13 +327,6 @@ class Publisher:
 def digest_of(batch: Batch) -> bytes:
     """What distinguishes a request from another one with the same id, in the form of a meta."""
     return b'"%b"' % batch.digest.hex().encode()
-
-
-def _commit_of(message: Message) -> Commit:
-    """The commit of a message that is alone in its batch."""
-    if message.op in ("delete", "expire"):
-        return Commit(message.commit, (None,), (message.entry,), message.at_ms)
-    return Commit(message.commit, (message.entry,), (None,), message.at_ms)
 
 
 def _make_receipt_ttl(receipt_ms: int) -> bytes:

@@ -23,7 +23,7 @@ import msgspec
 from limpet.commit.contention import Contention, expects_version, find_named
 from limpet.commit.group import Counters, GroupPlan
 from limpet.commit.receipts import SUPERSEDED_MS, make_mark, may_be_superseded
-from limpet.engines.nats.connection import ApiError
+from limpet.engines.nats.connection import ApiError, ConnectionLost, NoReply
 from limpet.engines.nats.follower import RangeReader
 from limpet.engines.nats.messages import BASE, EntryId, LastMessages, Message, parse
 from limpet.engines.nats.publisher import MADE_RECEIPT_MS, MaybeStored, Publisher, digest_of
@@ -37,6 +37,7 @@ from limpet.engines.nats.stream import (
     await_ack,
     entry_in,
     is_mark,
+    parse_ack,
     seq_of,
     seqs_of,
 )
@@ -87,7 +88,7 @@ class Writer:
             else:
                 self._turns[lone] = deque()
             try:
-                return await self._commit(batch, lone)
+                return await self._commit_plain(batch, lone) or await self._commit(batch, lone)
             finally:
                 self._release_turn(lone)
         taken: list[EntryId] = []
@@ -129,19 +130,59 @@ class Writer:
                 return
         del self._turns[entry_id]
 
+    async def _commit_plain(self, batch: Batch, lone: EntryId) -> Commit | Refusal | None:
+        """Commit a plain write of a key whose last message is known, as most writes are; None for any other batch.
+
+        It does what `_commit` would do, in fewer steps.
+        """
+        write, connection, known = find_plain_write(batch), self._server.live_connection, self._stream.known
+        if write is None or connection is None or self._server.syncs or lone not in known:
+            return None
+        before, now_ms, seen = known[lone], self._stream.now_ms(), self._stream.seen
+        current = entry_in(before)
+        if current is not None and current.expires_ms is not None:
+            return None
+        if before is not None and before.at_ms > now_ms:
+            now_ms = before.at_ms
+        cause = self._make_cause()
+        outcome = plan_write(write, current, batch.value_bytes_max, now_ms, BASE + 1, cause)
+        # What is known may be old, and so may be the reason to refuse. An entry that expires needs an alarm.
+        if isinstance(outcome, Refusal) or outcome.changes[0].entry.expires_ms is not None:
+            return None
+        started_at = time.monotonic()
+        draft, ack = self.publisher.start_one(connection, lone, before, outcome.changes[0])
+        try:
+            number = parse_ack(*await ack)
+        except Exception as error:
+            attempts = _Attempts(cause, None, None)
+            attempts.start({lone: before}, seen, now_ms)
+            is_lost = isinstance(error, ConnectionLost | NoReply)
+            await self._prepare_retry(batch, ReplyLost() if is_lost else error, attempts)
+            return await self._repeat(batch, None, attempts)
+        self._note_written(started_at, (lone,))
+        return self.publisher.finish_one(lone, draft, number)
+
+    def _make_cause(self) -> str:
+        """The name of a request that its caller has not named."""
+        return f"{self._name}-{next(self._numbers):x}"
+
     async def _commit(self, batch: Batch, lone: EntryId | None) -> Commit | Refusal:
         """Commit a batch of a lone key as one message, and any other as messages that are stored together."""
-        cause = batch.request_id or f"{self._name}-{next(self._numbers):x}"
+        cause = batch.request_id or self._make_cause()
         attempts = _Attempts(cause, None if lone else ("receipt", cause), batch.retry_since)
         known = self._stream.known
         cached = {lone: known[lone]} if lone in known and batch.retry_since is None else None
         if batch.guards:
             await self.contention.let_others_write([batch])
+        return await self._repeat(batch, cached, attempts)
+
+    async def _repeat(self, batch: Batch, cached: LastMessages | None, attempts: _Attempts) -> Commit | Refusal:
+        """Attempt a commit until it has an outcome."""
         while True:
             try:
                 answer = await self._attempt(batch, cached, attempts)
                 if answer is not None:
-                    self._unsettled.pop(cause, None)
+                    self._unsettled.pop(attempts.cause, None)
                     return answer
             except Exception as error:
                 await self._prepare_retry(batch, error, attempts)
@@ -189,11 +230,15 @@ class Writer:
             ((entry_id, before),) = found.items()
             commit = await self.publisher.send_one(entry_id, before, outcome)
         if outcome.changes:
-            self._server.notify(self._stream.namespace)
-            self.contention.round_trip_s = time.monotonic() - attempts.started_at
-            for change in outcome.changes:
-                self.contention.note_written((change.family, change.entry.key))
+            entry_ids = [(change.family, change.entry.key) for change in outcome.changes]
+            self._note_written(attempts.started_at, entry_ids)
         return commit
+
+    def _note_written(self, started_at: float, entry_ids: Iterable[EntryId]) -> None:
+        self._server.notify(self._stream.namespace)
+        self.contention.round_trip_s = time.monotonic() - started_at
+        for entry_id in entry_ids:
+            self.contention.note_written(entry_id)
 
     async def _prepare_retry(self, batch: Batch, error: Exception, attempts: _Attempts) -> None:
         """Get ready for another attempt after an error, or raise the error that the caller of the commit gets."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from limpet.engines.sql_columns import SWEPT
 from limpet.schema import VERSION_TABLE
 
 PAGE_BYTES_MAX: Final = 4_000_000
@@ -74,17 +75,21 @@ def reverse_order(page: str) -> str:
 _IN_SPAN: Final = "FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND key >= $3 AND key < $4"
 # Those that have expired are found by their time. By their keys, each entry of the span would be read for it.
 _EXPIRED: Final = (
-    "FROM (SELECT family, key FROM {schema}.limpet_entries WHERE namespace = $1 AND expires_ms <= now_ms"
-    " OFFSET 0) AS expired WHERE family = $2 AND key >= $3 AND key < $4"
+    "FROM (SELECT key FROM {schema}.limpet_entries WHERE namespace = $1 AND family = $2 AND expires_ms <= now_ms"
+    " OFFSET 0) AS expired WHERE key >= $3 AND key < $4"
 )
 COUNT: Final = (
     f"SELECT (SELECT count(*) {_IN_SPAN}) - (SELECT count(*) {_EXPIRED}), now_ms"
     f" FROM (SELECT greatest({_TIME}, $5) AS now_ms) AS time"
 )
 NAMESPACES: Final = "SELECT namespace FROM {schema}.limpet_namespaces WHERE revision > 0"
+# A part for each family, as the index has them. So no receipt is stepped over, and none is read beyond the limit.
 DUE: Final = (
-    f"SELECT {_ENTRY_WITHOUT_VALUE}, size_bytes, family FROM {{schema}}.limpet_entries WHERE namespace = $1"
-    f" AND expires_ms <= greatest({_TIME}, $3) AND family <> 'receipt' ORDER BY expires_ms LIMIT $2"
+    f"SELECT due.* FROM (SELECT greatest({_TIME}, $3) AS now_ms OFFSET 0) AS time,"
+    f" unnest('{{{','.join(SWEPT)}}}'::text[]) AS swept (family), LATERAL ("
+    f"SELECT {_ENTRY_WITHOUT_VALUE}, size_bytes, e.family FROM {{schema}}.limpet_entries AS e WHERE namespace = $1"
+    " AND e.family = swept.family AND expires_ms <= now_ms ORDER BY expires_ms LIMIT $2"
+    ") AS due ORDER BY due.expires_ms LIMIT $2"
 )
 STATUS: Final = (
     "SELECT revision, floor, keys, size_bytes, log_changes, log_bytes, (SELECT epoch FROM {schema}.limpet_store),"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from limpet.commit.group import Counters
-from limpet.engines.sql_columns import as_stored, as_text
+from limpet.engines.sql_columns import SWEPT, as_stored, as_text
 from limpet.engines.sql_indexes import literal
 from limpet.keys import Span
 from limpet.model import BEGINNING, Change, Entry, fingerprint
@@ -53,9 +53,16 @@ WRITE: Final = (
     " meta = excluded.meta"
 )
 ERASE: Final = "DELETE FROM limpet_entries WHERE namespace = ? AND family = ? AND key = ?"
+# A part for each family, as the index has them. So no receipt is stepped over, and no family read beyond the limit.
 DUE: Final = (
-    "SELECT key, revision, family FROM limpet_entries WHERE namespace = ? AND expires_ms <= ?"
-    " AND family NOT IN ('receipt', 'superseded') ORDER BY expires_ms LIMIT ?"
+    "WITH wanted (namespace, now_ms, count) AS (SELECT ?, ?, ?) SELECT key, revision, family FROM ("
+    + " UNION ALL ".join(
+        "SELECT * FROM (SELECT key, revision, family, expires_ms FROM limpet_entries"
+        f" WHERE namespace = (SELECT namespace FROM wanted) AND family = '{family}'"
+        " AND expires_ms <= (SELECT now_ms FROM wanted) ORDER BY expires_ms LIMIT (SELECT count FROM wanted))"
+        for family in SWEPT
+    )
+    + ") ORDER BY expires_ms LIMIT (SELECT count FROM wanted)"
 )
 
 # Receipts, and marks of superseded requests, which no caller reads.

@@ -96,7 +96,7 @@ def upgrade() -> None:
     op.create_index(
         "limpet_due",
         "limpet_entries",
-        ["namespace", "expires_ms"],
+        ["namespace", "family", "expires_ms"],
         schema=schema,
         postgresql_where=sa.text("expires_ms IS NOT NULL"),
         sqlite_where=sa.text("expires_ms IS NOT NULL"),
