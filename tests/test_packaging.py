@@ -160,6 +160,7 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
         "sse-starlette": "sse_starlette",
         "prometheus-client": "prometheus_client",
         "pytest-asyncio": "pytest_asyncio",
+        "openai-agents": "agents",
     }
     # These two are found by uvicorn itself.
     by_uvicorn = {"httptools", "uvloop"}
