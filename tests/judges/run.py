@@ -155,6 +155,19 @@ def judge_openai_agents(url: str, work: Path) -> Counts:
     return run_pytest([*words, "tests/extensions/memory/test_async_sqlite_session.py"], folder, environment)
 
 
+def judge_limits(url: str, work: Path) -> Counts:
+    """The tests that limits has for its strategies, one after the other and all at once, on its storages in memory."""
+    folder = work / "limits"
+    shutil.copytree(fetch("limits") / "tests", folder / "tests")
+    # It connects to the servers of the other storages.
+    (folder / "tests" / "conftest.py").unlink()
+    words = ["-p", "judged_limits", "-c", os.devnull, "--rootdir", str(folder), "-o", "asyncio_mode=auto"]
+    environment = {"LIMPET_JUDGED_URL": url, "PYTHONPATH": f"{HERE}{os.pathsep}{folder}"}
+    tests = ["tests/test_strategy.py", "tests/aio/test_strategy.py", "tests/integration/test_concurrency.py"]
+    # Nearly all of their time is spent waiting for windows to end.
+    return run_pytest([*words, "-n", "3", "-m", "memory", *tests], folder, environment)
+
+
 def judge_key_value(url: str, work: Path, checkout: Path) -> Counts:
     """The tests that py-key-value has for every store, with and without merging."""
     folder = work / "key-value"
@@ -168,6 +181,7 @@ JUDGES: Final = {
     "cachelib": judge_cachelib,
     "FastMCP": judge_fastmcp,
     "OpenAI-Agents": judge_openai_agents,
+    "limits": judge_limits,
 }
 """The judges that every run has, by the name of the framework."""
 
