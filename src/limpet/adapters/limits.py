@@ -1,8 +1,8 @@
 """Storages for limits, the library behind slowapi and Flask-Limiter: rates that all processes count together.
 
 `Storage` and `AsyncStorage` serve all strategies of the library. A fixed window is a counter with a time to live. A
-moving window and a sliding one are a value each, changed in one step, so that a limit of five lets five through,
-whoever asks at the same moment, and a hit that is refused writes nothing. The strategies are written once, as
+moving window and a sliding one are a value each, changed in one step: of any number of callers at the same moment, a
+limit of five lets five through, and a hit that is refused writes nothing. The strategies are written once, as
 coroutines on a store.
 
 After an import of this module, the library makes the storages from strings: ``limpet+sqlite:///limits.db``, and
