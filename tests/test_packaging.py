@@ -161,6 +161,7 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
         "prometheus-client": "prometheus_client",
         "pytest-asyncio": "pytest_asyncio",
         "openai-agents": "agents",
+        "pydantic-ai-slim": "pydantic_ai",
     }
     # These two are found by uvicorn itself.
     by_uvicorn = {"httptools", "uvloop"}
