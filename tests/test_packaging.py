@@ -162,6 +162,7 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
         "pytest-asyncio": "pytest_asyncio",
         "openai-agents": "agents",
         "pydantic-ai-slim": "pydantic_ai",
+        "openfeature-sdk": "openfeature",
     }
     # These two are found by uvicorn itself.
     by_uvicorn = {"httptools", "uvloop"}
