@@ -58,6 +58,7 @@ HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
     *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client", "opentelemetry"),
     *("click", "rich", "pytest", "hypothesis", "cryptography", "key_value", "cachelib"),
+    *("agents", "openai", "pydantic", "limits", "litestar", "pydantic_ai", "openfeature"),
     *("langgraph", "langchain_core"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
     *("limpet.testing", "limpet.adapters", "limpet.observers"),

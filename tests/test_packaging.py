@@ -161,6 +161,9 @@ def test_every_extra_is_used(distributions: dict[str, Path]) -> None:
         "prometheus-client": "prometheus_client",
         "opentelemetry-api": "opentelemetry",
         "pytest-asyncio": "pytest_asyncio",
+        "openai-agents": "agents",
+        "pydantic-ai-slim": "pydantic_ai",
+        "openfeature-sdk": "openfeature",
     }
     # These two are found by uvicorn itself.
     by_uvicorn = {"httptools", "uvloop"}

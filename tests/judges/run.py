@@ -146,6 +146,28 @@ def judge_fastmcp(url: str, work: Path) -> Counts:
     return run_pytest(words, folder, {"LIMPET_JUDGED_URL": url, "PYTHONPATH": str(HERE)})
 
 
+def judge_openai_agents(url: str, work: Path) -> Counts:
+    """The tests that the OpenAI Agents SDK has for its session on SQLite, without those that look into a database."""
+    folder = work / "openai-agents"
+    shutil.copytree(fetch("openai-agents") / "tests", folder / "tests")
+    words = ["-p", "judged_openai_agents", "-c", os.devnull, "--rootdir", str(folder), "-o", "asyncio_mode=auto"]
+    environment = {"LIMPET_JUDGED_URL": url, "PYTHONPATH": str(HERE)}
+    return run_pytest([*words, "tests/extensions/memory/test_async_sqlite_session.py"], folder, environment)
+
+
+def judge_limits(url: str, work: Path) -> Counts:
+    """The tests that limits has for its strategies, one after the other and all at once, on its storages in memory."""
+    folder = work / "limits"
+    shutil.copytree(fetch("limits") / "tests", folder / "tests")
+    # It connects to the servers of the other storages.
+    (folder / "tests" / "conftest.py").unlink()
+    words = ["-p", "judged_limits", "-c", os.devnull, "--rootdir", str(folder), "-o", "asyncio_mode=auto"]
+    environment = {"LIMPET_JUDGED_URL": url, "PYTHONPATH": f"{HERE}{os.pathsep}{folder}"}
+    tests = ["tests/test_strategy.py", "tests/aio/test_strategy.py", "tests/integration/test_concurrency.py"]
+    # Nearly all of their time is spent waiting for windows to end.
+    return run_pytest([*words, "-n", "3", "-m", "memory", *tests], folder, environment)
+
+
 def judge_key_value(url: str, work: Path, checkout: Path) -> Counts:
     """The tests that py-key-value has for every store, with and without merging."""
     folder = work / "key-value"
@@ -153,6 +175,15 @@ def judge_key_value(url: str, work: Path, checkout: Path) -> Counts:
     shutil.copy(HERE / "judged_keyvalue.py", folder / "tests" / "stores" / "test_limpet.py")
     words = ["-c", os.devnull, "--rootdir", str(folder), "-o", "asyncio_mode=auto", "tests/stores/test_limpet.py"]
     return run_pytest(words, folder, {"LIMPET_JUDGED_URL": url})
+
+
+JUDGES: Final = {
+    "cachelib": judge_cachelib,
+    "FastMCP": judge_fastmcp,
+    "OpenAI-Agents": judge_openai_agents,
+    "limits": judge_limits,
+}
+"""The judges that every run has, by the name of the framework."""
 
 
 def judge_by_own_tests() -> Counts:
@@ -209,6 +240,7 @@ def print_table(results: list[tuple[str, str, Counts]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="./dev judges", description=__doc__.partition("\n")[0])
     parser.add_argument("--engine", action="append", choices=ENGINES, help="judge on this one; may be repeated")
+    parser.add_argument("--judge", action="append", choices=JUDGES, help="run this one alone; may be repeated")
     parser.add_argument("--py-key-value", type=Path, metavar="CHECKOUT", help="a checkout of its repository")
     given = parser.parse_args()
     results: list[tuple[str, str, Counts]] = []
@@ -217,12 +249,13 @@ def main() -> int:
             work = Path(made) / engine
             work.mkdir()
             print(f"Judging on {engine}", flush=True)
-            results.append(("cachelib", engine, judge_cachelib(url, work)))
-            results.append(("FastMCP", engine, judge_fastmcp(url, work)))
+            for judge in given.judge or JUDGES:
+                results.append((judge, engine, JUDGES[judge](url, work)))
             if given.py_key_value is not None:
                 results.append(("py-key-value", engine, judge_key_value(url, work, given.py_key_value.resolve())))
-        print("Running our own tests with FastMCP, on all engines", flush=True)
-        results.append(("own, with FastMCP", "all", judge_by_own_tests()))
+        if not given.judge:
+            print("Running our own tests with FastMCP, on all engines", flush=True)
+            results.append(("own, with FastMCP", "all", judge_by_own_tests()))
     print_table(results)
     if given.py_key_value is None:
         print("\npy-key-value: NOT JUDGED. Its source distribution has no tests: name a checkout, --py-key-value PATH")

@@ -9,7 +9,7 @@ import pytest
 from tests.judges.run import Counts, count, find_pin, has_failed
 
 
-@pytest.mark.parametrize("name", ["cachelib", "fastmcp", "py-key-value-aio"])
+@pytest.mark.parametrize("name", ["cachelib", "fastmcp", "limits", "openai-agents", "py-key-value-aio"])
 def test_the_pin_of_a_framework_has_hashes(name: str) -> None:
     first, *rest = find_pin(name).splitlines()
 
