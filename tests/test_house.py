@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin", "adapters"},
-    {"server"},
+    {"server", "mcp"},
     {"cli", "conformance", "demo", "testing"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
@@ -57,9 +57,9 @@ HEAVY = [
     *("sqlite3", "asyncpg", "psycopg", "redis", "nats", "sqlalchemy", "alembic"),
     *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client"),
     *("click", "rich", "pytest", "hypothesis", "cryptography", "key_value", "cachelib"),
-    *("langgraph", "langchain_core"),
+    *("langgraph", "langchain_core", "mcp", "mcp_types", "anyio"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
-    *("limpet.testing", "limpet.adapters"),
+    *("limpet.testing", "limpet.adapters", "limpet.mcp"),
     *("limpet.plugin", "limpet.encryption", "limpet.semantic", "limpet.server", "limpet.protocol"),
 ]
 

@@ -38,6 +38,7 @@ from limpet.cli.failure import Missing, quote_name
 from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
 from limpet.cli.keys import keys
+from limpet.cli.mcp import mcp_command
 from limpet.cli.migrate import migrate
 from limpet.cli.serve import serve_command
 from limpet.cli.token import token
@@ -685,6 +686,7 @@ main.add_command(restore_command)
 main.add_command(epoch_command)
 main.add_command(call_command)
 main.add_command(serve_command)
+main.add_command(mcp_command)
 main.add_command(audit)
 main.add_command(deadletters)
 

@@ -20,7 +20,7 @@ SECTIONS: Final = {
     "Values": ("get", "put", "append", "del", "ls", "folders", "incr", "field", "call"),
     "Changes": ("watch", "history"),
     "Locks": ("lock",),
-    "Serving": ("serve", "token"),
+    "Serving": ("serve", "mcp", "token"),
     "Maintenance": ("namespaces", "stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
     "Semantic entries": ("audit", "deadletters"),
 }
