@@ -56,9 +56,9 @@ async def connected(server: Any, **options: Any) -> AsyncIterator[Agent]:
             await is_over.wait()
 
     task = asyncio.create_task(hold())
-    await asyncio.wait([task, entered], return_when=asyncio.FIRST_COMPLETED)
+    task.add_done_callback(lambda _: entered.done() or entered.cancel())
     try:
-        yield Agent(await (entered if entered.done() else task))  # type: ignore[arg-type]
+        yield Agent(await entered)
     finally:
         is_over.set()
         await task
