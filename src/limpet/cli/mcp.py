@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     name="mcp",
     cls=Command,
     epilog=examples(
-        "limpet mcp --url sqlite:////home/me/agents.db      # for one client, which starts this command",
+        "limpet mcp --url sqlite:///agents.db   # the client that starts it",
         "limpet mcp -n team --reveal no --read-only",
-        "limpet mcp --http 127.0.0.1:8090                   # for many clients: http://127.0.0.1:8090/mcp",
+        "limpet mcp --http 127.0.0.1:8090       # many clients, at /mcp",
         "limpet mcp --http 0.0.0.0:8090 --auth tokens",
     ),
 )
