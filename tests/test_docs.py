@@ -33,6 +33,7 @@ NOT_RUN_HERE = {
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
     "limpet serve --host limpet.internal --host limpet": "goes on; tests/server/test_attacks.py gives names",
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080": "goes on, likewise",
+    "limpet mcp --url sqlite:///agents.db --http 127.0.0.1:8090 --auth tokens": "goes on; tests/mcp runs it",
     "export LIMPET=http://127.0.0.1:8080/v1/shop": "the set-up of the page does this",
     'export AUTH="Authorization: Bearer $(limpet token create me -n shop --right admin)"': "likewise",
     "export JSON='Content-Type: application/json'": "likewise",
