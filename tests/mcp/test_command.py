@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Limpet
+from tests.cli.support import Limpet, command, terminal
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,26 @@ def test_a_store_that_cannot_be_reached_is_reported_at_once() -> None:
 
     assert done.exit_code == 6
     assert "s3cret" not in done.stderr
+
+
+def test_an_interrupt_ends_it_though_its_input_is_still_open(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        command("--url", f"sqlite:///{tmp_path}/state.db", "mcp"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b'{"jsonrpc": "2.0", "id": 1, "method": "ping"}\n')
+        process.stdin.flush()
+        assert b'"id":1' in process.stdout.readline()
+
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(30) == -signal.SIGINT
+
+
+def test_a_person_who_starts_it_is_informed(tmp_path: Path) -> None:
+    with terminal("--url", f"sqlite:///{tmp_path}/state.db", "mcp") as screen:
+        screen.wait_for("waiting for an MCP client")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -62,6 +64,12 @@ def mcp_command(setup: Setup, /, **given: Any) -> None:
         from limpet.mcp.server import make_server  # noqa: F401 - only whether it is there
     except ModuleNotFoundError as missing:
         raise InvalidValue(f"an MCP server needs {missing.name}: pip install 'limpet[mcp]'") from missing
+    if given["http"] is None:
+        # A thread waits for input, and nothing but input would end it. What was acknowledged is stored, so that the
+        # process may end at once, as it does on SIGTERM.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if sys.stdin is not None and sys.stdin.isatty():
+            output.show_stderr("limpet: waiting for an MCP client on standard input; clients start this command")
     asyncio.run(_serve(setup, **given))
 
 
