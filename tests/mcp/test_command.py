@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Limpet, command, terminal
+from tests.cli.support import Limpet, command
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,3 @@ def test_an_interrupt_ends_it_though_its_input_is_still_open(tmp_path: Path) -> 
         process.send_signal(signal.SIGINT)
 
         assert process.wait(30) == -signal.SIGINT
-
-
-def test_a_person_who_starts_it_is_informed(tmp_path: Path) -> None:
-    with terminal("--url", f"sqlite:///{tmp_path}/state.db", "mcp") as screen:
-        screen.wait_for("waiting for an MCP client")

@@ -18,6 +18,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import ResourceUpdatedNotification
 
 import limpet
+from limpet.cli.mcp import _with_token
 from limpet.mcp import http, resources
 from limpet.mcp.http import Anyone, make_app
 from limpet.mcp.server import SUBSCRIPTIONS_MAX, make_server
@@ -230,7 +231,8 @@ def test_it_ends_when_its_client_has_closed_the_pipe(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0
-    assert b"Traceback" not in done.stderr
+    place = f"limpet: serving namespace 'default' of {tmp_path}/state.db to the MCP client on standard input"
+    assert done.stderr.decode().splitlines() == [place]
 
 
 # HTTP -------------------------------------------------------------------------
@@ -255,7 +257,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        assert line.startswith("limpet: serving MCP at http://127.0.0.1:"), line + process.stderr.read()
+        assert line.startswith("limpet: serving namespace 'team' of "), line + process.stderr.read()
         try:
             yield line.split()[-1], store
         finally:
@@ -298,6 +300,9 @@ async def test_a_token_has_its_rights_and_its_namespace(served: tuple[str, str],
             await third("get", key="plan")
         with pytest.raises(Refused, match="right"):
             await third("list")
+        # A client that asks for all resources when it connects goes on.
+        assert (await third.client.list_resources()).resources == []
+        assert await third.resource("limpet://entry/task/1")
     async with limpet.open(store_url, namespace=mine.namespace) as store:
         assert await store.get("plan") == {"secret": "s3cret"}
         assert await store.namespace("team").get("task/1") == mode
@@ -407,8 +412,10 @@ async def test_a_token_for_another_server_shows_what_that_server_shows(tmp_path:
         blind = await issue(url, Scope("team", "", ("read", "write")))
         await _wait_for_token(server.http_url, blind.secret)
         async with (
-            connected(program(server.http_url, "-n", "team", "--token", full.secret)) as agent,
-            connected(program(server.http_url, "-n", "team", "--token", blind.secret)) as other,
+            limpet.open(_with_token(server.http_url, full.secret), namespace="team") as store,
+            limpet.open(_with_token(server.http_url, blind.secret), namespace="team") as hidden,
+            connected(make_server(store)) as agent,
+            connected(make_server(hidden)) as other,
         ):
             made = await agent("put", key="plan", value={"secret": "s3cret", "a": 1}, revision=0)
             await agent("edit", key="plan", revision=made["revision"], set={"/a": 2})

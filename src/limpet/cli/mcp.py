@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -68,8 +67,6 @@ def mcp_command(setup: Setup, /, **given: Any) -> None:
         # A thread waits for input, and nothing but input would end it. What was acknowledged is stored, so that the
         # process may end at once, as it does on SIGTERM.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if sys.stdin is not None and sys.stdin.isatty():
-            output.show_stderr("limpet: waiting for an MCP client on standard input; clients start this command")
     asyncio.run(_serve(setup, **given))
 
 
@@ -84,9 +81,11 @@ async def _serve(
         await store.status()
         server = make_server(store, reveals=reveal == "yes", read_only=read_only)
         if settings is None:
+            # For the log of the client, or for a person who has started this by hand.
+            output.show_stderr(f"limpet: serving {_place(setup)} to the MCP client on standard input")
             await serve_stdio(server)
         else:
-            await _serve_http(server, store, settings)
+            await _serve_http(setup, server, store, settings)
 
 
 def _settings(setup: Setup, http: str | None, **given: Any) -> Settings | None:
@@ -111,8 +110,17 @@ def _with_token(url: str, token: str | None) -> str:
     return f"{scheme}://{quote(token, safe='')}@{rest.rpartition('@')[2]}"
 
 
-async def _serve_http(server: Any, store: limpet.Store, settings: Settings) -> None:
+def _place(setup: Setup) -> str:
+    """The namespace and the store. A file with its whole path: a client starts this command in a folder of its own."""
+    store = setup.shown_url if setup.file is None else setup.file.absolute()
+    return f"namespace {setup.namespace!r} of {store}"
+
+
+async def _serve_http(setup: Setup, server: Any, store: limpet.Store, settings: Settings) -> None:
     from limpet.mcp.http import Anyone, serve_http
+
+    def show(url: str) -> None:
+        output.show_stderr(f"limpet: serving {_place(setup)} to MCP clients at {url}")
 
     async with contextlib.AsyncExitStack() as parts:
         callers: Callers = Anyone()
@@ -122,4 +130,4 @@ async def _serve_http(server: Any, store: limpet.Store, settings: Settings) -> N
             callers = tokens = Tokens(store._session)
             await tokens.start()
             parts.push_async_callback(tokens.close)
-        await serve_http(server, callers, settings, lambda url: output.show_stderr(f"limpet: serving MCP at {url}"))
+        await serve_http(server, callers, settings, show)

@@ -21,13 +21,14 @@ from mcp.server.subscriptions import InMemorySubscriptionBus, ListenHandler, Res
 from mcp.shared.exceptions import MCPError
 
 import limpet
-from limpet.errors import InvalidValue, LimpetError
+from limpet.errors import InvalidValue, LimpetError, PermissionDenied
 from limpet.mcp.resources import TEMPLATES, follow, parse_uri, read_resource, uri_of
 from limpet.mcp.tools import INSTRUCTIONS, TOOLS, Page, Tool, read_page, schema_of
 from limpet.mcp.wording import Problem, describe
 from limpet.mcp.workspace import Concealed, Unlisted, Workspace
 from limpet.server.dispatch import Caller, Dispatcher, TrustedCaller
 from limpet.server.outcome import redact
+from limpet.server.wording import public_error
 from limpet.store import Store
 
 __all__ = ["CALLER", "make_server", "serve_stdio"]
@@ -55,7 +56,8 @@ def make_server(
         reveals: Whether callers may see values. A caller with a token needs the right for it besides.
         read_only: Whether every write is refused, and its tools are not offered.
     """
-    session = store._session
+    # A copy: the dispatcher rewords the errors of its engine, and those of the store's owner stay as they are.
+    session = store._session.with_engine(store._session.engine)
     dispatcher = Dispatcher(session, "mcp", read_only=read_only, namespaces=Unlisted(session))
     local = TrustedCaller("mcp")
 
@@ -76,7 +78,13 @@ def make_server(
 
     async def list_resources(context: Context, params: Any) -> types.ListResourcesResult:
         after = None if params is None else params.cursor
-        page = await _or_error(read_page(space_of(context), Page(after=after)))
+        try:
+            page = await read_page(space_of(context), Page(after=after))
+        except PermissionDenied:
+            # A token for some keys alone. A client that asks for all when it connects should not fail.
+            return types.ListResourcesResult(resources=[])
+        except LimpetError as error:
+            raise _protocol_error(error) from error
         resources = [
             types.Resource(uri=uri_of(line.key), name=line.key, mime_type="application/json") for line in page.entries
         ]
@@ -199,7 +207,11 @@ async def _or_error(work: Any) -> Any:
     try:
         return await work
     except LimpetError as error:
-        raise MCPError(types.INVALID_PARAMS, str(error), {"code": error.code}) from error
+        raise _protocol_error(error) from error
+
+
+def _protocol_error(error: LimpetError) -> MCPError:
+    return MCPError(types.INVALID_PARAMS, str(public_error(error)), {"code": error.code})
 
 
 class _Subscriptions:

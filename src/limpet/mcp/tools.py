@@ -15,7 +15,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from limpet.codec import INT_MAX
-from limpet.errors import InvalidValue
+from limpet.errors import InvalidValue, PermissionDenied
+from limpet.keys import key_span
 from limpet.mcp import values
 from limpet.mcp.workspace import EDIT, WAIT, Edit, Wait, Workspace
 from limpet.model import Entry
@@ -311,6 +312,9 @@ async def _put(space: Workspace, call: Put) -> Written:
 async def _edit(space: Workspace, call: Change) -> Written:
     if not call.set and not call.remove:
         raise InvalidValue("an edit has set, remove, or both")
+    if not space.may_see(key_span(call.key)):
+        # Its answer, and its errors, name members that are there.
+        raise PermissionDenied("to edit takes the rights read and reveal besides write: use put or append")
     edit = Edit(key=call.key, revision=call.revision, set=call.set, remove=call.remove, fence=call.fence)
     found = await space.run(EDIT, edit)
     others: list[str] = found["others_changed"][: values.MEMBERS_MAX]
