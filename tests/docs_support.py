@@ -6,6 +6,7 @@
 - ``sql`` runs on ``state.db`` of that directory; the comment lines after a statement are its rows.
 - A comment ``<!-- python`` … ``-->`` runs too, and no reader sees it: the set-up that a reader has at home, such as a
   server that is running already.
+- ``json`` must parse; the Python behind it finds the last such document as ``document``.
 - ``toml`` must parse. ``text`` is a picture. ``sh`` is for the reader's own hands: see `test_docs`.
 """
 
@@ -15,6 +16,7 @@ import ast
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import re
 import sqlite3
@@ -110,6 +112,9 @@ class Reader:
                 check=False,
             )
             assert done.stdout == expected, f"{self._document.name}:{block.line}: $ {command} prints {done.stdout!r}"
+
+    def _run_json(self, block: Block) -> None:
+        self._names["document"] = json.loads(block.text)
 
     def _run_sql(self, block: Block) -> None:
         with contextlib.closing(sqlite3.connect("state.db")) as database:

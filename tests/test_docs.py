@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import codeop
 import os
 import re
 import tomllib
@@ -33,6 +35,7 @@ NOT_RUN_HERE = {
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080 --nats nats://127.0.0.1:4222": "goes on, likewise",
     "limpet serve --host limpet.internal --host limpet": "goes on; tests/server/test_attacks.py gives names",
     "limpet serve --url sqlite:///state.db --http 127.0.0.1:8080": "goes on, likewise",
+    "limpet mcp --url sqlite:///agents.db --http 127.0.0.1:8090 --auth tokens": "goes on; tests/mcp runs it",
     "export LIMPET=http://127.0.0.1:8080/v1/shop": "the set-up of the page does this",
     'export AUTH="Authorization: Bearer $(limpet token create me -n shop --right admin)"': "likewise",
     "export JSON='Content-Type: application/json'": "likewise",
@@ -102,6 +105,27 @@ def test_no_reader_is_shown_the_test_machinery_or_a_private_module(page: Path) -
     assert re.findall(r"LIMPET_TEST_\w+", shown) == []
     if page != FOR_AUTHORS:
         assert re.findall(r"from limpet\.(?:opening|session|store|engines?|server\.\w+)[\w.]* import", shown) == []
+
+
+# Pages that a newcomer follows at a prompt. Before Python 3.13, an empty line ends a function there.
+FOLLOWED = [
+    *(SITE / "how-to" / f"{name}.md" for name in ("agents", "fastmcp", "langgraph", "mcp")),
+    *sorted((SITE / "tutorial").glob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=names(FOLLOWED))
+def test_the_examples_of_a_page_can_be_pasted_at_a_prompt(page: Path) -> None:
+    prompt = codeop.CommandCompiler()
+    prompt.compiler.flags |= ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    for block in blocks(page):
+        # A whole program is saved as a file.
+        if block.language == "python" and not re.search(r"def main\(|asyncio\.run\(", block.text):
+            pending: list[str] = []
+            for line in [*block.text.splitlines(), ""]:
+                pending.append(line)
+                if prompt("\n".join(pending), f"{page.name}:{block.line}") is not None:
+                    pending = []
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ LAYERS: list[set[str]] = [
         *("store", "sync", "__init__"),
     },
     {"semantic", "faces", "plugin", "adapters", "observers", "moving"},
-    {"server"},
+    {"server", "mcp"},
     {"cli", "conformance", "demo", "testing"},
     {"__main__"},
 ]
@@ -59,9 +59,9 @@ HEAVY = [
     *("starlette", "uvicorn", "aiohttp", "httpx2", "jinja2", "prometheus_client", "opentelemetry"),
     *("click", "rich", "pytest", "hypothesis", "cryptography", "key_value", "cachelib"),
     *("agents", "openai", "pydantic", "limits", "litestar", "pydantic_ai", "openfeature"),
-    *("langgraph", "langchain_core"),
+    *("langgraph", "langchain_core", "mcp", "mcp_types", "anyio"),
     *("limpet.engines", "limpet.schema", "limpet.conformance", "limpet.demo", "limpet.cli", "limpet.faces"),
-    *("limpet.testing", "limpet.adapters", "limpet.observers"),
+    *("limpet.testing", "limpet.adapters", "limpet.observers", "limpet.mcp"),
     *("limpet.plugin", "limpet.encryption", "limpet.semantic", "limpet.server", "limpet.protocol"),
 ]
 

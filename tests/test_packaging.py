@@ -200,6 +200,14 @@ def test_redis_py_has_the_parts_that_are_used() -> None:
     assert callable(connection._parser.parse_error), "redis-py's parser no longer has parse_error"
 
 
+def test_the_mcp_sdk_has_the_parts_that_are_used() -> None:
+    from mcp.server import connection, session
+
+    made = inspect.getsource(session.ServerSession.__init__)
+    assert "self._connection = connection" in made, "a session no longer has the connection that limpet.mcp.server uses"
+    assert "exit_stack" in connection.Connection.__annotations__, "a connection no longer ends what belongs to it"
+
+
 def test_uvicorn_has_the_parts_that_are_used() -> None:
     from uvicorn import Server
     from uvicorn.protocols import utils

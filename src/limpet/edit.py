@@ -21,7 +21,7 @@ from limpet.model import ABSENT, UNCHANGED, Entry, Sentinel
 if TYPE_CHECKING:
     from limpet.store import Store
 
-__all__ = ["Decide", "Edit"]
+__all__ = ["Decide", "Edit", "merge_into"]
 
 Decide = Callable[[tuple[str, ...], Any, Any, Any], Any]
 """Gets a path and what is there in base, mine and theirs, and returns the value to keep, or ABSENT for none."""
@@ -64,32 +64,7 @@ class Edit:
 
     async def _finish(self, decide: Callable[[Clash], Any] | None) -> None:
         """Merge the copy into what is stored now. ``decide`` may be async; without it a clash is a `Conflict`."""
-        copy = encode(self._copy)
-
-        def load(found: Entry | None) -> tuple[Any, Any, Any]:
-            # Fresh ones each time: a function of the caller may change what it gets.
-            base = ABSENT if self._base is None else decode(self._base)
-            mine = decode(copy)
-            if base is ABSENT and not mine:
-                # Nothing was there, and nothing was put in.
-                mine = ABSENT
-            return base, mine, ABSENT if found is None else found.value
-
-        async def change(found: Entry | None) -> Any:
-            clashes: list[Clash] = []
-            merge(*load(found), clashes.append)
-            if clashes and decide is None:
-                raise Conflict(self.key, expected="its members as they were read", current=found, clashes=clashes)
-            kept: dict[tuple[str, ...], Any] = {}
-            for clash in clashes:
-                assert decide is not None
-                answer = decide(clash)
-                answer = await answer if inspect.isawaitable(answer) else answer
-                kept[clash.path] = ABSENT if answer is ABSENT else decode(encode(answer))
-            merged = merge(*load(found), lambda clash: kept[clash.path])
-            return UNCHANGED if are_same(merged, load(found)[2]) else merged
-
-        await self._write(change)
+        await self._write(merge_into(self.key, self._base, encode(self._copy), decide))
 
     async def __aenter__(self) -> dict[str, Any]:
         return await self._start()
@@ -97,6 +72,41 @@ class Edit:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             await self._finish(call_with_parts(self._on_conflict))
+
+
+def merge_into(
+    key: str, base: Stored | None, copy: Stored, decide: Callable[[Clash], Any] | None
+) -> Callable[[Entry | None], Awaitable[Any]]:
+    """Make the change that merges an edited copy into what is stored by then.
+
+    ``base`` is what the copy was made from; None where there was no such key. ``decide`` may be async; without it a
+    clash is a `Conflict`.
+    """
+
+    def load(found: Entry | None) -> tuple[Any, Any, Any]:
+        # Fresh ones each time: a function of the caller may change what it gets.
+        before = ABSENT if base is None else decode(base)
+        mine = decode(copy)
+        if before is ABSENT and not mine:
+            # Nothing was there, and nothing was put in.
+            mine = ABSENT
+        return before, mine, ABSENT if found is None else found.value
+
+    async def change(found: Entry | None) -> Any:
+        clashes: list[Clash] = []
+        merge(*load(found), clashes.append)
+        if clashes and decide is None:
+            raise Conflict(key, expected="its members as they were read", current=found, clashes=clashes)
+        kept: dict[tuple[str, ...], Any] = {}
+        for clash in clashes:
+            assert decide is not None
+            answer = decide(clash)
+            answer = await answer if inspect.isawaitable(answer) else answer
+            kept[clash.path] = ABSENT if answer is ABSENT else decode(encode(answer))
+        merged = merge(*load(found), lambda clash: kept[clash.path])
+        return UNCHANGED if are_same(merged, load(found)[2]) else merged
+
+    return change
 
 
 def call_with_parts(function: Decide | None) -> Callable[[Clash], Any | Awaitable[Any]] | None:

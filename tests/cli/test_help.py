@@ -39,7 +39,7 @@ COMMANDS = dict(all_commands())
 def test_these_are_the_commands() -> None:
     assert set(COMMANDS) == {
         *("get", "put", "append", "del", "ls", "folders", "namespaces", "incr", "field get", "field set", "field swap"),
-        *("call", "watch", "history", "lock", "serve", "stat", "doctor", "index", "grant", "ttl"),
+        *("call", "watch", "history", "lock", "serve", "mcp", "stat", "doctor", "index", "grant", "ttl"),
         *("token create", "token list", "token revoke", "token rotate"),
         *("audit verify", "audit show", "audit seal", "audit prune"),
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
@@ -139,7 +139,7 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     for seconds in (2, 30, 300):
         # A watch and a server go on for ever, and say nothing about their use after they have begun. On a machine that
         # is busy, that may take its time.
-        bounded = re.sub(r"limpet (watch|serve|top)", rf"timeout -s INT {seconds} limpet \1", example)
+        bounded = re.sub(r"limpet (watch|serve|mcp|top)", rf"timeout -s INT {seconds} limpet \1", example)
         done = subprocess.run(["sh", "-c", bounded], env=environment, capture_output=True, text=True, check=False)
         if "KeyboardInterrupt" not in done.stderr:
             break

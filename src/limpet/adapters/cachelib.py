@@ -13,14 +13,18 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, ClassVar, Final, Self
 
-from cachelib import BaseCache
-from cachelib.serializers import BaseSerializer
-
 from limpet import sync
+from limpet.adapters.missing import missing_framework
 from limpet.adapters.names import check_prefix, escape, shorten
 from limpet.codec import INT_MAX, INT_MIN
 from limpet.errors import Conflict, ValueTooLarge
 from limpet.keys import KEY_BYTES_MAX, KEYS_MAX
+
+try:
+    from cachelib import BaseCache
+    from cachelib.serializers import BaseSerializer
+except ModuleNotFoundError as error:
+    raise missing_framework("cachelib", error) from None
 
 __all__ = ["Cache"]
 

@@ -22,15 +22,9 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, SupportsFloat, TypeVar
 
 import msgspec
-from key_value.aio.errors import (
-    DeserializationError,
-    InvalidKeyError,
-    InvalidTTLError,
-    SerializationError,
-    ValueTooLargeError,
-)
 
 from limpet.adapters.lazy import LazyStore
+from limpet.adapters.missing import missing_framework
 from limpet.adapters.names import HASHED, check_prefix, escape, shorten, unescape
 from limpet.adapters.seen import Seen, SeenKeys
 from limpet.codec import decode, encode_field
@@ -39,6 +33,17 @@ from limpet.keys import BATCH_WRITES_MAX, KEY_BYTES_MAX, KEYS_MAX, META_BYTES_MA
 from limpet.merge import merge
 from limpet.model import Entry
 from limpet.store import Store
+
+try:
+    from key_value.aio.errors import (
+        DeserializationError,
+        InvalidKeyError,
+        InvalidTTLError,
+        SerializationError,
+        ValueTooLargeError,
+    )
+except ModuleNotFoundError as error:
+    raise missing_framework("keyvalue", error) from None
 
 __all__ = ["KeyValue"]
 

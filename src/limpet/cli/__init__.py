@@ -40,6 +40,7 @@ from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
 from limpet.cli.lifetimes import persist_command, take_command, touch_command
 from limpet.cli.locks import locks_command
+from limpet.cli.mcp import mcp_command
 from limpet.cli.migrate import migrate
 from limpet.cli.moving import adopt_command, copy_command, export_command, import_command
 from limpet.cli.serve import serve_command
@@ -663,6 +664,7 @@ main.add_command(restore_command)
 main.add_command(epoch_command)
 main.add_command(call_command)
 main.add_command(serve_command)
+main.add_command(mcp_command)
 main.add_command(audit)
 main.add_command(deadletters)
 

@@ -24,7 +24,7 @@ SECTIONS: Final = {
     "Changes": ("watch", "history"),
     "Locks": ("lock", "locks"),
     "Moving": ("export", "import", "copy", "adopt"),
-    "Serving": ("serve", "token"),
+    "Serving": ("serve", "mcp", "token"),
     "Maintenance": (
         *("namespaces", "stat", "top", "doctor", "backup", "restore", "epoch", "index", "encryption", "grant"),
         "migrate",

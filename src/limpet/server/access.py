@@ -274,6 +274,12 @@ class Bearer:
         self._token = token
         self._digest = digest
 
+    @property
+    def namespace(self) -> str | None:
+        """The namespace that the token opens, if it is one alone."""
+        names = {scope.namespace for scope in self._token.scopes}
+        return min(names) if len(names) == 1 and "*" not in names else None
+
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
         """Whether each of these spans is in a scope of the token; without any, whether the namespace is."""
         if namespace == OWN_NAMESPACE:

@@ -24,7 +24,7 @@ from limpet.store import Store
 
 __all__ = ["OWN_NAMESPACE", "Call", "Caller", "Callers", "Check", "Dispatcher", "Face", "Observer", "TrustedCaller"]
 
-Face = Literal["nats", "http"]
+Face = Literal["nats", "http", "mcp"]
 
 STORES_MAX: Final = 10_000
 

@@ -4,8 +4,13 @@
 have LangGraph's async and sync methods.
 """
 
-from limpet.adapters.langgraph.ownership import ThreadLost, ThreadOwned
-from limpet.adapters.langgraph.saver import Saver
-from limpet.adapters.langgraph.store import Store
+from limpet.adapters.missing import missing_framework
+
+try:
+    from limpet.adapters.langgraph.ownership import ThreadLost, ThreadOwned
+    from limpet.adapters.langgraph.saver import Saver
+    from limpet.adapters.langgraph.store import Store
+except ModuleNotFoundError as error:
+    raise missing_framework("langgraph", error) from None
 
 __all__ = ["Saver", "Store", "ThreadLost", "ThreadOwned"]
