@@ -19,6 +19,15 @@ def unmeasured() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
 
 
+def bare_pytest() -> list[str]:
+    """The words that start pytest with the plugins that a test of the suite needs.
+
+    By itself it would load every plugin of the environment, which takes longer than many a run of a few tests.
+    """
+    needed = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+    return [sys.executable, "-m", "pytest", "--disable-plugin-autoload", *(f"-p{name}" for name in needed)]
+
+
 class Process:
     """A function of a module in a process of its own."""
 
