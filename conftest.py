@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -23,6 +24,7 @@ REDIS = "LIMPET_TEST_REDIS"
 NATS = "LIMPET_TEST_NATS"
 HTTP = "LIMPET_TEST_HTTP"
 KEYS = "LIMPET_TEST_KEYS"
+COVERAGE = "COVERAGE_PROCESS_CONFIG"
 
 # The folders of the tests of layers over the store.
 LAYERS = [Path(__file__).parent / "tests" / name for name in ("faces", "semantic")]
@@ -40,6 +42,11 @@ def pytest_configure(config: pytest.Config) -> None:
         _run(REDIS, lambda: redis({"databases": "64", "appendonly": "yes"}))
         _run(NATS, nats)
         _run(HTTP, served)
+    for marker in (
+        "part: a part of a slow test, in the ordinary run in its place; the whole run leaves it out",
+        "unmeasured: other tests cover what it runs, and with coverage it takes twice as long",
+    ):
+        config.addinivalue_line("markers", marker)
     _let_coverage_be_forked()
     os.environ.setdefault(KEYS, ":".join(new_key()))
     os.environ.setdefault("LIMPET_MODEL_EXAMPLES", "100" if WHOLE else "20")
@@ -129,13 +136,14 @@ def pytest_limpet_runs(config: pytest.Config, test: SuiteTest, case: int, engine
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow tests, and engines of the layers over the store."""
-    if not WHOLE:
-        deselect(config, items, [item for item in items if _is_slow(item) or not _runs_on_its_engine(item)])
+    """Leave out slow tests, and engines of the layers over the store; or what slow tests do too."""
+    deselect(config, items, [item for item in items if not _belongs_to_this_run(item)])
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    return item.get_closest_marker("slow") is not None
+def _belongs_to_this_run(item: pytest.Item) -> bool:
+    if WHOLE:
+        return item.get_closest_marker("part") is None
+    return item.get_closest_marker("slow") is None and _runs_on_its_engine(item)
 
 
 def _runs_on_its_engine(item: pytest.Item) -> bool:
@@ -149,20 +157,26 @@ def _runs_on_its_engine(item: pytest.Item) -> bool:
     return all(runs(test, 0, engine, "async") for engine in engines)
 
 
+def pytest_collection_finish() -> None:
+    """Have garbage be looked for among what tests make, and not among all tests and modules each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Measure coverage in a part of the suite, because measuring takes more than half as long again.
-
-    The engines take turns, test by test, with the first case of a test of the suite. All other tests are measured.
-    """
+    """Measure coverage in a part of the tests, because measuring takes nearly as long again."""
     measuring = coverage.Coverage.current()
-    target = target_of(item)
-    if measuring is None or target is None or _is_measured(item, target[0]):
+    if measuring is None or _is_measured(item):
         return (yield)
     measuring.stop()
+    # With this variable, coverage is measured in the processes that a test starts.
+    for_processes = os.environ.pop(COVERAGE, None)
     try:
         return (yield)
     finally:
+        if for_processes is not None:
+            os.environ[COVERAGE] = for_processes
         measuring.start()
 
 
@@ -186,12 +200,24 @@ def _let_coverage_be_forked() -> None:
     os.register_at_fork(before=collector.lock_data, after_in_parent=collector.unlock_data, after_in_child=begin_anew)
 
 
-def _is_measured(item: pytest.Item, engine: str) -> bool:
-    test = name_of(item)
-    case = getattr(item, "callspec", None)
+# One in so many is measured: of the engines that a test of the suite runs on, and of the further cases of the others.
+MEASURED_EVERY = 4
+
+
+def _is_measured(item: pytest.Item) -> bool:
+    """Whether coverage is measured in a test: in every test once at least, unless its mark says that others do.
+
+    With the first case of a test of the suite, the engines take turns, test by test.
+    """
+    if item.get_closest_marker("unmeasured") is not None:
+        return False
+    case: Any = getattr(item, "callspec", None)
     is_first = case is None or not any(case.indices[name] for name in case.indices if name != TARGET)
+    target = target_of(item)
+    if target is None:
+        return is_first or zlib.crc32(item.nodeid.encode()) % MEASURED_EVERY == 0
     engines: list[str] = item.config.option.limpet_engine
-    return is_first and zlib.crc32(test.encode()) % 2 == engines.index(engine) % 2
+    return is_first and (zlib.crc32(name_of(item).encode()) - engines.index(target[0])) % MEASURED_EVERY == 0
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -15,26 +15,36 @@ PATIENCE_S: Final = 120.0
 
 
 def unmeasured() -> dict[str, str]:
-    """The environment for many short processes that prove nothing about coverage, and would start slowly with it."""
+    """The environment of a process whose coverage is not measured: most run what the tests run in their own process.
+
+    Measuring takes a short process as long again. A fork of one that is measured could wait for ever: it copies the
+    lock of coverage's data as it is, also where another thread holds it.
+    """
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_PROCESS")}
+
+
+def bare_pytest() -> list[str]:
+    """The words that start pytest with the plugins that a test of the suite needs.
+
+    By itself it would load every plugin of the environment, which takes longer than many a run of a few tests.
+    """
+    needed = ("pytest_asyncio.plugin", "pytest_timeout", "_hypothesis_pytestplugin")
+    return [sys.executable, "-m", "pytest", "--disable-plugin-autoload", *(f"-p{name}" for name in needed)]
 
 
 class Process:
     """A function of a module in a process of its own."""
 
     module: ClassVar[str]
-    measured: ClassVar[bool] = True
 
     def __init__(self, name: str, *args: object) -> None:
-        # A fork copies the lock of coverage's data as it is. If another thread holds it, the child waits for ever.
-        measured = self.measured and not name.startswith("forks_")
         self._process = subprocess.Popen(
             [sys.executable, "-m", self.module, name, *map(str, args)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env=None if measured else unmeasured(),
+            env=unmeasured(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

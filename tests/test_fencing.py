@@ -38,7 +38,6 @@ class Process(processes.Process):
     """A function of ``tests.fenced`` in a process of its own."""
 
     module = "tests.fenced"
-    measured = False
 
 
 # Locks ------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import bare_pytest
 
 SUITE = Path(__file__).parents[1] / "src" / "limpet" / "conformance"
 
@@ -18,7 +19,7 @@ def test_the_report_names_what_was_not_judged_without_a_hook() -> None:
         f"{SUITE}/test_primitives.py::test_what_trimming_drops_is_deleted",
         f"{SUITE}/test_primitives.py::test_the_oldest_changes_go_first",
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests, "--limpet-engine", url]
+    command = [*bare_pytest(), "-q", *tests, "--limpet-engine", url]
     environment = {name: text for name, text in os.environ.items() if name != "LIMPET_WHOLE"}
 
     done = subprocess.run(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.planted import BUGS
+from tests.processes import bare_pytest
 
 ROOT = Path(__file__).parent.parent
 SUITE = "src/limpet/conformance"
@@ -65,8 +65,7 @@ JUDGES = {
 
 def judge(bug: str) -> subprocess.CompletedProcess[str]:
     target, part = JUDGES[bug]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "tests.planted", "-p", "no:xdist", part, "-k", target]
-    command += ["--timeout", "120"]
+    command = [*bare_pytest(), "-x", "-q", "-p", "tests.planted", part, "-k", target, "--timeout", "120"]
     environment = {**os.environ, "LIMPET_PLANTED": bug}
     # Broken code need not be measured, and the ordinary run has to catch it.
     for name in ("COVERAGE_PROCESS_CONFIG", "LIMPET_WHOLE"):

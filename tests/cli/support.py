@@ -14,6 +14,7 @@ from typing import Any
 from click.testing import CliRunner, Result
 
 from limpet.cli import main
+from tests.processes import unmeasured
 
 WAIT_S = 120.0
 
@@ -51,7 +52,8 @@ def command(*words: str) -> list[str]:
 def start(*words: str, **options: Any) -> subprocess.Popen[str]:
     """``limpet`` as a process without a terminal."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command(*words), text=True, start_new_session=True, **{**pipes, **options})
+    given = {**pipes, "env": unmeasured(), **options}
+    return subprocess.Popen(command(*words), text=True, start_new_session=True, **given)
 
 
 def read_line(process: subprocess.Popen[str]) -> str:
@@ -112,6 +114,7 @@ def terminal(*words: str) -> Iterator[Terminal]:
         stdout=screen,
         stderr=screen,
         start_new_session=True,
+        env=unmeasured(),
     )
     os.close(screen)
     try:

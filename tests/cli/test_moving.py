@@ -59,7 +59,7 @@ def test_an_export_goes_through_a_pipe(run: Limpet, other: str) -> None:
 
 def test_the_reader_of_an_export_may_leave(url: str) -> None:
     make_entries(url, 6_000)
-    shell = f"{sys.executable} -m limpet.cli --url {url} export - | head -n 1"
+    shell = f"{sys.executable} -m limpet --url {url} export - | head -n 1"
 
     done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=True)
 

@@ -15,7 +15,6 @@ KEYS = 8
 
 class Worker(Process):
     module = "tests.encryption.workers"
-    measured = False
 
 
 def receive() -> Any:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from tests.docs_support import ROOT, SITE, blocks
-from tests.processes import unmeasured
+from tests.processes import bare_pytest, unmeasured
 
 PAGE = SITE / "how-to" / "write-an-engine.md"
 SUITE = ROOT / "src" / "limpet" / "conformance"
@@ -43,7 +42,7 @@ def judge(folder: Path, url: str, *arguments: str, timeout_s: float = 600) -> st
     plugins = ["-p", "limpet.conformance.plugin", "-p", f"limpet_{HOOKS[url]}", "--limpet-engine", url]
     path = os.pathsep.join([str(folder), str(ROOT / "src")])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *plugins, *arguments],
+        [*bare_pytest(), *options, *plugins, *arguments],
         cwd=folder,
         env={**unmeasured(), "PYTHONPATH": path, "LIMPET_MODEL_EXAMPLES": "20"},
         capture_output=True,

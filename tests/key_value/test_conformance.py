@@ -23,6 +23,7 @@ def test_the_engine_of_the_page_is_small() -> None:
     assert len(engine.lines()) < LINES_MAX
 
 
+@pytest.mark.part
 @pytest.mark.timeout(300)
 def test_the_engine_of_the_page_keeps_the_main_promises(tmp_path: Path) -> None:
     install(tmp_path)

@@ -18,7 +18,6 @@ PAGE = 20
 
 class Harvester(Process):
     module = "tests.semantic.harvesters"
-    measured = False
 
 
 async def harvest(kept: SemanticStore, name: str, items: int) -> None:

@@ -19,7 +19,6 @@ class Worker(Process):
     """A process that runs a function of this module."""
 
     module: ClassVar[str] = "tests.server.subjects_workers"
-    measured: ClassVar[bool] = False
 
 
 async def serve(url: str, nats_url: str) -> None:

@@ -93,6 +93,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.unmeasured
 @fuzzed.parametrize()
 @hypothesis.settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
