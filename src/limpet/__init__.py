@@ -35,6 +35,7 @@ from limpet.model import (
     Version,
     Window,
 )
+from limpet.on_demand import Lazy, lazy
 from limpet.record import Record
 from limpet.request_ids import new_request_id
 from limpet.store import Page, Store, open
@@ -66,6 +67,7 @@ __all__ = [
     "Fields",
     "Filter",
     "Keyring",
+    "Lazy",
     "LimpetError",
     "Lock",
     "LockInfo",
@@ -87,6 +89,7 @@ __all__ = [
     "equals",
     "errors",
     "field",
+    "lazy",
     "new_request_id",
     "open",
     "sync",
