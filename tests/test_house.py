@@ -44,7 +44,7 @@ LAYERS: list[set[str]] = [
     {
         *("waiters", "hub", "sweep", "session", "opening", "draft", "record", "lock", "election", "pages"),
         *("append", "edit", "many", "folders", "observed", "typed"),
-        *("store", "sync", "__init__"),
+        *("store", "sync", "on_demand", "__init__"),
     },
     {"semantic", "faces", "plugin", "adapters", "observers", "moving"},
     {"server", "mcp"},

@@ -36,6 +36,7 @@ from limpet.model import (
     Window,
 )
 from limpet.observed import Observer, Operation
+from limpet.on_demand import Lazy, lazy
 from limpet.record import Record
 from limpet.request_ids import new_request_id
 from limpet.store import Page, Store, open
@@ -67,6 +68,7 @@ __all__ = [
     "Fields",
     "Filter",
     "Keyring",
+    "Lazy",
     "LimpetError",
     "Lock",
     "LockInfo",
@@ -90,6 +92,7 @@ __all__ = [
     "equals",
     "errors",
     "field",
+    "lazy",
     "new_request_id",
     "open",
     "sync",

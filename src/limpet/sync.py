@@ -85,7 +85,9 @@ class Runner:
             result: R = done.value
             return result
         work.close()
-        raise AssertionError("a call that completes in place has suspended")
+        raise RuntimeError(
+            "work that completes in place has waited for something else than the store: run it with on_loop=True"
+        )
 
     def wait(self, work: Coroutine[Any, Any, R]) -> R:
         """Run a coroutine on the loop and wait for it."""
@@ -305,6 +307,15 @@ class Store(Proxy):
     def namespace(self, name: str) -> Store:
         """Another namespace of the same engine. It is closed together with this one."""
         return Store(self._twin.namespace(name), self._runner)
+
+    def run(self, function: Callable[[_store.Store], Coroutine[Any, Any, R]], /, *, on_loop: bool = False) -> R:
+        """Run an async function of the async store to its end, for code that is written once for both kinds of callers.
+
+        Where the engine completes in place it runs in the caller's thread, and may then await nothing but the store's
+        reads and writes. With ``on_loop`` it always runs on the store's own event loop, and may await anything: a
+        sleep, a watch, a lock.
+        """
+        return (self._runner.wait if on_loop else self._runner.run)(function(self._twin))
 
     def update(
         self,

@@ -192,7 +192,7 @@ def test_doctor_prints_a_document_for_each_check(run: Limpet) -> None:
             {"key": "new", "expected": "version 7", "actual_version": None, "actual_revision": None, "reason": "guard"},
         ),
         (["put", "", "1"], "invalid_key", {"key": ""}),
-        (["incr", "r"], "type_mismatch", {"key": "r", "expected": "an integer", "found": "a record"}),
+        (["incr", "r"], "type_mismatch", {"key": "r", "expected": "an integer", "found": "a record", "path": None}),
         (["put", "k", "x" * 1_000_001], "value_too_large", {"key": "k", "size_bytes": 1_000_003, "limit_bytes": 10**6}),
         (["watch", "--after", "99"], "compacted", {"oldest": None}),
     ],

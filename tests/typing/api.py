@@ -226,6 +226,7 @@ def use_sync_store(store: limpet.sync.Store) -> None:
     assert_type(store.sweep(), int)
     assert_type(store.trim(), int)
     assert_type(store.remaining("a"), float | None)
+    assert_type(store.run(lambda awaited: awaited.add("n")), int)
     assert_type(store.typed(Point, "point/"), limpet.sync.Typed[Point])
     assert_type(store.batch(), limpet.sync.Draft)
     assert_type(store.record("r"), limpet.sync.Record)

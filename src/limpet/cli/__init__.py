@@ -38,7 +38,7 @@ from limpet.cli.encryption import encryption
 from limpet.cli.failure import Missing, quote_name
 from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
-from limpet.cli.lifetimes import persist_command, take_command, touch_command
+from limpet.cli.lifetimes import persist_command, take_command, touch_command, ttl_command
 from limpet.cli.locks import locks_command
 from limpet.cli.mcp import mcp_command
 from limpet.cli.migrate import migrate
@@ -140,21 +140,6 @@ def get(setup: Setup, key: str, raw: bool) -> None:
         output.show(wire.entry_as_json(entry, with_value=True))
     else:
         output.show_value(entry.value, raw=raw)
-
-
-@main.command(epilog=examples("limpet ttl session/ada", "limpet ttl session/ada --json | jq .remaining"))
-@click.argument("key", shell_complete=complete_key)
-@pass_setup
-def ttl(setup: Setup, key: str) -> None:
-    """Print how long KEY has left until it expires."""
-    with setup.open() as store:
-        remaining = store.remaining(key)
-    if remaining == 0:
-        raise limpet.errors.NotFound(key)
-    if setup.as_json:
-        output.show({"key": key, "remaining": remaining})
-    else:
-        output.show_line("never" if remaining is None else format_duration(remaining))
 
 
 @main.command(
@@ -641,6 +626,7 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
 main.add_command(del_command)
 main.add_command(take_command)
 main.add_command(touch_command)
+main.add_command(ttl_command)
 main.add_command(persist_command)
 main.add_command(txn_command)
 main.add_command(locks_command)

@@ -50,7 +50,7 @@ def del_command(
     Several keys are deleted in batches of 128, each batch as a whole; so are those of --prefix. If it is interrupted,
     run it again. If a key does not exist, the others are deleted, and the exit code is 3.
     """
-    fence = fence_of(fenced)
+    expect, fence = expectation(if_version=if_version, if_revision=if_revision), fence_of(fenced)
     if (is_prefix or len(keys) > 1) and (if_version, if_revision, request_id) != (None, None, None):
         raise click.UsageError("--if-version, --if-revision and --request-id go with one KEY, and not with --prefix")
     with setup.open() as store:
@@ -61,7 +61,6 @@ def del_command(
         elif len(keys) > 1:
             _delete_several(setup, store, list(dict.fromkeys(keys)), fence)
         else:
-            expect = expectation(if_version=if_version, if_revision=if_revision)
             if not store.delete(keys[0], expect=expect, fence=fence, request_id=request_id):
                 raise NotFound(keys[0])
             _show_deleted(setup, keys)

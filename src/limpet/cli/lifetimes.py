@@ -1,4 +1,4 @@
-"""``limpet touch``, ``persist`` and ``take``: when a key ends, and reading it for the last time."""
+"""``limpet ttl``, ``touch``, ``persist`` and ``take``: when a key ends, and reading it for the last time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,28 @@ from limpet.cli import output
 from limpet.cli.arguments import Setup, complete_key, duration, pass_setup
 from limpet.cli.commands import Command, condition_options, examples, write_options
 from limpet.cli.writing import expectation, fence_of, show_written
+from limpet.clock import format_duration
 from limpet.errors import NotFound
 from limpet.protocol.json import plain
 
-__all__ = ["persist_command", "take_command", "touch_command"]
+__all__ = ["persist_command", "take_command", "touch_command", "ttl_command"]
+
+
+@click.command(
+    name="ttl", cls=Command, epilog=examples("limpet ttl session/ada", "limpet ttl session/ada --json | jq .remaining")
+)
+@click.argument("key", shell_complete=complete_key)
+@pass_setup
+def ttl_command(setup: Setup, key: str) -> None:
+    """Print how long KEY has left until it expires."""
+    with setup.open() as store:
+        remaining = store.remaining(key)
+    if remaining == 0:
+        raise NotFound(key)
+    if setup.as_json:
+        output.show({"key": key, "remaining": remaining})
+    else:
+        output.show_line("never" if remaining is None else format_duration(remaining))
 
 
 @click.command(

@@ -129,6 +129,26 @@ def test_verbs_answer_without_await(blocking: sync.Store) -> None:
         blocking.put("r", 1, expect=limpet.PRESENT)
 
 
+@pytest.mark.parametrize("on_loop", [False, True])
+def test_an_async_function_runs_for_a_caller_that_does_not_await(blocking: sync.Store, on_loop: bool) -> None:
+    """`run` runs an async function of the async store, and gives what it returns or raises."""
+
+    async def move(store: limpet.Store) -> list[str]:
+        await store.put("a", 1)
+        await store.create("b", await store.take("a"))
+        return [entry.key async for entry in store.scan()]
+
+    async def wait(store: limpet.Store) -> int:
+        async with store.lock("gate", ttl=10) as lock:
+            await asyncio.sleep(0.001)
+            return (await store.put("c", 1, fence=lock)).version
+
+    assert blocking.run(move, on_loop=on_loop) == ["b"]
+    with pytest.raises(Conflict):
+        blocking.run(move, on_loop=on_loop)
+    assert blocking.run(wait, on_loop=True) == 1
+
+
 def test_verbs_work_in_threads_that_did_not_open_the_store(blocking: sync.Store) -> None:
     """The same verbs work without await, in any thread."""
 

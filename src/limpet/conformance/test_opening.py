@@ -46,6 +46,24 @@ async def drain(items: AsyncIterator[Any]) -> list[Any]:
     return [item async for item in items]
 
 
+@pytest.mark.face("async")
+async def test_a_lazy_store_opens_by_its_first_use(url: str, clock: limpet.ManualClock) -> None:
+    """`limpet.lazy` opens a store by its first use: once for each event loop, once for callers that do not await."""
+    state = limpet.lazy(url, clock=clock, namespace=f"t-{uuid.uuid4().hex[:12]}")
+    store, same = await state, await state
+    blocking = await in_thread(state.blocking)
+    try:
+        await store.put("k", 1)
+        assert same is store
+        assert await in_thread(lambda: blocking.get("k")) == 1
+        assert await in_thread(state.blocking) is blocking
+    finally:
+        await state.close()
+        await in_thread(state.close_blocking)
+    with pytest.raises(Closed):
+        await store.get("k")
+
+
 # By await and by async with -------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ class Concealed:
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
-        self.name = caller.name
+        self.name, self.writer = caller.name, caller.writer
 
     def may(self, namespace: str, right: Right, spans: Sequence[Span]) -> bool:
         """Whether it has a right, which is never ``reveal``."""

@@ -7,13 +7,13 @@ callers that do not.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, Final, TypeVar
 
 import limpet
 from limpet import sync
 from limpet.errors import Closed, InvalidValue
+from limpet.on_demand import Lazy
 
 __all__ = ["Source"]
 
@@ -34,27 +34,24 @@ class Source:
     def __init__(self, store: limpet.Store | sync.Store | str, namespace: str) -> None:
         if not isinstance(store, limpet.Store | sync.Store | str):
             raise InvalidValue(f"give a store or a URL, not something of type {type(store).__name__}")
-        self._url = store if isinstance(store, str) else None
-        self._namespace = namespace
+        self._lazy = Lazy(store, namespace=namespace) if isinstance(store, str) else None
         self._async = store if isinstance(store, limpet.Store) else None
         self._sync = store if isinstance(store, sync.Store) else None
-        self._lock = threading.Lock()
         self._loop = _running_loop() if self._async is not None else None
-        self._opening: asyncio.Future[limpet.Store] | None = None
         self._closed = False
 
     # For callers that await ---------------------------------------------------------
 
     async def arun(self, work: Work[R]) -> R:
         """Run work on the store for a caller that awaits."""
-        if self._sync is not None and self._url is None:
+        if self._sync is not None:
             # A store without await blocks, so it gets a thread.
             return await asyncio.to_thread(self.run, work)
         return await work(await self._astore())
 
     async def aiterate(self, items: Callable[[limpet.Store], AsyncIterator[R]]) -> AsyncIterator[R]:
         """Iterate over what the store has, for a caller that awaits."""
-        if self._sync is not None and self._url is None:
+        if self._sync is not None:
             found = self.iterate(items)
             while (item := await asyncio.to_thread(next, found, _END)) is not _END:
                 yield item  # type: ignore[misc]
@@ -63,51 +60,33 @@ class Source:
             yield each
 
     async def _astore(self) -> limpet.Store:
-        loop = asyncio.get_running_loop()
-        if self._async is not None and (self._url is None or self._loop is loop):
-            return self._async
-        if self._closed or self._url is None:
-            raise Closed
-        if self._opening is None or self._opening.get_loop() is not loop:
-            self._opening = asyncio.ensure_future(self._open(self._url))
-        return await asyncio.shield(self._opening)
+        return self._async if self._async is not None else await self._opened()
 
-    async def _open(self, url: str) -> limpet.Store:
-        self._async = await limpet.open(url, namespace=self._namespace)
-        self._loop = asyncio.get_running_loop()
-        return self._async
+    def _opened(self) -> Lazy:
+        if self._lazy is None or self._closed:
+            raise Closed
+        return self._lazy
 
     # For callers that do not --------------------------------------------------------
 
     def run(self, work: Work[R]) -> R:
         """Run work on the store for a caller that does not await."""
-        if self._url is None and self._async is not None:
-            return self._run_on_loop(work(self._async))
-        store = self._open_sync()
-        return store._runner.run(work(store._twin))
+        return self._run_on_loop(work(self._async)) if self._async is not None else self._store().run(work)
 
     def iterate(self, items: Callable[[limpet.Store], AsyncIterator[R]]) -> Iterator[R]:
         """Iterate over what the store has, for a caller that does not await."""
-        if self._url is None and self._async is not None:
-            run: Callable[[Coroutine[Any, Any, Any]], Any] = self._run_on_loop
-            found = items(self._async)
-        else:
-            store = self._open_sync()
-            run, found = store._runner.run, items(store._twin)
+        found: list[AsyncIterator[R]] = []
 
-        async def advance() -> Any:
-            return await anext(found, _END)
+        async def advance(store: limpet.Store) -> Any:
+            if not found:
+                found.append(items(store))
+            return await anext(found[0], _END)
 
-        while (item := run(advance())) is not _END:
+        while (item := self.run(advance)) is not _END:
             yield item
 
-    def _open_sync(self) -> sync.Store:
-        with self._lock:
-            if self._sync is None:
-                if self._closed or self._url is None:
-                    raise Closed
-                self._sync = sync.open(self._url, namespace=self._namespace)
-            return self._sync
+    def _store(self) -> sync.Store:
+        return self._sync if self._sync is not None else self._opened().blocking()
 
     def _run_on_loop(self, work: Coroutine[Any, Any, R]) -> R:
         """Run work on the loop of the store that was given, from another thread."""
@@ -126,19 +105,15 @@ class Source:
     async def aclose(self) -> None:
         """Close what was opened here."""
         self._closed = True
-        if self._url is None:
-            return
-        store, self._async, self._opening = self._async, None, None
-        if store is not None:
-            await store.close()
-        if self._sync is not None:
-            await asyncio.to_thread(self._sync.close)
+        if self._lazy is not None:
+            await self._lazy.close()
+            await asyncio.to_thread(self._lazy.close_blocking)
 
     def close(self) -> None:
         """Close what was opened here for callers that do not await."""
         self._closed = True
-        if self._url is not None and self._sync is not None:
-            self._sync.close()
+        if self._lazy is not None:
+            self._lazy.close_blocking()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

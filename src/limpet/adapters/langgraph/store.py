@@ -30,8 +30,8 @@ from langgraph.store.base import (
 
 import limpet
 from limpet import codec, sync
-from limpet.adapters.langgraph.keys import quote, unquote
 from limpet.adapters.langgraph.source import Source
+from limpet.adapters.names import escape, unescape
 from limpet.errors import Conflict, InvalidValue
 from limpet.keys import BATCH_BYTES_MAX, BATCH_GUARDS_MAX, BATCH_WRITES_MAX, KEYS_MAX
 
@@ -293,22 +293,22 @@ async def _namespaces(store: limpet.Store, prefix: Namespace) -> AsyncIterator[N
 
 
 def _prefix(namespace: Namespace) -> str:
-    return ROOT + "".join(f"{quote(label)}/" for label in namespace)
+    return ROOT + "".join(f"{escape(label)}/" for label in namespace)
 
 
 def _key(namespace: Namespace, key: str) -> str:
-    return f"{_prefix(namespace)}/{quote(key)}"
+    return f"{_prefix(namespace)}/{escape(key)}"
 
 
 def _namespace(head: str) -> Namespace:
-    return tuple(unquote(label) for label in head.removeprefix(ROOT).removesuffix("//").split("/"))
+    return tuple(unescape(label) for label in head.removeprefix(ROOT).removesuffix("//").split("/"))
 
 
 def _item(entry: limpet.Entry) -> dict[str, Any]:
     at = entry.key.index("//") + 2
     return {
         "namespace": _namespace(entry.key[:at]),
-        "key": unquote(entry.key[at:]),
+        "key": unescape(entry.key[at:]),
         "value": entry.value,
         "created_at": _time(entry.created_ms),
         "updated_at": _time(entry.updated_ms),
