@@ -321,8 +321,8 @@ async def test_keys_can_be_replaced_while_a_store_is_open(open_store: OpenStore)
 
 
 async def test_sealing_anew_keeps_everything_else(open_store: OpenStore) -> None:
-    """`reseal` encrypts with the current key what another has encrypted, and keeps value, meta and time to live."""
-    before = await open_store(encryption=ring("old"))
+    """`reseal` encrypts with the current key what another has, and keeps value, meta, writer and time to live."""
+    before = await open_store(encryption=ring("old"), writer="ann")
     for name, value in VALUES.items():
         await before.put(name, value, ttl=60, meta={"by": name})
     entries = [entry async for entry in before.scan()]
@@ -339,6 +339,7 @@ async def test_sealing_anew_keeps_everything_else(open_store: OpenStore) -> None
     assert [(entry.key, entry.value, entry.kind, entry.meta, entry.expires_ms) for entry in found] == [
         (entry.key, entry.value, entry.kind, entry.meta, entry.expires_ms) for entry in entries
     ]
+    assert {entry.writer for entry in found} == {"ann"}
     assert [entry.version for entry in found] == [2] * len(VALUES)
 
 
@@ -356,7 +357,7 @@ async def test_sealing_anew_names_itself(open_store: OpenStore) -> None:
 
 
 async def test_sealing_anew_goes_on_where_it_was_interrupted(open_store: OpenStore) -> None:
-    """`reseal` encrypts with the current key what another has encrypted, and keeps value, meta and time to live."""
+    """`reseal` encrypts with the current key what another has, and keeps value, meta, writer and time to live."""
     before = await open_store(encryption=ring("old"))
     for number in range(10):
         await before.put(f"{number}", number)

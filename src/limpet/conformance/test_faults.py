@@ -43,9 +43,12 @@ REQUESTS: dict[str, Request] = {
 }
 
 
-@pytest.mark.parametrize("request_of", REQUESTS)
+# A writer's name is logged with the name of the request, by which its retry finds it.
+@pytest.mark.parametrize(
+    ("request_of", "writer"), [*((name, None) for name in REQUESTS), ("put with a guard", "ann"), ("batch", "ann")]
+)
 async def test_a_lost_reply_is_not_taken_for_a_lost_request(
-    line: Line, open_through: OpenStore, request_of: str
+    line: Line, open_through: OpenStore, request_of: str, writer: str | None
 ) -> None:
     """A commit whose reply was lost raises Ambiguous; where Unavailable is raised, nothing was applied."""
     store = await open_through()
@@ -54,7 +57,7 @@ async def test_a_lost_reply_is_not_taken_for_a_lost_request(
     assert a is not None
     guards, writes = REQUESTS[request_of](a)
     before = await primitives.status()
-    batch, line_cuts = Batch(guards, writes), line.cuts
+    batch, line_cuts = Batch(guards, writes, writer=writer), line.cuts
 
     line.cut()
     try:
@@ -77,6 +80,7 @@ async def test_a_lost_reply_is_not_taken_for_a_lost_request(
     log = await primitives.log()
     assert sum(change.revision > before.revision for change in log) == len(writes)
     assert len({change.cause for change in log if change.revision > before.revision}) == 1
+    assert {change.writer for change in log if change.revision > before.revision} == {writer}
 
 
 async def settle(primitives: Primitives, batch: Batch, unknown: Ambiguous) -> Commit | Refusal:

@@ -326,7 +326,7 @@ class PostgresEngine(PostgresConnections):
         """Let the server put values, in one round trip; None in place of a batch that it leaves out."""
         name = new_request_id()
         # Encoding may fail because of a batch, so it comes before anything is sent.
-        arguments = put_arguments(group, puts)
+        arguments = put_arguments(group, puts, name)
         statement, seen_ms = sql.PUT if len(puts) > 1 else sql.PUT_ONE, self._seen_ms.get(namespace, 0)
         is_sent = False
         try:

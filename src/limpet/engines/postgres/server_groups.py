@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import msgspec
+
 from limpet import codec
 from limpet.engines.postgres.rows import (
     array_text,
@@ -29,6 +31,8 @@ from limpet.model import (
     Entry,
     Put,
     Revision,
+    join_origin,
+    join_writer,
 )
 
 __all__ = [
@@ -52,14 +56,16 @@ def plain_puts(group: list[Ticket]) -> list[Put] | None:
         batch = ticket.batch
         if batch.receipt_ms is not None or batch.retry_since is not None or not batch.writes:
             return None
-        if batch.writer is not None:
-            # Its name is put into the rows by the plan.
+        if batch.request_id is not None and batch.origin != batch.request_id:
+            # The function takes the origin of a change for the id of a request, which may be superseded.
             return None
         if batch.guards and not _has_expected_revision(batch):
             return None
         for write in batch.writes:
             if type(write) is not Put or write.ttl_ms is KEEP or write.meta_json is KEEP:
                 return None
+            if batch.writer is not None and write.family == "data":
+                write = msgspec.structs.replace(write, meta_json=join_writer(write.meta_json, batch.writer))  # noqa: PLW2901
             puts.append(write)
     is_distinct = len(puts) == 1 or len({(put.family, put.key) for put in puts}) == len(puts)
     return puts if is_distinct else None
@@ -88,26 +94,33 @@ def _expected_revision(batch: Batch) -> int | None:
 # Puts -------------------------------------------------------------------------
 
 
-def put_arguments(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
+def put_arguments(group: list[Ticket], puts: list[Put], name: str) -> Iterable[object]:
     """Puts as arguments of ``limpet_put``, or of ``limpet_put_one`` if it is a single one."""
-    return _many_puts(group, puts) if len(puts) > 1 else _one_put(group[0], puts[0])
+    return _many_puts(group, puts, name) if len(puts) > 1 else _one_put(group[0], puts[0], name)
 
 
-def _one_put(ticket: Ticket, put: Put) -> Iterable[object]:
+def _one_put(ticket: Ticket, put: Put, name: str) -> Iterable[object]:
     kind, text, approximation = encode_value(put.stored)
-    meta, request_id, expected = decode_json(put.meta_json), ticket.batch.request_id, _expected_revision(ticket.batch)
-    return ticket.weight_bytes, put.key, text, put.family, kind, approximation, put.ttl_ms, meta, request_id, expected
+    meta, origin, expected = decode_json(put.meta_json), _origin(ticket, name, 1), _expected_revision(ticket.batch)
+    return ticket.weight_bytes, put.key, text, put.family, kind, approximation, put.ttl_ms, meta, origin, expected
 
 
-def _many_puts(group: list[Ticket], puts: list[Put]) -> Iterable[object]:
+def _origin(ticket: Ticket, name: str, position: int) -> str | None:
+    """The origin of the changes of a batch, if it is not the name that the function itself makes."""
+    batch = ticket.batch
+    return batch.request_id if batch.writer is None else join_origin(f"{name}.{position}", batch.writer)
+
+
+def _many_puts(group: list[Ticket], puts: list[Put], name: str) -> Iterable[object]:
     """Columns of the puts. A column that has the usual item in every row is NULL."""
     count = len(puts)
     kinds, values, approximations = zip(*[encode_value(put.stored) for put in puts], strict=True)
     last_positions = causes = expectations = None
     if count > len(group):
         last_positions = [str(position) for position, ticket in with_last_positions(group) for _ in ticket.batch.writes]
-    if any(ticket.batch.request_id for ticket in group):
-        causes = [ticket.batch.request_id for ticket in group for _ in ticket.batch.writes]
+    if any(ticket.batch.request_id or ticket.batch.writer for ticket in group):
+        origins = [(_origin(one, name, position), one.batch) for position, one in with_last_positions(group)]
+        causes = [origin for origin, batch in origins for _ in batch.writes]
     if any(ticket.batch.guards for ticket in group):
         expectations = [digits(_expected_revision(one.batch)) for one in group for _ in one.batch.writes]
 
