@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import random
 import threading
@@ -173,6 +174,16 @@ def test_shutting_down_ends_the_thread(namespace: str) -> None:
     provider.shutdown()
     provider.shutdown()
     assert [thread.name for thread in threading.enumerate()].count("limpet-flags") == 0
+
+
+def test_a_shutdown_that_comes_at_once_leaves_no_thread(namespace: str) -> None:
+    """Before the flags are there, or just after."""
+    for _ in range(10):
+        provider = Provider(f"memory:{namespace}", timeout=0)
+        with contextlib.suppress(GeneralError):
+            provider.initialize(api.get_evaluation_context())
+        provider.shutdown()
+        assert [thread.name for thread in threading.enumerate()].count("limpet-flags") == 0
 
 
 async def test_it_can_be_shut_down_in_a_coroutine(namespace: str) -> None:

@@ -216,6 +216,14 @@ async def test_messages_that_a_batch_does_not_hold_are_stored_or_none_of_them() 
         assert len((await opened.keys("conversations/message/")).keys) == 8
 
 
+async def test_nothing_is_stored_of_messages_when_one_is_too_large() -> None:
+    async with limpet.open("memory:") as opened:
+        messages: list[ModelMessage] = [*(say("x" * 900_000) for _ in range(5)), say("x" * 1_000_001)]
+        with pytest.raises(limpet.errors.ValueTooLarge):
+            await ConversationStore(opened).save(Conversation(conversation_id="c", messages=messages))
+        assert (await opened.keys()).keys == []
+
+
 async def test_an_agent_goes_on_where_it_was() -> None:
     agent = Agent(TestModel())
     async with ConversationStore("memory:") as store:

@@ -63,6 +63,8 @@ class Provider(AbstractProvider):
         self._flags: dict[str, _Flag] | None = None
         self._is_stale = False
         self._loaded = threading.Event()
+        # Held while a thread starts, so that a shutdown finds how to stop it.
+        self._starting = threading.Lock()
         self._error: LimpetError | None = None
         self._stop: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
@@ -77,8 +79,13 @@ class Provider(AbstractProvider):
         """Open the store and wait for the flags."""
         self._loaded.clear()
         self._error = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="limpet-flags", daemon=True)
-        self._thread.start()
+        with self._starting:
+            started = threading.Event()
+            self._thread = threading.Thread(
+                target=lambda: asyncio.run(self._run(started)), name="limpet-flags", daemon=True
+            )
+            self._thread.start()
+            started.wait()
         is_loaded = self._loaded.wait(self._timeout_s)
         if self._error is not None:
             raise GeneralError(f"the flags cannot be read: {self._error}") from self._error
@@ -88,14 +95,15 @@ class Provider(AbstractProvider):
 
     def shutdown(self) -> None:
         """Close the store and end the thread."""
-        stop, thread, self._stop, self._thread = self._stop, self._thread, None, None
+        with self._starting:
+            stop, thread, self._stop, self._thread = self._stop, self._thread, None, None
         if stop is not None:
             stop()
         if thread is not None:
             thread.join()
         self._flags = None
 
-    async def _run(self) -> None:
+    async def _run(self, started: threading.Event) -> None:
         loop, following = asyncio.get_running_loop(), asyncio.ensure_future(self._follow())
 
         def stop() -> None:
@@ -103,6 +111,7 @@ class Provider(AbstractProvider):
                 loop.call_soon_threadsafe(following.cancel)
 
         self._stop = stop
+        started.set()
         await asyncio.wait([following])
 
     async def _follow(self) -> None:

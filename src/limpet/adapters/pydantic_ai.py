@@ -24,7 +24,7 @@ from pydantic_ai.messages import ModelMessagesTypeAdapter
 
 from limpet.adapters.lazy import LazyStore
 from limpet.adapters.names import check_prefix, escape, shorten
-from limpet.draft import field
+from limpet.draft import Draft, field
 from limpet.errors import Conflict
 from limpet.keys import BATCH_BYTES_MAX, BATCH_WRITES_MAX, KEYS_MAX
 from limpet.model import ABSENT, PRESENT, Entry, Revision
@@ -132,16 +132,18 @@ class ConversationStore(conversation_store.ConversationStore):
         early = list[str]()
         try:
             *before, last = _slices(await self._dump_entries(store, new_entries, family)) or [{}]
-            for messages in before:
-                # More than a batch holds. No record leads to them yet.
-                early += messages
-                await self._draft(store, messages).commit()
+            # All are checked before the first is stored.
+            parts = [(list(messages), self._draft(store, messages)) for messages in before]
             draft = self._draft(store, last).expect(key, ABSENT if found is None else found)
             draft.put(key, {"record": _dump(_records, record), "scope": record.scope, "family": family})
             draft.put(self._member_key(family, record.conversation_id), record.conversation_id)
             if head is not None:
                 # It may be that of another conversation, which is being deleted: see `_delete_messages`.
                 draft.expect(head.key, PRESENT).touch(head.key, None)
+            for keys, part in parts:
+                # More than a batch holds. No record leads to them yet.
+                early += keys
+                await part.commit()
             await draft.commit()
         except Conflict:
             for each in early:
@@ -181,7 +183,7 @@ class ConversationStore(conversation_store.ConversationStore):
             }
         return dumped
 
-    def _draft(self, store: Store, messages: dict[str, dict[str, Any]]) -> Any:
+    def _draft(self, store: Store, messages: dict[str, dict[str, Any]]) -> Draft:
         draft = store.batch()
         for key, message in messages.items():
             draft.put(key, message)
