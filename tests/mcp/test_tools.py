@@ -304,6 +304,52 @@ async def test_an_item_that_is_too_long_is_named_and_the_rest_goes_on(agent: Age
     assert (await agent("get", key="list", offset=skipped["next_offset"]))["value"] == ["c"]
 
 
+async def test_an_object_with_many_members_is_outlined_in_parts(agent: Agent, store: limpet.Store) -> None:
+    members = {f"member-{number:03}": "x" * 100 for number in range(250)}
+    await store.put("many", members)
+
+    found = await agent("get", key="many")
+    seen = dict(found["members"])
+    while "next_offset" in found:
+        found = await agent("get", key="many", offset=found["next_offset"])
+        assert len(str(found)) < CHARS_MAX
+        seen |= found["members"]
+
+    assert seen == {f"/{name}": 102 for name in members}
+
+
+async def test_a_conflict_over_many_members_stays_short(agent: Agent, store: limpet.Store) -> None:
+    names = [f"member-{number:03}" for number in range(500)]
+    first = await store.put("many", dict.fromkeys(names, 0))
+    await store.put("many", dict.fromkeys(names, 1))
+
+    changes = {f"/{name}": 2 for name in names}
+    for tool, change in (("put", {"value": 1}), ("edit", {"set": changes}), ("edit", {"remove": ["/none"]})):
+        with pytest.raises(Refused, match=r"more|there is no") as refused:
+            await agent(tool, key="many", revision=first.revision, **change)
+        assert len(refused.value.text) < 4_000
+        assert len(str(refused.value.members)) < 8_000
+
+
+async def test_a_list_without_values_does_not_read_them(
+    agent: Agent, store: limpet.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put("big", "x" * 900_000)
+    engine: Any = store._session.engine
+    scan, wanted = engine.scan, []
+
+    def note(*args: Any, values: bool = True, **options: Any) -> Any:
+        wanted.append(values)
+        return scan(*args, values=values, **options)
+
+    monkeypatch.setattr(engine, "scan", note)
+    await agent("list")
+    await agent.client.list_resources()
+    await agent("list", values=True)
+
+    assert wanted == [False, False, True]
+
+
 async def test_a_conflict_over_a_long_value_stays_short(agent: Agent, store: limpet.Store) -> None:
     first = await store.put("big", {"a": "x" * 100_000, "b": 1})
     await store.put("big", {"a": "y" * 100_000, "b": 1})

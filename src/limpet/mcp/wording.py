@@ -115,13 +115,14 @@ async def _describe_conflict(space: Workspace, tool: str, error: Conflict, given
     revision = 0 if entry is None else entry.revision
     message = _state(error.key, revision, given)
     paths: list[str] | None = found["paths"]
+    changed = None if paths is None else paths[:PATHS_MAX]
     if paths:
         message += f" Others have changed since: {_listed(paths)}."
     now = plain(entry.value) if may_see and entry is not None else UNSET
     if now is UNSET or values.size_of(now) > SHOWN_CHARS_MAX:
-        return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=False), revision, paths)
+        return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=False), revision, changed)
     message += f" It holds now: {_json(now)}"
-    return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=True), revision, paths, now)
+    return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=True), revision, changed, now)
 
 
 def _state(key: str, revision: int, given: int | None) -> str:
@@ -150,14 +151,14 @@ def _next_of(tool: str, key: str, revision: int, *, is_shown: bool) -> str:
 def _describe_clashes(error: Conflict, given: int | None) -> Problem:
     """An edit and another writer have changed the same members."""
     revision = error.actual_revision or 0
-    clashes = [_clash(clash) for clash in error.clashes]
+    clashes = [_clash(clash) for clash in error.clashes[:PATHS_MAX]]
+    more = len(error.clashes) - len(clashes)
     shown = "; ".join(
         f"{clash['path'] or 'the whole value'} (was {_text(clash, 'was')}, is {_text(clash, 'now')} now, "
         f"you wanted {_text(clash, 'yours')})"
-        for clash in clashes[:PATHS_MAX]
-    )
-    is_each_shown = all("now" in clash or "now" in clash["absent"] for clash in clashes)
-    is_shown = is_each_shown and len(clashes) <= PATHS_MAX
+        for clash in clashes
+    ) + (f"; and {more} more" if more else "")
+    is_shown = not more and all("now" in clash or "now" in clash["absent"] for clash in clashes)
     first = "Decide for each of them." if is_shown else "Read them by get, and decide for each of them."
     which = f"revision {revision}" if is_shown else "the revision that get returns"
     following = (
@@ -165,8 +166,7 @@ def _describe_clashes(error: Conflict, given: int | None) -> Problem:
         f"Then call edit with {which}. Your other changes were not written either: send them again."
     )
     message = f"{_state(error.key, revision, given)} You and another writer have changed the same members: {shown}."
-    paths = [clash["path"] for clash in clashes]
-    return Problem("conflict", message, following, revision, paths, clashes=clashes)
+    return Problem("conflict", message, following, revision, [each["path"] for each in clashes], clashes=clashes)
 
 
 def _clash(clash: Clash) -> dict[str, Any]:
