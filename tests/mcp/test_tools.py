@@ -9,10 +9,13 @@ import pytest
 from mcp import Client
 
 import limpet
+from limpet.errors import Conflict
 from limpet.mcp.server import make_server
-from limpet.mcp.tools import PAGE_MAX, TOOLS
+from limpet.mcp.tools import PAGE_MAX, TOOLS, Change
 from limpet.mcp.values import CHARS_MAX
-from limpet.server.dispatch import OWN_NAMESPACE
+from limpet.mcp.wording import describe
+from limpet.mcp.workspace import Workspace
+from limpet.server.dispatch import OWN_NAMESPACE, Dispatcher, TrustedCaller
 from tests.mcp.support import Agent, Refused
 
 
@@ -130,6 +133,24 @@ async def test_a_member_that_both_have_changed_is_a_conflict_that_shows_the_thre
         assert part in refused.value.text
     await agent("edit", key="plan", revision=theirs.revision, set={"/hotel": "Plaza", "/taxi": "booked"})
     assert await store.get("plan") == {"hotel": "Plaza", "taxi": "booked"}
+
+
+async def test_a_clash_is_explained_at_the_revision_that_it_shows(store: limpet.Store) -> None:
+    """A third writer may come in between. Its revision would let the next edit replace what the model has not seen."""
+    base = await store.put("plan", {"hotel": "none"})
+    mine = store.edit("plan")
+    (await mine.__aenter__())["hotel"] = "Plaza"
+    theirs = await store.put("plan", {"hotel": "Ritz"})
+    with pytest.raises(Conflict) as raised:
+        await mine.__aexit__(None)
+    await store.put("plan", {"hotel": "Hilton"})
+    space = Workspace(Dispatcher(store._session, "mcp"), TrustedCaller(), store.name)
+
+    problem = await describe(space, "edit", raised.value, Change(key="plan", revision=base.revision))
+
+    assert problem.revision == theirs.revision
+    assert problem.clashes is not None
+    assert problem.clashes[0]["now"] == "Ritz"
 
 
 async def test_an_edit_at_revision_0_makes_the_object_or_joins_one_that_was_made(
@@ -283,6 +304,52 @@ async def test_an_item_that_is_too_long_is_named_and_the_rest_goes_on(agent: Age
     assert (await agent("get", key="list", offset=skipped["next_offset"]))["value"] == ["c"]
 
 
+async def test_an_object_with_many_members_is_outlined_in_parts(agent: Agent, store: limpet.Store) -> None:
+    members = {f"member-{number:03}": "x" * 100 for number in range(250)}
+    await store.put("many", members)
+
+    found = await agent("get", key="many")
+    seen = dict(found["members"])
+    while "next_offset" in found:
+        found = await agent("get", key="many", offset=found["next_offset"])
+        assert len(str(found)) < CHARS_MAX
+        seen |= found["members"]
+
+    assert seen == {f"/{name}": 102 for name in members}
+
+
+async def test_a_conflict_over_many_members_stays_short(agent: Agent, store: limpet.Store) -> None:
+    names = [f"member-{number:03}" for number in range(500)]
+    first = await store.put("many", dict.fromkeys(names, 0))
+    await store.put("many", dict.fromkeys(names, 1))
+
+    changes = {f"/{name}": 2 for name in names}
+    for tool, change in (("put", {"value": 1}), ("edit", {"set": changes}), ("edit", {"remove": ["/none"]})):
+        with pytest.raises(Refused, match=r"more|there is no") as refused:
+            await agent(tool, key="many", revision=first.revision, **change)
+        assert len(refused.value.text) < 4_000
+        assert len(str(refused.value.members)) < 8_000
+
+
+async def test_a_list_without_values_does_not_read_them(
+    agent: Agent, store: limpet.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store.put("big", "x" * 900_000)
+    engine: Any = store._session.engine
+    scan, wanted = engine.scan, []
+
+    def note(*args: Any, values: bool = True, **options: Any) -> Any:
+        wanted.append(values)
+        return scan(*args, values=values, **options)
+
+    monkeypatch.setattr(engine, "scan", note)
+    await agent("list")
+    await agent.client.list_resources()
+    await agent("list", values=True)
+
+    assert wanted == [False, False, True]
+
+
 async def test_a_conflict_over_a_long_value_stays_short(agent: Agent, store: limpet.Store) -> None:
     first = await store.put("big", {"a": "x" * 100_000, "b": 1})
     await store.put("big", {"a": "y" * 100_000, "b": 1})
@@ -291,6 +358,8 @@ async def test_a_conflict_over_a_long_value_stays_short(agent: Agent, store: lim
         with pytest.raises(Refused, match="/a") as refused:
             await agent(tool, key="big", revision=first.revision, **change)
         assert len(refused.value.text) < 2_000
+        # A revision is not to be used before what it holds was seen.
+        assert "with the revision that" in refused.value.text
         assert len(str(refused.value.members)) < 2_000
 
 

@@ -61,7 +61,7 @@ class Get(Strict, frozen=True, kw_only=True):
     key: Key
     path: Annotated[str, Meta(description="Only this member, such as '/steps/0'. Empty for the whole value.")] = ""
     offset: Annotated[
-        int, Meta(ge=0, description="To go on with a long text or list: the next_offset of the answer before.")
+        int, Meta(ge=0, description="To go on with a long value: the next_offset of the answer before.")
     ] = 0
 
 
@@ -272,17 +272,19 @@ async def read_entry(space: Workspace, key: str, path: str = "", offset: int = 0
 
 async def read_page(space: Workspace, page: Page) -> Listing:
     """A page of keys, with short values where they are wanted, that fits into an answer."""
-    entries, has_more, may_see = await space.page(page.prefix, after=page.after, limit=page.limit)
+    entries, has_more, has_values = await space.page(
+        page.prefix, after=page.after, limit=page.limit, values=page.values
+    )
     lines: list[Line] = []
     size = 0
     for entry in entries:
-        line = _line(entry, with_value=page.values and may_see)
+        line = _line(entry, with_value=has_values)
         size += len(msgspec.json.encode(line))
         if lines and size > values.CHARS_MAX:
             has_more = True
             break
         lines.append(line)
-    is_hidden = page.values and not may_see and bool(lines)
+    is_hidden = page.values and not has_values and bool(lines)
     return Listing(entries=lines, next=lines[-1].key if has_more else UNSET, is_hidden=is_hidden)
 
 

@@ -24,7 +24,10 @@ __all__ = ["CHARS_MAX", "Part", "cut", "differences", "find", "pointer", "remove
 CHARS_MAX: Final = 16_000
 """How many characters of a value one answer holds, as JSON. A model pays for each of them."""
 MEMBERS_MAX: Final = 100
-"""How many members an outline or a message names."""
+"""How many members one outline has."""
+NAMED_MAX: Final = 20
+NAME_CHARS_MAX: Final = 500
+"""How many members a message names, and with how many characters."""
 
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}", re.ASCII)
 
@@ -64,8 +67,9 @@ def find(value: Any, path: str) -> Any:
     for depth, name in enumerate(names := _names_of(path)):
         step = _step(value, name)
         if step is None:
-            there = ", ".join(repr(pointer([*names[:depth], each])) for each in _members_of(value))
-            raise InvalidValue(f"there is no {pointer(names[: depth + 1])!r}: {there or 'no members are'} there")
+            there = ", ".join(repr(pointer([*names[:depth], each])) for each in _members_of(value)[:NAMED_MAX])
+            missing = pointer(names[: depth + 1])[:NAME_CHARS_MAX]
+            raise InvalidValue(f"there is no {missing!r}: {there[:NAME_CHARS_MAX] or 'no members are'} there")
         value = value[step]
     return value
 
@@ -106,9 +110,8 @@ def _step(value: Any, name: str) -> Any:
 
 
 def _members_of(value: Any) -> Sequence[str]:
-    """The names of the first members."""
-    names = value if isinstance(value, dict) else map(str, range(len(value))) if isinstance(value, list) else ()
-    return [*names][:MEMBERS_MAX]
+    """The names of all members."""
+    return [*value] if isinstance(value, dict) else [*map(str, range(len(value)))] if isinstance(value, list) else []
 
 
 def differences(one: Any, other: Any, names: tuple[str, ...] = ()) -> Iterator[str]:
@@ -130,9 +133,9 @@ def size_of(value: Any) -> int:
 
 
 def cut(value: Any, *, path: str = "", offset: int = 0) -> Part:
-    """The part of a value that fits into an answer. An offset counts characters of a text, or items of a list."""
-    if offset < 0 or (offset and not isinstance(value, str | list)):
-        raise InvalidValue("an offset is 0 or more, and only a text and a list are read in parts")
+    """The part of a value that fits into an answer. An offset counts characters of a text, items, or members."""
+    if offset < 0 or (offset and not isinstance(value, str | list | dict)):
+        raise InvalidValue("an offset is 0 or more, and only a text, a list and an object are read in parts")
     if not offset and size_of(value) <= CHARS_MAX:
         return Part(plain(value))
     if isinstance(value, str):
@@ -141,9 +144,17 @@ def cut(value: Any, *, path: str = "", offset: int = 0) -> Part:
     if isinstance(value, list):
         return _cut_list(value, path, offset)
     if isinstance(value, dict):
-        sizes = {path + pointer([name]): size_of(value[name]) for name in _members_of(value)}
-        return Part(members=sizes)
+        return _outline(value, path, offset)
     raise InvalidValue("raw bytes of this size are not for a model: read them by the command line or by HTTP")
+
+
+def _outline(value: dict[str, Any], path: str, offset: int) -> Part:
+    names = _members_of(value)
+    end, size = offset, 0
+    while end < len(names) and end - offset < MEMBERS_MAX and size <= CHARS_MAX:
+        end, size = end + 1, size + len(names[end])
+    members = {path + pointer([name]): size_of(value[name]) for name in names[offset:end]}
+    return Part(members=members, next_offset=end if end < len(names) else UNSET)
 
 
 def _cut_list(items: list[Any], path: str, offset: int) -> Part:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from limpet.errors import (
     Ambiguous,
@@ -79,7 +80,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     next: str
     revision: int | None = None
     changed: list[str] | None = None
-    now: Any = None
+    now: Any = UNSET
     clashes: list[dict[str, Any]] | None = None
 
     def text(self) -> str:
@@ -95,12 +96,15 @@ async def describe(space: Workspace, tool: str, error: Exception, arguments: Any
     if not isinstance(error, LimpetError):
         return Problem("internal", f"{tool} failed by a mistake of the server.", "Tell the person you work for.")
     what = next((text for kind, text in _NEXT.items() if isinstance(error, kind)), "Correct it and call it again.")
-    return Problem(error.code, f"{tool}: {error}.".replace("..", "."), what)
+    return Problem(error.code, f"{tool}: {str(error).rstrip('.')}.", what)
 
 
 async def _describe_conflict(space: Workspace, tool: str, error: Conflict, given: int | None) -> Problem:
     found: dict[str, Any] = {"entry": error.current, "paths": None}
     may_see = space.may_see(key_span(error.key))
+    if error.clashes and may_see:
+        # With the revision at which they clashed. A later one would let the next edit replace what was not shown.
+        return _describe_clashes(error, given)
     if may_see and given is not None:
         try:
             found = await space.run(DIFFERENCES, Differences(key=error.key, revision=given))
@@ -109,55 +113,60 @@ async def _describe_conflict(space: Workspace, tool: str, error: Conflict, given
             may_see = False
     entry = found["entry"]
     revision = 0 if entry is None else entry.revision
-    message = f"Conflict: nothing was written. {_state(error.key, revision, given)}"
-    if error.clashes and may_see:
-        return _describe_clashes(message, error, revision)
+    message = _state(error.key, revision, given)
     paths: list[str] | None = found["paths"]
+    changed = None if paths is None else paths[:PATHS_MAX]
     if paths:
         message += f" Others have changed since: {_listed(paths)}."
-    now = plain(entry.value) if may_see and entry is not None else None
-    if now is not None and values.size_of(now) <= SHOWN_CHARS_MAX:
-        message += f" It holds now: {_json(now)}"
-    else:
-        now = None
-    return Problem("conflict", message, _next_of(tool, error.key, revision), revision, paths, now)
+    now = plain(entry.value) if may_see and entry is not None else UNSET
+    if now is UNSET or values.size_of(now) > SHOWN_CHARS_MAX:
+        return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=False), revision, changed)
+    message += f" It holds now: {_json(now)}"
+    return Problem("conflict", message, _next_of(tool, error.key, revision, is_shown=True), revision, changed, now)
 
 
 def _state(key: str, revision: int, given: int | None) -> str:
+    nothing = "Conflict: nothing was written."
     if not revision:
-        return f"{key!r} is not there (any more), and you gave revision {given}."
+        return f"{nothing} {key!r} is not there (any more), and you gave revision {given}."
     if not given:
-        return f"{key!r} is there already, at revision {revision}."
-    return f"{key!r} is at revision {revision} now, and you gave revision {given}."
+        return f"{nothing} {key!r} is there already, at revision {revision}."
+    return f"{nothing} {key!r} is at revision {revision} now, and you gave revision {given}."
 
 
-def _next_of(tool: str, key: str, revision: int) -> str:
+def _next_of(tool: str, key: str, revision: int, *, is_shown: bool) -> str:
+    """What to do. A revision is named only with what it holds: a model must not replace what it has not seen."""
     if not revision:
         return f"Someone has deleted it, or it has expired. To make it again, call {tool} with revision 0."
+    if not is_shown:
+        return f"Call get for {key!r}, decide again, and call {tool} with the revision that it returns."
     if tool == "put":
         return (
-            f"Take what is there now (get {key!r}), put your change into it, and call put with revision {revision}. "
+            f"Put your change into what is there now, and call put with revision {revision}. "
             "Or call edit, which changes only the members that you name and keeps what others wrote."
         )
-    if tool == "delete":
-        return f"Look whether it may still be deleted, and call delete with revision {revision}."
-    return f"Call get for {key!r}, decide again, and call {tool} with the revision that it returns."
+    return f"Decide by what is there now, and call {tool} with revision {revision}."
 
 
-def _describe_clashes(message: str, error: Conflict, revision: int) -> Problem:
+def _describe_clashes(error: Conflict, given: int | None) -> Problem:
     """An edit and another writer have changed the same members."""
-    clashes = [_clash(clash) for clash in error.clashes]
+    revision = error.actual_revision or 0
+    clashes = [_clash(clash) for clash in error.clashes[:PATHS_MAX]]
+    more = len(error.clashes) - len(clashes)
     shown = "; ".join(
         f"{clash['path'] or 'the whole value'} (was {_text(clash, 'was')}, is {_text(clash, 'now')} now, "
         f"you wanted {_text(clash, 'yours')})"
-        for clash in clashes[:PATHS_MAX]
-    )
+        for clash in clashes
+    ) + (f"; and {more} more" if more else "")
+    is_shown = not more and all("now" in clash or "now" in clash["absent"] for clash in clashes)
+    first = "Decide for each of them." if is_shown else "Read them by get, and decide for each of them."
+    which = f"revision {revision}" if is_shown else "the revision that get returns"
     following = (
-        "Decide for each of them. To keep what is there now, leave it out of your edit; to replace it, name it again. "
-        f"Then call edit with revision {revision}. Your other changes were not written either: send them again."
+        f"{first} To keep what is there now, leave it out of your edit; to replace it, name it again. "
+        f"Then call edit with {which}. Your other changes were not written either: send them again."
     )
-    message += f" You and another writer have changed the same members: {shown}."
-    return Problem("conflict", message, following, revision, [clash["path"] for clash in clashes], None, clashes)
+    message = f"{_state(error.key, revision, given)} You and another writer have changed the same members: {shown}."
+    return Problem("conflict", message, following, revision, [each["path"] for each in clashes], clashes=clashes)
 
 
 def _clash(clash: Clash) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from limpet.codec import Stored, decode, encode
 from limpet.draft import Fence
 from limpet.edit import merge_into
 from limpet.errors import Compacted, Conflict, InvalidValue, PermissionDenied, TypeMismatch
-from limpet.keys import Span, key_span, pattern_span, prefix_span
+from limpet.keys import PAGE_BYTES, Span, key_span, pattern_span, prefix_span
 from limpet.mcp import values
 from limpet.model import ABSENT, KEEP, Change, Entry
 from limpet.pages import latest_changes, span_after
@@ -107,10 +107,10 @@ class Workspace:
         entries = (await self.run(HEADS, Page(prefix=key, limit=1)))["entries"]
         return (entries[0] if entries and entries[0].key == key else None), False
 
-    async def page(self, prefix: str, *, after: str | None, limit: int) -> tuple[list[Entry], bool, bool]:
-        """Entries under a prefix, whether there are more, and whether their values may be seen."""
+    async def page(self, prefix: str, *, after: str | None, limit: int, values: bool) -> tuple[list[Entry], bool, bool]:
+        """Entries under a prefix, whether there are more, and whether they come with their values."""
         request = Page(prefix=prefix, after=after, limit=limit)
-        if self.may_see(prefix_span(prefix)):
+        if values and self.may_see(prefix_span(prefix)):
             try:
                 answer = await self.run(ENTRIES, request)
             except PermissionDenied:
@@ -144,9 +144,14 @@ async def _heads(store: Store, request: Page) -> dict[str, Any]:
 
 
 async def _entries(store: Store, request: Page) -> dict[str, Any]:
-    scan = store.scan(request.prefix, after=request.after, limit=request.limit + 1)
-    found = [entry async for entry in scan]
-    return {"entries": found[: request.limit], "has_more": len(found) > request.limit}
+    found: list[Entry] = []
+    size_bytes = 0
+    async for entry in store.scan(request.prefix, after=request.after, limit=request.limit + 1):
+        if len(found) == request.limit or size_bytes > PAGE_BYTES:
+            return {"entries": found, "has_more": True}
+        found.append(entry)
+        size_bytes += entry.size_bytes
+    return {"entries": found, "has_more": False}
 
 
 def _reach_prefix(request: Page) -> Reach:
