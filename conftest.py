@@ -161,6 +161,8 @@ def pytest_collection_finish() -> None:
     """Have garbage be looked for among what tests make, and not among all tests and modules each time."""
     gc.collect()
     gc.freeze()
+    # What is frozen counts no more when Python decides how often to look at everything.
+    gc.set_threshold(700, 10, 100)
 
 
 @pytest.hookimpl(wrapper=True)

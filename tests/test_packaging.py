@@ -99,7 +99,7 @@ def test_a_distribution_works_in_a_fresh_environment(
     command = python.with_name("limpet")
     assert "alice" in run(command, "--url", "sqlite:///state.db", "get", "game/1", cwd=tmp_path)
 
-    suite = ("--pyargs", "limpet.conformance.test_reading", "--limpet-engine", "sqlite:///{tmp}/state.db")
+    suite = ("--pyargs", "limpet.conformance.test_append", "--limpet-engine", "sqlite:///{tmp}/state.db")
     plugins = ("-p", "no:cacheprovider", "-p", "limpet.conformance.plugin", "--asyncio-mode=auto")
     said = run(python, "-m", "pytest", "-q", *plugins, *suite, cwd=tmp_path)
     assert " passed" in said

@@ -100,7 +100,9 @@ def run_pytest(words: Sequence[str], cwd: Path, environment: dict[str, str]) -> 
     with tempfile.TemporaryDirectory() as made:
         report, stores = Path(made) / "report.xml", Path(made) / "stores"
         environment = {**os.environ, **environment, "LIMPET_JUDGED_STORES": str(stores)}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *words]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        # Of our own environment, these load long and serve none of the judges.
+        command += ["-p", "no:langsmith_plugin", "-p", "no:schemathesis", *words]
         began = time.monotonic()
         done = subprocess.run(
             command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
