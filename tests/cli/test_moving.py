@@ -80,6 +80,7 @@ def test_a_store_is_copied(run: Limpet, url: str, other: str) -> None:
     run("append", "event/", "1")
 
     assert Limpet()("copy", url, other, "--dry-run").stdout == "3 entries read, 3 would be written\n"
+    assert not Path(other.removeprefix("sqlite:///")).exists()
     assert Limpet()("copy", url, other).stdout == "3 entries read, 3 written\n"
     assert Limpet(other)("append", "event/", "2").stdout == "event/0000000000000002\n"
     run("put", "theme", "light")
@@ -95,6 +96,7 @@ def test_a_store_is_copied(run: Limpet, url: str, other: str) -> None:
     ("words", "code", "text"),
     [
         (("export", "x"), 3, "no such file"),
+        (("copy", "sqlite:///source.db", "sqlite:///x.db", "nothing"), 3, "nothing was written to namespace 'nothing'"),
         (("import", "missing"), 7, "cannot be read"),
         (("import", "state.db"), 7, "not an export"),
         (("copy", "sqlite:///missing.db", "sqlite:///x.db"), 3, "no such file"),
@@ -102,6 +104,7 @@ def test_a_store_is_copied(run: Limpet, url: str, other: str) -> None:
     ],
 )
 def test_what_cannot_be_moved_is_an_error(run: Limpet, words: tuple[str, ...], code: int, text: str) -> None:
+    Limpet("sqlite:///source.db")("put", "a", "1")
     Path("state.db" if words[-1] == "state.db" else "unused").write_text("text")
 
     result = (Limpet("sqlite:///target.db") if "import" in words else run)(*words)
@@ -148,6 +151,9 @@ def test_a_table_is_adopted_and_put_back(run: Limpet, tmp_path: Path, url: str) 
     assert run("adopt", url, "--into", url, "--undo").stdout == (
         "the table plugin_kv_storage is in its place, as it was\n"
     )
+    absent = run("adopt", "x.json", "--into", "sqlite:///new.db")
+    assert (absent.exit_code, Path("new.db").exists()) == (7, False)
+    Path("x.json").write_text("{}")
     refused = run("adopt", "x.json", "--into", url, "--undo")
     assert refused.exit_code == 7
 

@@ -219,6 +219,20 @@ async def test_an_adoption_that_was_interrupted_is_repeated(
         assert len(found) == 4
 
 
+async def test_a_hand_over_deletes_only_what_it_has_brought(tmp_path: Path) -> None:
+    """Entries that came in other ways have no row in the table either."""
+    url = plugin_file(tmp_path / "bot.db")
+    (tmp_path / "bot.json").write_text('{"a": 1}')
+    await adopted(f"json:{tmp_path}/bot.json", f"{url}?journal=wal", namespace="trivia")
+    async with limpet.open(url, namespace="scores", sweep=False) as store:
+        await store.put("b", 1)
+
+    await adopted(url, url)
+
+    assert (await entries(url, "trivia"))["a"].value == 1
+    assert (await entries(url, "scores"))["b"].value == 1
+
+
 async def test_nothing_is_lost_of_what_is_written_to_a_sqlite_file_meanwhile(tmp_path: Path) -> None:
     """Writers in processes of their own go on until the table is handed over, and keep a journal."""
     rows = [("old", f"k{number:03}", "0", None) for number in range(300)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
@@ -15,14 +16,18 @@ import limpet
 from limpet.cli import output
 from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Command, examples
+from limpet.cli.failure import Missing
 from limpet.cli.progress import progress_of
 from limpet.errors import InvalidValue
 from limpet.moving.loader import Policy
 from limpet.urls import Address
 
 if TYPE_CHECKING:
+    from limpet.moving.adopt import Adoption
     from limpet.moving.loader import Report
+    from limpet.moving.sources import ForeignData
 
+T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = ["adopt_command", "copy_command", "export_command", "import_command", "policy_option", "show_report"]
@@ -112,7 +117,7 @@ def import_command(setup: Setup, file: Path, namespaces: tuple[str, ...], policy
                 return await export.import_stream(store, sys.stdin.buffer, namespaces, **options)
             return await export.import_file(store, file, namespaces, **options)
 
-    show_report(setup, setup.run(work, make=True), "import", dry_run=dry_run)
+    show_report(setup, _run_into(setup, work, dry_run), "import", dry_run=dry_run)
 
 
 @click.command(
@@ -143,19 +148,15 @@ def copy_command(
 
     there, here = Setup(source, setup.namespace, setup.as_json), Setup(target, setup.namespace, setup.as_json)
     there.check(make=False)
-    here.check(make=True)
 
-    async def work() -> Report:
-        async with (
-            limpet.open(source, namespace=setup.namespace, sweep=False) as first,
-            limpet.open(target, namespace=setup.namespace, sweep=False) as second,
-        ):
+    async def work(second: limpet.Store) -> Report:
+        async with limpet.open(source, namespace=setup.namespace, sweep=False) as first:
             names = await _names(first, namespaces)
             with progress_of("copying", await _count(first, names)) as progress:
                 entries = entries_of(first, names)
                 return await load(second, entries, policy=policy, dry_run=dry_run, progress=progress.report)
 
-    show_report(here, asyncio.run(work()), "copy", dry_run=dry_run)
+    show_report(here, _run_into(here, work, dry_run), "copy", dry_run=dry_run)
 
 
 def show_report(setup: Setup, report: Report, what: str, *, dry_run: bool) -> None:
@@ -179,6 +180,34 @@ def show_report(setup: Setup, report: Report, what: str, *, dry_run: bool) -> No
         output.show_stderr(f"limpet: {what}: {namespace}: {output.visible(key)}: {reason}")
 
 
+def _run_into(setup: Setup, work: Callable[[limpet.Store], Coroutine[Any, Any, T]], dry_run: bool) -> T:
+    """Run work with the store that is written to. A dry run does not make one, and compares with an empty one."""
+    url = setup.url
+    if dry_run and setup.file is not None and not setup.file.exists():
+        url = "memory:"
+    else:
+        setup.check(make=True)
+
+    async def open_and_work() -> T:
+        async with limpet.open(url, namespace=setup.namespace, sweep=False) as store:
+            return await work(store)
+
+    return asyncio.run(open_and_work())
+
+
+async def _open_and_close(open_data: Callable[[], Coroutine[Any, Any, ForeignData]]) -> None:
+    async with _closing(await open_data()):
+        pass
+
+
+@asynccontextmanager
+async def _closing(data: ForeignData) -> AsyncIterator[ForeignData]:
+    try:
+        yield data
+    finally:
+        await data.close()
+
+
 class _Stdout:
     """Standard output, whose reader may leave."""
 
@@ -188,9 +217,13 @@ class _Stdout:
 
 async def _names(store: limpet.Store, chosen: Sequence[str]) -> list[str]:
     """The namespaces to move: those chosen, or all but the server's own."""
-    if chosen:
-        return list(dict.fromkeys(chosen))
-    return await store.namespaces()
+    if not chosen:
+        return await store.namespaces()
+    names = list(dict.fromkeys(chosen))
+    for name in names:
+        if not (await store.namespace(name).status()).revision:
+            raise Missing(f"nothing was written to namespace {name!r}", "'limpet namespaces' lists those there are.")
+    return names
 
 
 async def _count(store: limpet.Store, names: Sequence[str]) -> int:
@@ -227,25 +260,28 @@ def adopt_command(
     from limpet.moving.sources import open_source
 
     here = Setup(into, setup.namespace, setup.as_json)
-    here.check(make=not undo)
     # The store warns of a table that is in the place of its view: the one to adopt.
     logging.getLogger("limpet.schema").setLevel(logging.ERROR)
 
-    async def work() -> Any:
-        data = await open_source(source, Address.parse(into), namespace=setup.namespace, table=table)
-        try:
-            if undo:
-                return await give_back(data)
-            async with limpet.open(into, namespace=setup.namespace, sweep=False) as store:
-                with progress_of("adopting", await data.count()) as progress:
-                    return await adopt(store, data, policy=policy, dry_run=dry_run, progress=progress.report)
-        finally:
-            await data.close()
+    async def open_data() -> ForeignData:
+        return await open_source(source, Address.parse(into), namespace=setup.namespace, table=table)
 
-    done = asyncio.run(work())
-    if isinstance(done, str):
-        output.show({"url": here.shown_url, "undone": done}) if setup.as_json else output.show_line(done)
+    async def put_back() -> str:
+        async with _closing(await open_data()) as data:
+            return await give_back(data)
+
+    async def work(store: limpet.Store) -> Adoption:
+        async with _closing(await open_data()) as data:
+            with progress_of("adopting", await data.count()) as progress:
+                return await adopt(store, data, policy=policy, dry_run=dry_run, progress=progress.report)
+
+    if undo:
+        undone = asyncio.run(put_back())
+        output.show({"url": here.shown_url, "undone": undone}) if setup.as_json else output.show_line(undone)
         return
+    # A store is not made for a source that is not there.
+    asyncio.run(_open_and_close(open_data))
+    done = _run_into(here, work, dry_run)
     show_report(here, done.total, "adopt", dry_run=dry_run)
     if done.handed_over is not None and not setup.as_json:
         output.show_line(done.handed_over)
@@ -256,7 +292,7 @@ def adopt_command(
         )
 
 
-async def give_back(data: Any) -> str:
+async def give_back(data: ForeignData) -> str:
     """Undo a hand-over."""
     from limpet.moving.sources import WithRows
 

@@ -7,6 +7,7 @@ adoption that was interrupted at any moment is run again.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
@@ -50,17 +51,17 @@ async def adopt(
     if isinstance(data, WithRows) and data.is_done:
         # What was deleted since would come back.
         raise InvalidValue(f"{data.shown}: the table was adopted before, and a view has its place; --undo puts it back")
-    only_looks = dry_run or data.needs_place
-    first = await load(store, _read(data), policy=policy, dry_run=only_looks, progress=progress)
+    only_looks, cause = dry_run or data.needs_place, _cause_of(data)
+    first = await load(store, _read(data), policy=policy, dry_run=only_looks, progress=progress, cause=cause)
     if dry_run or first.rejected:
         # What cannot be stored would be in no place any more.
         return Adoption(first, None, None)
     done = await data.hand_over()
     if done is None:
         return Adoption(first, None, None)
-    last = await load(store, _read(data), policy=policy, dry_run=False, progress=progress)
+    last = await load(store, _read(data), policy=policy, dry_run=False, progress=progress, cause=cause)
     if isinstance(data, WithRows):
-        await _delete_ended(store, data)
+        await _delete_ended(store, data, cause)
     if not last.rejected:
         await data.finish()
     return Adoption(Report() if only_looks else first, last, done)
@@ -82,33 +83,38 @@ async def _read(data: ForeignData) -> AsyncIterator[Brought | Rejected]:
         yield item
 
 
-async def _delete_ended(store: limpet.Store, data: WithRows) -> None:
-    """Delete what was brought from rows that were deleted before the hand-over."""
+def _cause_of(data: ForeignData) -> str:
+    """What the request ids begin with that bring entries of this source."""
+    return f"adopt-{hashlib.blake2b(data.shown.encode(), digest_size=6).hexdigest()}"
+
+
+async def _delete_ended(store: limpet.Store, data: WithRows, cause: str) -> None:
+    """Delete what was brought of rows that were deleted before the hand-over."""
     for namespace in await store.namespaces():
-        brought: list[Entry] = []
+        untouched: list[Entry] = []
         async for entry in store.namespace(namespace).scan():
             if entry.created_revision == entry.revision:
-                brought.append(entry)
-            if len(brought) == PAGE:
-                await _delete_those(store, namespace, brought, data)
-                brought = []
-        await _delete_those(store, namespace, brought, data)
+                untouched.append(entry)
+            if len(untouched) == PAGE:
+                await _delete_those(store, namespace, untouched, data, cause)
+                untouched = []
+        await _delete_those(store, namespace, untouched, data, cause)
 
 
-async def _delete_those(store: limpet.Store, namespace: str, entries: list[Entry], data: WithRows) -> None:
-    """Delete entries without a row, of those that were not written since they came."""
+async def _delete_those(store: limpet.Store, namespace: str, entries: list[Entry], data: WithRows, cause: str) -> None:
+    """Delete entries without a row, of those that this adoption, or an earlier run of it, has brought."""
     ended = set(await data.ended(namespace, [entry.key for entry in entries]))
     session = store._session
     for entry in entries:
-        if entry.key in ended and await _was_brought(session, namespace, entry):
+        if entry.key in ended and await _was_brought(session, namespace, entry, cause):
             guard = Guard(entry.key, Revision(entry.revision))
-            await session.commit(namespace, Batch((guard,), (Delete(entry.key),), new_request_id()))
+            await session.commit(namespace, Batch((guard,), (Delete(entry.key),), f"{cause}-{new_request_id()}"))
 
 
-async def _was_brought(session: Session, namespace: str, entry: Entry) -> bool:
-    """Whether an entry was written elsewhere before it came here: then its change is younger than itself."""
+async def _was_brought(session: Session, namespace: str, entry: Entry, cause: str) -> bool:
+    """Whether this adoption has brought an entry, by the log. Where that has been trimmed, the entry stays."""
     try:
         page = await session.retry(lambda: session.engine.changes(namespace, entry.revision - 1, limit=1))
     except Compacted:
         return False
-    return any(change.revision == entry.revision and change.at_ms > entry.updated_ms for change in page.changes)
+    return any(change.revision == entry.revision and cause in (change.cause or "") for change in page.changes)

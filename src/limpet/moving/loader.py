@@ -80,15 +80,18 @@ async def load(
     policy: Policy = "refuse",
     dry_run: bool = False,
     progress: Progress = lambda _: None,
+    cause: str = "import",
 ) -> Report:
     """Write what a source brings into a store.
+
+    The request ids begin with ``cause``, by which the log tells where an entry came from.
 
     Raises:
         Conflict: By the policy ``refuse``, another entry is there. What came before it is written.
     """
     report = Report()
     async for namespace, group in _grouped(source, report):
-        await _load_group(store, namespace, group, policy, dry_run, report)
+        await _load_group(store, namespace, group, policy, dry_run, report, cause)
         progress(report)
     return report
 
@@ -136,7 +139,7 @@ def _weigh(write: Import) -> int:
 
 
 async def _load_group(
-    store: limpet.Store, namespace: str, group: list[Brought], policy: Policy, dry_run: bool, report: Report
+    store: limpet.Store, namespace: str, group: list[Brought], policy: Policy, dry_run: bool, report: Report, cause: str
 ) -> None:
     """Write a group, and decide again where another writer was faster."""
     # Of a key that is brought twice, the last counts, as where it was written twice.
@@ -153,7 +156,8 @@ async def _load_group(
         if not decided.writes or dry_run:
             break
         bytes_max = max(limpet.codec.size_bytes(write.stored) for write in decided.writes)
-        batch = Batch(tuple(decided.guards), tuple(decided.writes), new_request_id(), value_bytes_max=bytes_max)
+        request_id, parts = f"{cause}-{new_request_id()}", (tuple(decided.guards), tuple(decided.writes))
+        batch = Batch(*parts, request_id, value_bytes_max=bytes_max)
         if not isinstance(await session.commit(namespace, batch), Refusal):
             break
     report.written += len(decided.writes)

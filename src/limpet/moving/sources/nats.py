@@ -43,7 +43,9 @@ class NatsBucket:
             raise InvalidValue(f"{address} needs nats: pip install 'limpet[nats]'") from missing
         try:
             server = address.url.partition("?")[0]
-            connection = await nats.connect(server, connect_timeout=WAIT_S, max_reconnect_attempts=1)
+            connection = await nats.connect(
+                server, connect_timeout=WAIT_S, max_reconnect_attempts=1, error_cb=_ignore_error
+            )
         except (OSError, nats.errors.Error) as error:
             raise Unavailable(f"{address} cannot be reached: {type(error).__name__}") from None
         made = cls(connection, bucket, namespace, as_json, str(address))
@@ -121,6 +123,10 @@ class NatsBucket:
     async def close(self) -> None:
         """See `ForeignData.close`."""
         await self._connection.close()
+
+
+async def _ignore_error(_: Exception) -> None:
+    """The driver would print it. The call that needs the connection raises it."""
 
 
 def _seconds(text: str | None) -> float:
