@@ -452,6 +452,9 @@ async def test_who_may_write_but_not_read_learns_no_value(as_: As) -> None:
     engine = engine_of(writer)
 
     assert (await writer.put("bob/2", "mine")).value == "mine"
+    kept = await commit(engine, limpet.model.Create("bob/1", b"1"), limpet.model.Create("bob/3", b"3"))
+    assert [entry.stored for entry in kept.entries] == [None, b"3"]
+    assert kept.kept == ("bob/1",)
     touched = await commit(engine, Touch("bob/1", 60_000))
     refused = await commit(engine, Guard("bob/1", Version(9)), Put("bob/1", b"1"))
 
