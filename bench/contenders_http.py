@@ -107,7 +107,7 @@ class LimpetServe(Served):
 
     def open(self, folder: Path) -> None:
         store = f"sqlite:///{folder}/state.db"
-        printed = self._start([sys.executable, "-m", "limpet.cli", "--url", store, "serve", "--http", "127.0.0.1:0"])
+        printed = self._start([sys.executable, "-m", "limpet", "--url", store, "serve", "--http", "127.0.0.1:0"])
         for line in printed:
             if (found := re.search(r"serving http at http://127\.0\.0\.1:([0-9]+)", line)) is not None:
                 self.port = int(found[1])

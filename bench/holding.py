@@ -92,7 +92,7 @@ async def _store(send: Send, numbers: range) -> None:
 async def attack(board: Board, store: str) -> None:
     """All attacks, one after the other, while another caller calls and the memory is measured."""
     # With fewer files than connections, as on many systems.
-    words = ["sh", "-c", f'ulimit -n {FILES} && exec "$@"', "sh", sys.executable, "-m", "limpet.cli", "--url", store]
+    words = ["sh", "-c", f'ulimit -n {FILES} && exec "$@"', "sh", sys.executable, "-m", "limpet", "--url", store]
     words += ["serve", "--http", "127.0.0.1:0", "--log-level", "warning"]
     process = await asyncio.create_subprocess_exec(*words, cwd=ROOT, stderr=subprocess.PIPE)
     assert process.stderr is not None

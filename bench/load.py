@@ -81,7 +81,7 @@ class Board:
 @contextlib.contextmanager
 def server(url: str, store: str, *more: str) -> Iterator[subprocess.Popen[str]]:
     """``limpet serve``, ready."""
-    words = [sys.executable, "-m", "limpet.cli", "--url", store, "serve", "--nats", url, *more]
+    words = [sys.executable, "-m", "limpet", "--url", store, "serve", "--nats", url, *more]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -37,11 +37,11 @@ def measure(run: Run) -> None:
     what = "import limpet, CPU above import asyncio"
     findings.judge("start", what, "ms", [above], goals.IMPORT_MS, f"least of {tries}")
 
-    if importlib.util.find_spec("limpet.cli") is not None:
+    if importlib.util.find_spec("limpet.__main__") is not None:
         url, tries = f"sqlite:///{run.folder / 'start.db'}", run.options.scaled(10, 2)
         with limpet.sync.open(url) as store:
             store.put("k", "found")
-        get = [python, "-m", "limpet.cli", "--url", url, "get", "k"]
+        get = [python, "-m", "limpet", "--url", url, "get", "k"]
         found["limpet get k"] = [_cpu_ms(get, prints='"found"\n') for _ in range(tries)]
         least = min(found["limpet get k"])
         findings.judge("start", "limpet get k, CPU in all", "ms", [least], goals.COMMAND_MS, f"least of {tries}")

@@ -49,6 +49,7 @@ LAYERS: list[set[str]] = [
     {"semantic", "faces", "plugin", "adapters", "observers"},
     {"server"},
     {"cli", "conformance", "demo", "testing"},
+    {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 

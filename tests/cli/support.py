@@ -45,7 +45,7 @@ class Limpet:
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "limpet.cli", *words]
+    return [sys.executable, "-m", "limpet", *words]
 
 
 def start(*words: str, **options: Any) -> subprocess.Popen[str]:

@@ -43,8 +43,9 @@ def test_these_are_the_commands() -> None:
         *("token create", "token list", "token revoke", "token rotate"),
         *("audit verify", "audit show", "audit seal", "audit prune"),
         *("deadletters list", "deadletters show", "deadletters replay", "deadletters drop"),
-        *("keys new", "keys rotate", "keys list"),
+        *("encryption new", "encryption rotate", "encryption list"),
         *("backup", "restore", "epoch"),
+        *("take", "touch", "persist", "txn", "locks", "top", "demo", "help", "completion"),
         *("migrate status", "migrate up", "migrate down", "migrate sql"),
     }
 
@@ -68,6 +69,7 @@ def test_the_help_answers_the_questions_of_a_night(run: Limpet) -> None:
     shown = run("--help").stdout
 
     assert "who holds which lock?" in shown
+    assert "which namespace is at work?" in shown
     assert "what changed this key?" in shown
     assert "is the store healthy?" in shown
     assert "[env: LIMPET_URL; default:" in " ".join(shown.split())
@@ -117,10 +119,11 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     tmp_path.joinpath("config.json").write_text("{}")
     tmp_path.joinpath("run.log").write_text("")
     tmp_path.joinpath("out.json").write_text("{}")
+    tmp_path.joinpath("transfer.json").write_text('{"writes": [{"op": "add", "key": "runs", "by": 1}]}')
     tools = tmp_path / "tools"
     tools.mkdir()
     for name, script in {
-        "limpet": f'exec "{sys.executable}" -m limpet.cli "$@"',
+        "limpet": f'exec "{sys.executable}" -m limpet "$@"',
         "jq": "cat",
         "make": "true",
         "../report.sh": "true",
@@ -135,7 +138,7 @@ def test_every_example_of_the_help_is_understood(example: str, tmp_path: Path) -
     for seconds in (2, 30, 300):
         # A watch and a server go on for ever, and say nothing about their use after they have begun. On a machine that
         # is busy, that may take its time.
-        bounded = re.sub(r"limpet (watch|serve)", rf"timeout -s INT {seconds} limpet \1", example)
+        bounded = re.sub(r"limpet (watch|serve|top)", rf"timeout -s INT {seconds} limpet \1", example)
         done = subprocess.run(["sh", "-c", bounded], env=environment, capture_output=True, text=True, check=False)
         if "KeyboardInterrupt" not in done.stderr:
             break
@@ -210,8 +213,8 @@ def test_every_command_is_shown_at_work() -> None:
     shown = "".join(block.text for block in blocks(PAGE) if block.language == "console")
 
     for path in COMMANDS:
-        if path != "del":
-            assert re.search(rf"limpet (--json )?{path}\b", shown), path
+        if path not in ("del", "demo"):
+            assert re.search(rf"limpet (--json |-n team )?{path}\b", shown), path
 
 
 # Completion -------------------------------------------------------------------
@@ -235,7 +238,7 @@ def test_commands_options_and_keys_are_completed(url: str, run: Limpet) -> None:
     for key in ("config/a", "config/b", "other"):
         run("put", key, "1")
 
-    assert complete(url, "h") == ["history"]
+    assert complete(url, "h") == ["history", "help"]
     assert complete(url, "field", "s") == ["set", "swap"]
     assert complete(url, "put", "k", "1", "--if-a") == ["--if-absent"]
     assert complete(url, "get", "config/") == ["config/a", "config/b"]
@@ -250,14 +253,8 @@ def test_completion_makes_no_file_and_says_nothing(url: str, file: Path) -> None
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shells_that_are_named_are_served(shell: str) -> None:
-    assert f"{shell}_source" in TEXT
-    done = subprocess.run(
-        command(),
-        env={**os.environ, "_LIMPET_COMPLETE": f"{shell}_source"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    assert shell in TEXT.partition("\n## Completion\n")[2]
+    done = subprocess.run(command("completion", shell), capture_output=True, text=True, check=True)
 
     assert f"_LIMPET_COMPLETE={shell}_complete" in done.stdout
 

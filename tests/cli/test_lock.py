@@ -102,7 +102,7 @@ def test_a_command_that_cannot_be_run_exits_with_126(url: str, tmp_path: Path) -
 def test_the_command_finds_the_store_from_any_folder(tmp_path: Path) -> None:
     """A relative URL means another file in another folder."""
     (tmp_path / "else where?").mkdir()
-    script = "cd 'else where?' && echo $LIMPET_NAMESPACE && exec \"$0\" -m limpet.cli get k"
+    script = "cd 'else where?' && echo $LIMPET_NAMESPACE && exec \"$0\" -m limpet get k"
     relative = "sqlite:///state.db?synchronous=normal"
     Limpet(relative)("-n", "jobs", "put", "k", "1")
 
@@ -115,7 +115,7 @@ def test_a_folder_with_a_strange_name_is_found_again(tmp_path: Path, monkeypatch
     strange = tmp_path / "50% @home?"
     strange.mkdir()
     monkeypatch.chdir(strange)
-    script = 'cd / && exec "$0" -m limpet.cli put k 1 --fenced'
+    script = 'cd / && exec "$0" -m limpet put k 1 --fenced'
 
     code, _, stderr = wait_for_end(start("lock", "n", "--", "sh", "-c", script, sys.executable))
 
@@ -285,9 +285,7 @@ def test_a_fence_needs_a_lock_around_it(
 
 
 def test_the_fence_is_there_in_the_command(url: str, run: Limpet) -> None:
-    code, _, stderr = wait_for_end(
-        lock(url, "--", sys.executable, "-m", "limpet.cli", "put", "report", "1", "--fenced")
-    )
+    code, _, stderr = wait_for_end(lock(url, "--", sys.executable, "-m", "limpet", "put", "report", "1", "--fenced"))
 
     assert (code, stderr) == (0, "")
     assert run("get", "report").stdout == "1\n"
@@ -342,7 +340,7 @@ def test_a_signal_reaches_what_a_script_has_started(url: str) -> None:
 
 def test_what_is_ignored_stays_ignored(url: str) -> None:
     """Under nohup no command ends with the terminal."""
-    shell = 'trap \'\' HUP; exec "$0" -m limpet.cli --url "$1" lock nightly -- "$0" -c "$2"'
+    shell = 'trap \'\' HUP; exec "$0" -m limpet --url "$1" lock nightly -- "$0" -c "$2"'
     script = "import signal; print('on', signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, flush=True); input()"
     running = subprocess.Popen(
         ["sh", "-c", shell, sys.executable, url, script],

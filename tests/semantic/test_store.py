@@ -704,5 +704,11 @@ def test_audit_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, t
         monkeypatch.setenv("LIMPET_AUDIT_KEYS", wrong)
         with pytest.raises(InvalidValue):
             Audit.from_environment()
+    monkeypatch.delenv("LIMPET_AUDIT_KEYS")
+    (tmp_path / "no text").write_bytes(b"\xff")
+    for name, problem in (("missing", "No such file"), ("no text", "not UTF-8")):
+        monkeypatch.setenv("LIMPET_AUDIT_KEYS_FILE", str(tmp_path / name))
+        with pytest.raises(InvalidValue, match=problem):
+            Audit.from_environment()
     with pytest.raises(InvalidValue):
         Audit(b"x" * 32, grace_s=0)

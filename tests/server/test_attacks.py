@@ -183,7 +183,7 @@ def test_who_has_no_token_is_refused_before_a_body_is_read(url: str) -> None:
 
 def test_as_many_files_are_opened_as_the_system_allows(url: str) -> None:
     """The soft limit is low by habit. What a server may not open, it does not give to connections."""
-    words = [sys.executable, "-m", "limpet.cli", "--url", url, "serve", *HTTP]
+    words = [sys.executable, "-m", "limpet", "--url", url, "serve", *HTTP]
     low = ["sh", "-c", 'ulimit -S -n 100 && exec "$@"', "sh", *words]
     lowest = ["sh", "-c", 'ulimit -S -n 300 && ulimit -H -n 300 && exec "$@"', "sh", *words]
     for command, expected in ((low, None), (lowest, "up to 172 connections and not 1000")):

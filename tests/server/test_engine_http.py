@@ -364,7 +364,7 @@ async def test_a_wait_that_is_given_up_leaves_the_server_too(server: Running) ->
 
 def cli(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "limpet.cli", *words],
+        [sys.executable, "-m", "limpet", *words],
         env={**unmeasured(), **environment},
         capture_output=True,
         text=True,

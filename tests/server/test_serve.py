@@ -53,7 +53,7 @@ class Running:
 
 @contextlib.contextmanager
 def serving(url: str, *options: str, **environment: str) -> Iterator[Running]:
-    words = [sys.executable, "-m", "limpet.cli", "--url", url, "serve", *options]
+    words = [sys.executable, "-m", "limpet", "--url", url, "serve", *options]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             running = Running(process, faces=("--http" in options) + ("--nats" in options))
@@ -195,7 +195,7 @@ def test_logs_are_documents_when_asked_for(url: str) -> None:
     ],
 )
 def test_what_cannot_be_served_is_told_at_once(url: str, options: tuple[str, ...], code: int, problem: str) -> None:
-    words = [sys.executable, "-m", "limpet.cli", "--url", url, "serve", *options]
+    words = [sys.executable, "-m", "limpet", "--url", url, "serve", *options]
 
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
@@ -222,7 +222,7 @@ def test_a_port_that_is_taken_is_told(url: str) -> None:
     with serving(url, *HTTP) as server:
         place = server.http.removeprefix("http://")
         done = subprocess.run(
-            [sys.executable, "-m", "limpet.cli", "--url", url, "serve", "--http", place],
+            [sys.executable, "-m", "limpet", "--url", url, "serve", "--http", place],
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,

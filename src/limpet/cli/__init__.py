@@ -7,10 +7,8 @@ an error, so that scripts need not read messages.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import click
 
@@ -34,17 +32,25 @@ from limpet.cli.backup import backup_command, epoch_command, restore_command
 from limpet.cli.call import call_command
 from limpet.cli.commands import Group, LockCommand, Main, condition_options, examples, write_options
 from limpet.cli.deadletters import deadletters
+from limpet.cli.deleting import del_command
+from limpet.cli.demo import demo_command
+from limpet.cli.encryption import encryption
 from limpet.cli.failure import Missing, quote_name
 from limpet.cli.folders import folders_command, namespaces_command
 from limpet.cli.grant import grant_command
-from limpet.cli.keys import keys
+from limpet.cli.lifetimes import persist_command, take_command, touch_command
+from limpet.cli.locks import locks_command
 from limpet.cli.migrate import migrate
 from limpet.cli.serve import serve_command
+from limpet.cli.shell import completion_command, help_command
+from limpet.cli.stat import stat_command
 from limpet.cli.token import token
-from limpet.clock import format_duration
+from limpet.cli.top import top_command
+from limpet.cli.transaction import txn_command
+from limpet.cli.writing import expectation, fence_of, show_written
 from limpet.errors import Conflict
 from limpet.keys import PAGE_MAX
-from limpet.model import Entry, Event
+from limpet.model import Event
 from limpet.protocol import json as wire
 
 __all__ = ["main"]
@@ -57,8 +63,9 @@ To start:
 
 \b
 To find out:
-  limpet stat           who holds which lock?
+  limpet locks          who holds which lock?
   limpet history KEY    what changed this key?
+  limpet top            which namespace is at work?
   limpet doctor         is the store healthy?
 
 \b
@@ -76,7 +83,8 @@ Exit codes:
     "--url",
     envvar="LIMPET_URL",
     metavar="URL",
-    help=f"The URL of the store: sqlite:///state.db, postgresql://… [env: LIMPET_URL; default: {URL_DEFAULT}]",
+    help="The URL of the store: sqlite:///FILE, postgresql://…, redis://…, nats://…, or http://… for 'limpet serve'. "
+    f"[env: LIMPET_URL; default: {URL_DEFAULT}]",
 )
 @click.option(
     "-n",
@@ -169,13 +177,13 @@ def put(
     """
     if ttl is not None and keep_ttl:
         raise click.UsageError("give one of --ttl and --keep-ttl")
-    expect = _expectation(if_absent, if_version, if_revision)
-    content, fence = value_of(value, form), _fence(fenced)
+    expect = expectation(if_absent=if_absent, if_version=if_version, if_revision=if_revision)
+    content, fence = value_of(value, form), fence_of(fenced)
     with setup.open(make=True) as store:
         entry = store.put(
             key, content, ttl=limpet.KEEP if keep_ttl else ttl, expect=expect, fence=fence, request_id=request_id
         )
-    _show_written(setup, entry)
+    show_written(setup, entry)
 
 
 @main.command(
@@ -198,55 +206,13 @@ def append(
 
     The key is PREFIX and a number of 16 digits, which grows with each commit. VALUE is read as by 'limpet put'.
     """
-    content, fence = value_of(value, form), _fence(fenced)
+    content, fence = value_of(value, form), fence_of(fenced)
     with setup.open(make=True) as store:
         entry = store.append(prefix, content, ttl=ttl, fence=fence, request_id=request_id)
     if setup.as_json:
-        _show_written(setup, entry)
+        show_written(setup, entry)
     else:
         output.show_line(output.visible(entry.key))
-
-
-@main.command(
-    name="del",
-    epilog=examples("limpet del session/42", "limpet del theme --if-version 3", "limpet del session/ --prefix"),
-)
-@click.argument("key", shell_complete=complete_key)
-@click.option("--prefix", "is_prefix", is_flag=True, help="Delete all keys that start with KEY, and print how many.")
-@condition_options
-@write_options
-@pass_setup
-def delete(
-    setup: Setup,
-    key: str,
-    is_prefix: bool,
-    if_version: int | None,
-    if_revision: int | None,
-    fenced: bool,
-    request_id: str | None,
-) -> None:
-    """Delete KEY.
-
-    With --prefix, keys are deleted in batches of 128. If it is interrupted, run it again.
-    """
-    if is_prefix:
-        if (if_version, if_revision, request_id) != (None, None, None):
-            raise click.UsageError(
-                "--prefix deletes many keys, so --if-version, --if-revision, --request-id do not fit"
-            )
-        with setup.open() as store:
-            deleted = store.delete_prefix(key, fence=_fence(fenced))
-        if setup.as_json:
-            output.show({"prefix": key, "deleted": deleted})
-        else:
-            output.show_line(str(deleted))
-        return
-    expect = _expectation(False, if_version, if_revision)
-    with setup.open() as store:
-        if not store.delete(key, expect=expect, fence=_fence(fenced), request_id=request_id):
-            raise limpet.errors.NotFound(key)
-    if setup.as_json:
-        output.show({"key": key, "deleted": True})
 
 
 @main.command(
@@ -342,7 +308,7 @@ def incr(
     """
     if ttl is not None and ttl_if_new is not None:
         raise click.UsageError("give one of --ttl and --ttl-if-new")
-    fence, kept = _fence(fenced), limpet.KEEP if ttl is None else ttl
+    fence, kept = fence_of(fenced), limpet.KEEP if ttl is None else ttl
     with setup.open(make=True) as store:
         number = getattr(store, rule or "add")(
             key, by, ttl=kept, ttl_if_new=ttl_if_new, fence=fence, request_id=request_id
@@ -422,10 +388,10 @@ def field_set(
     """
     if not assignments and not unset:
         raise click.UsageError("give at least one NAME=VALUE or --unset NAME")
-    fields, fence = fields_of(assignments), _fence(fenced)
+    fields, fence = fields_of(assignments), fence_of(fenced)
     with setup.open(make=not if_exists) as store:
         entry = store.record(key).set(fields, unset=unset, if_exists=if_exists, fence=fence, request_id=request_id)
-    _show_written(setup, entry)
+    show_written(setup, entry)
 
 
 @field.command(
@@ -458,7 +424,7 @@ def field_swap(
 
     Of several processes that try at once, one wins. The others exit with 4, and have changed nothing.
     """
-    before, after, together, fence = literal_of(expected), value_of(new), fields_of(also), _fence(fenced)
+    before, after, together, fence = literal_of(expected), value_of(new), fields_of(also), fence_of(fenced)
     with setup.open() as store:
         record = store.record(key)
         won = record.swap(
@@ -474,7 +440,7 @@ def field_swap(
     if not won:
         raise Conflict(key, expected=f"a certain value in field {name!r}", current=entry)
     if entry is not None:
-        _show_written(setup, entry)
+        show_written(setup, entry)
 
 
 # The log ----------------------------------------------------------------------
@@ -595,36 +561,6 @@ def lock(setup: Setup, name: str, command: tuple[str, ...], ttl: float, wait: fl
 # Maintenance -------------------------------------------------------------------------
 
 
-@main.command(epilog=examples("limpet stat", "limpet stat --json | jq '.locks[]'"))
-@pass_setup
-def stat(setup: Setup) -> None:
-    """Show what the namespace holds, and who holds its locks."""
-    with setup.open() as store:
-        status, traits, locks = store.status(), store.traits, store.locks()
-    facts = {
-        "url": setup.shown_url,
-        "namespace": setup.namespace,
-        "engine": traits.engine,
-        "durability": traits.durability,
-        "encrypted": traits.encrypted,
-        **wire.status_as_json(status),
-    }
-    if setup.as_json:
-        output.show({**facts, "locks": [wire.lock_as_json(held) for held in locks]})
-        return
-    for name, fact in facts.items():
-        shown_fact = {True: "yes", False: "no"}[fact] if isinstance(fact, bool) else fact
-        output.show_line(f"{name:<12} {shown_fact}")
-    for held in locks:
-        left = format_duration(held.remaining)
-        output.show_line(
-            f"{'lock':<12} {output.visible(held.name)} is held by {output.visible(held.holder)} "
-            f"for another {left} unless renewed (token {held.token})"
-        )
-    if not locks:
-        output.show_line(f"{'lock':<12} none is held")
-
-
 @main.command(epilog=examples("limpet doctor", "limpet doctor --json | jq -r 'select(.level != \"ok\")'"))
 @pass_setup
 def doctor(setup: Setup) -> None:
@@ -680,9 +616,20 @@ def index(setup: Setup, field: str | None, drop: bool) -> None:
             output.show_stderr(f"{store.traits.engine} keeps no indexes: its scans read every entry of their prefix")
 
 
+main.add_command(del_command)
+main.add_command(take_command)
+main.add_command(touch_command)
+main.add_command(persist_command)
+main.add_command(txn_command)
+main.add_command(locks_command)
+main.add_command(stat_command)
+main.add_command(top_command)
+main.add_command(demo_command)
+main.add_command(completion_command)
+main.add_command(help_command)
 main.add_command(folders_command)
 main.add_command(namespaces_command)
-main.add_command(keys)
+main.add_command(encryption)
 main.add_command(grant_command)
 main.add_command(token)
 main.add_command(migrate)
@@ -709,37 +656,6 @@ def _keys(store: limpet.sync.Store, prefix: str, limit: int | None, after: str |
             return
         left = None if left is None else left - page.count
         after = page.cursor
-
-
-def _expectation(if_absent: bool, if_version: int | None, if_revision: int | None) -> Any:
-    if sum((if_absent, if_version is not None, if_revision is not None)) > 1:
-        raise click.UsageError("give one of --if-absent, --if-version and --if-revision")
-    if if_absent:
-        return limpet.ABSENT
-    if if_version is not None:
-        return limpet.Version(if_version)
-    return limpet.ANY if if_revision is None else limpet.Revision(if_revision)
-
-
-def _fence(fenced: bool) -> limpet.Fence | None:
-    """The lock of the `limpet lock` that runs this process."""
-    if not fenced:
-        return None
-    name, token = os.environ.get("LIMPET_LOCK"), os.environ.get("LIMPET_FENCING_TOKEN", "")
-    if not name or not re.fullmatch(r"[0-9]{1,18}", token):
-        raise click.UsageError(
-            "--fenced works in a command that 'limpet lock NAME -- COMMAND' runs: "
-            "LIMPET_LOCK and LIMPET_FENCING_TOKEN are not set"
-        )
-    return limpet.Fence(name, int(token))
-
-
-def _show_written(setup: Setup, entry: Entry) -> None:
-    """Show the result of a write: to a program that wants JSON, and at a terminal."""
-    if setup.as_json:
-        output.show(wire.entry_as_json(entry, with_value=False))
-    elif output.on_terminal():
-        output.show_line(f"version {entry.version} at revision {entry.revision}")
 
 
 def _show_event(setup: Setup, event: Event) -> None:

@@ -17,12 +17,19 @@ from limpet.cli.arguments import Setup
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS: Final = {
-    "Values": ("get", "put", "append", "del", "ls", "folders", "incr", "field", "call"),
+    "Values": (
+        *("get", "put", "append", "del", "take", "ls", "folders", "incr", "field"),
+        *("touch", "persist", "txn", "call"),
+    ),
     "Changes": ("watch", "history"),
-    "Locks": ("lock",),
+    "Locks": ("lock", "locks"),
     "Serving": ("serve", "token"),
-    "Maintenance": ("namespaces", "stat", "doctor", "backup", "restore", "epoch", "index", "keys", "grant", "migrate"),
+    "Maintenance": (
+        *("namespaces", "stat", "top", "doctor", "backup", "restore", "epoch", "index", "encryption", "grant"),
+        "migrate",
+    ),
     "Semantic entries": ("audit", "deadletters"),
+    "To learn": ("demo", "help", "completion"),
 }
 
 _NEGATIVE: Final = re.compile(r"-[\d.]")

@@ -21,6 +21,9 @@ from limpet.model import Entry, Event
 from limpet.protocol.json import plain
 
 ENTRY_COLUMNS: Final = {"version": 8, "revision": 9, "bytes": 8, "expires": 12, "writer": 12, "key": 0}
+LOCK_COLUMNS: Final = {"token": 9, "lasts": 12, "holder": 24, "lock": 0}
+NAMESPACE_COLUMNS: Final = {"keys": 10, "bytes": 13, "revision": 10, "changes": 9, "namespace": 0}
+TOP_COLUMNS: Final = {"changes/s": 10, "keys": 10, "bytes": 13, "locks": 6, "namespace": 0}
 EVENT_COLUMNS: Final = {"revision": 9, "time": 25, "op": 7, "version": 8, "writer": 12, "key": 24, "value": 0}
 
 _SHORT: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}

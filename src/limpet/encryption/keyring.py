@@ -194,7 +194,7 @@ class Ring:
             return stored
         raise Corrupt(
             f"{_describe(namespace, key)}: its {part} is not encrypted. If it was written before encryption was turned "
-            f"on, add '{PLAIN}' to the keys and run 'limpet keys rotate'"
+            f"on, add '{PLAIN}' to the keys and run 'limpet encryption rotate'"
         )
 
 
@@ -273,7 +273,7 @@ class Keyring:
         text = os.environ.get(name)
         if not text:
             raise InvalidValue(
-                f"the environment variable {name} holds no encryption keys: make one by 'limpet keys new'"
+                f"the environment variable {name} holds no encryption keys: make one by 'limpet encryption new'"
             )
         keys, plain = _parse_keys(text, name)
         return cls(keys, plain=plain)
@@ -344,7 +344,7 @@ def new_key() -> tuple[str, str]:
 
 def _make_ring(keys: Mapping[str, bytes], current: str | None, plain: bool) -> Ring:
     if not keys:
-        raise InvalidValue("a keyring holds at least one key: make one by 'limpet keys new'")
+        raise InvalidValue("a keyring holds at least one key: make one by 'limpet encryption new'")
     given: Iterable[tuple[object, object]] = keys.items()
     for key_id, key in given:
         if not isinstance(key_id, str) or not _ID.match(key_id) or key_id == PLAIN:
@@ -352,7 +352,8 @@ def _make_ring(keys: Mapping[str, bytes], current: str | None, plain: bool) -> R
                 f"the id of an encryption key is 1 to 32 characters of a-z, 0-9, '_', '.' and '-', and not '{PLAIN}'"
             )
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise InvalidValue(f"encryption key {key_id!r} is not {KEY_BYTES} bytes: make one by 'limpet keys new'")
+            advice = "make one by 'limpet encryption new'"
+            raise InvalidValue(f"encryption key {key_id!r} is not {KEY_BYTES} bytes: {advice}")
     first = next(iter(keys)) if current is None else current
     if first not in keys:
         raise InvalidValue(f"the current encryption key {first!r} is not in the keyring")
@@ -375,13 +376,13 @@ def _parse_keys(text: str, name: str) -> tuple[dict[str, bytes], bool]:
             key = b""
         if not _ID.match(key_id) or len(key) != KEY_BYTES:
             raise InvalidValue(
-                f"item {number} of {name} is not an encryption key: write ID:KEY, as 'limpet keys new' prints it"
+                f"item {number} of {name} is not an encryption key: write ID:KEY, as 'limpet encryption new' prints it"
             )
         if key_id in keys:
             raise InvalidValue(f"{name} has two encryption keys of the id {key_id!r}")
         keys[key_id] = key
     if not keys:
-        raise InvalidValue(f"{name} holds no encryption key: make one by 'limpet keys new'")
+        raise InvalidValue(f"{name} holds no encryption key: make one by 'limpet encryption new'")
     return keys, plain
 
 

@@ -79,7 +79,11 @@ class Audit:
         """
         text = os.environ.get("LIMPET_AUDIT_KEYS", "")
         if not text and (file := os.environ.get("LIMPET_AUDIT_KEYS_FILE")):
-            text = Path(file).read_text(encoding="utf-8")
+            try:
+                text = Path(file).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+                raise InvalidValue(f"cannot read {file!r}, which LIMPET_AUDIT_KEYS_FILE names: {problem}") from None
         pairs = [pair.strip().partition(":") for pair in text.replace("\n", ",").split(",") if pair.strip()]
         if not pairs:
             return None

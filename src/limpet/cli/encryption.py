@@ -1,4 +1,4 @@
-"""``limpet keys``: the keys of an encrypted store."""
+"""``limpet encryption``: the keys of an encrypted store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from limpet.cli.arguments import Setup, pass_setup
 from limpet.cli.commands import Group, examples
 from limpet.encryption.keyring import PLAIN, new_key
 
-__all__ = ["keys"]
+__all__ = ["encryption"]
 
 STEP: Final = 1000
 
@@ -20,12 +20,12 @@ STEP: Final = 1000
 @click.group(
     cls=Group,
     epilog=examples(
-        "limpet keys new >> keys.txt",
-        "limpet --url 'sqlite:///state.db?encryption=file:keys.txt' keys rotate",
-        "limpet keys list",
+        "limpet encryption new >> keys.txt",
+        "limpet --url 'sqlite:///state.db?encryption=file:keys.txt' encryption rotate",
+        "limpet encryption list",
     ),
 )
-def keys() -> None:
+def encryption() -> None:
     """Make, change and list the keys of an encrypted store.
 
     The keys of a store are in LIMPET_ENCRYPTION_KEYS, or where its URL names them: ?encryption=env:NAME or
@@ -33,7 +33,9 @@ def keys() -> None:
     """
 
 
-@keys.command(name="new", epilog=examples("limpet keys new", "export LIMPET_ENCRYPTION_KEYS=$(limpet keys new)"))
+@encryption.command(
+    name="new", epilog=examples("limpet encryption new", "export LIMPET_ENCRYPTION_KEYS=$(limpet encryption new)")
+)
 @pass_setup
 def new(setup: Setup) -> None:
     """Print a new key, as ID:KEY. It is kept nowhere else."""
@@ -44,7 +46,9 @@ def new(setup: Setup) -> None:
         output.show_line(f"{key_id}:{key}")
 
 
-@keys.command(name="rotate", epilog=examples("limpet keys rotate", "limpet keys rotate trivia billing"))
+@encryption.command(
+    name="rotate", epilog=examples("limpet encryption rotate", "limpet encryption rotate trivia billing")
+)
 @click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...")
 @pass_setup
 def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
@@ -77,11 +81,13 @@ def rotate(setup: Setup, namespaces: tuple[str, ...]) -> None:
             )
             if older:
                 output.show_stderr(
-                    f"limpet: keep {', '.join(older)}: the log of {name} still needs it. See 'limpet keys list'"
+                    f"limpet: keep {', '.join(older)}: the log of {name} still needs it. See 'limpet encryption list'"
                 )
 
 
-@keys.command(name="list", epilog=examples("limpet keys list", "limpet keys list --json | jq -r .key"))
+@encryption.command(
+    name="list", epilog=examples("limpet encryption list", "limpet encryption list --json | jq -r .key")
+)
 @click.argument("namespaces", nargs=-1, metavar="[NAMESPACE]...")
 @pass_setup
 def list_(setup: Setup, namespaces: tuple[str, ...]) -> None:

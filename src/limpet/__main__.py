@@ -1,4 +1,4 @@
-"""``python -m limpet.cli``."""
+"""``python -m limpet``: the command line."""
 
 from limpet.cli import main
 

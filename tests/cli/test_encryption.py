@@ -1,4 +1,4 @@
-"""``limpet keys``, and other commands on an encrypted store."""
+"""``limpet encryption``, and other commands on an encrypted store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keys(tmp_path: Path) -> Path:
 @pytest.fixture
 def sealed(url: str, keys: Path) -> Limpet:
     """Runs ``limpet`` on an encrypted store."""
-    keys.write_text(Limpet()("keys", "new").stdout)
+    keys.write_text(Limpet()("encryption", "new").stdout)
     return Limpet(f"{url}?encryption=file:{keys}")
 
 
@@ -32,7 +32,7 @@ def ids(keys: Path) -> list[str]:
 
 
 def test_a_new_key_is_printed_and_kept_nowhere(run: Limpet, tmp_path: Path) -> None:
-    first, second = run("keys", "new").stdout, run.json("keys", "new")
+    first, second = run("encryption", "new").stdout, run.json("encryption", "new")
 
     assert limpet.Keyring.parse(first).ids == [first.partition(":")[0]]
     assert list(second) == ["id", "key"]
@@ -52,7 +52,7 @@ def test_commands_read_and_write_an_encrypted_store(sealed: Limpet, run: Limpet)
 
 
 def test_keys_may_be_in_the_environment(run: Limpet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LIMPET_ENCRYPTION_KEYS", run("keys", "new").stdout)
+    monkeypatch.setenv("LIMPET_ENCRYPTION_KEYS", run("encryption", "new").stdout)
 
     run("put", "k", "secret")
 
@@ -65,10 +65,10 @@ def test_keys_are_rotated(sealed: Limpet, keys: Path) -> None:
         sealed("put", f"{number}", f"{number}", "--ttl", "1h")
     sealed("put", "k", "1", "-n", "other")
     (old,) = ids(keys)
-    keys.write_text(Limpet()("keys", "new").stdout + keys.read_text())
+    keys.write_text(Limpet()("encryption", "new").stdout + keys.read_text())
     new = ids(keys)[0]
 
-    result = sealed("keys", "rotate", "default", "other")
+    result = sealed("encryption", "rotate", "default", "other")
 
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -76,18 +76,18 @@ def test_keys_are_rotated(sealed: Limpet, keys: Path) -> None:
         f"other: 1 of 1 entries were encrypted again, with key {new}",
     ]
     assert f"keep {old}: the log of default still needs it" in result.stderr
-    assert sealed.json("keys", "rotate") == {
+    assert sealed.json("encryption", "rotate") == {
         "namespace": "default",
         "entries": 3,
         "resealed": 0,
         "key": new,
         "still_used": [old],
     }
-    assert sealed("keys", "list").stdout.splitlines() == [
+    assert sealed("encryption", "list").stdout.splitlines() == [
         f"default: 3 entries, 3 changes: key {new} encrypts",
         f"default: 0 entries, 3 changes: key {old} is read",
     ]
-    listed = sealed.documents("keys", "list", "other")
+    listed = sealed.documents("encryption", "list", "other")
     assert [(each["key"], each["current"], each["entries"], each["changes"]) for each in listed] == [
         (new, True, 1, 1),
         (old, False, 0, 1),
@@ -104,10 +104,10 @@ def test_an_audited_namespace_is_rotated_with_its_trail(
 
     asyncio.run(prepare())
     monkeypatch.setenv("LIMPET_AUDIT_KEYS", f"1:{(b'k' * 32).hex()}")
-    keys.write_text(Limpet()("keys", "new").stdout + keys.read_text())
+    keys.write_text(Limpet()("encryption", "new").stdout + keys.read_text())
 
     # The entry, its row, its head and its copy.
-    assert sealed.json("keys", "rotate")["resealed"] == 4
+    assert sealed.json("encryption", "rotate")["resealed"] == 4
     keys.write_text(keys.read_text().splitlines()[0])
     assert sealed.json("audit", "verify")["sound"] is True
     assert sealed.json("audit", "seal") == {"sealed": 1}
@@ -121,8 +121,8 @@ def test_a_plain_store_is_encrypted(sealed: Limpet, run: Limpet, keys: Path) -> 
 
     assert refused.exit_code != 0
     assert "is not encrypted" in refused.stderr
-    assert sealed("keys", "rotate").exit_code == 0
-    assert "default: 0 entries, 1 changes: not encrypted" in sealed("keys", "list").stdout
+    assert sealed("encryption", "rotate").exit_code == 0
+    assert "default: 0 entries, 1 changes: not encrypted" in sealed("encryption", "list").stdout
     keys.write_text(text)
     assert sealed("get", "k").stdout == '"secret"\n'
 
@@ -130,7 +130,7 @@ def test_a_plain_store_is_encrypted(sealed: Limpet, run: Limpet, keys: Path) -> 
 def test_a_store_without_keys_cannot_be_rotated(run: Limpet) -> None:
     run("put", "k", "1")
 
-    result = run("keys", "rotate")
+    result = run("encryption", "rotate")
 
     assert result.exit_code == 7
     assert "this store is not encrypted" in result.stderr
@@ -148,7 +148,7 @@ def test_an_index_is_refused_with_the_reason(sealed: Limpet) -> None:
 def test_doctor_looks_whether_the_keys_fit(sealed: Limpet, keys: Path, url: str) -> None:
     sealed("put", "k", "1")
     well = {found["check"]: found for found in sealed.documents("doctor")}
-    keys.write_text(Limpet()("keys", "new").stdout)
+    keys.write_text(Limpet()("encryption", "new").stdout)
     ill = sealed("doctor")
 
     assert well["encryption"]["level"] == "ok"
@@ -158,7 +158,7 @@ def test_doctor_looks_whether_the_keys_fit(sealed: Limpet, keys: Path, url: str)
 
 
 def test_a_key_in_a_url_is_refused_and_not_shown(run: Limpet, url: str) -> None:
-    key = run("keys", "new").stdout.strip()
+    key = run("encryption", "new").stdout.strip()
 
     result = Limpet(f"{url}?encryption={key}")("put", "k", "1")
 
