@@ -334,8 +334,9 @@ class Watch:
         for entry in found.entries:
             if entry.revision > self._cursor.revision:
                 self._known[entry.key] = entry.revision
+            revision, at_ms = entry.revision, entry.updated_ms
             self._ready.append(
-                Event("put", entry.key, entry, entry.revision, entry.revision, None, at_ms=entry.updated_ms)
+                Event("put", entry.key, entry, revision, revision, None, at_ms=at_ms, writer=entry.writer)
             )
         if found.cursor is None:
             revision, found_at = self._cursor

@@ -141,6 +141,16 @@ async def test_an_event_has_its_writer(open_store: OpenStore, elapse: Elapse) ->
     assert await history(one, "a") == [("put", "one"), ("touch", "other"), ("delete", "other")]
 
 
+async def test_what_a_watch_begins_with_has_its_writer(open_store: OpenStore) -> None:
+    """`entry.writer` is the name of the writer of the value: of the last put, add, set, swap or update."""
+    one, other = await open_store(writer="one"), await open_store(writer="other")
+    await one.put("a", 1)
+    async with other.watch("*", initial=True) as watch:
+        events = [await anext(watch) for _ in range(2)]
+
+    assert [(event.op, event.writer) for event in events] == [("put", "one"), ("synced", None)]
+
+
 async def test_a_batch_has_one_writer(open_store: OpenStore) -> None:
     """All changes of a batch have its writer."""
     store = await open_store(writer="agent-7")
