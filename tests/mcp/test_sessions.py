@@ -19,6 +19,7 @@ from mcp_types import ResourceUpdatedNotification
 
 import limpet
 from limpet.cli.mcp import _with_token
+from limpet.errors import Unavailable
 from limpet.mcp import http, resources
 from limpet.mcp.http import Anyone, make_app
 from limpet.mcp.server import SUBSCRIPTIONS_MAX, make_server
@@ -166,6 +167,43 @@ async def test_a_client_of_the_newer_protocol_listens_on_one_stream(store: limpe
         assert await asyncio.wait_for(listen(), 30) == {*uris}
         # The stream has ended; the session goes on.
         assert (await agent("get", key="a"))["value"] == 1
+
+
+async def test_a_stream_goes_on_after_the_store_has_failed(
+    store: limpet.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine: Any = store._session.engine
+    status, failures = engine.status, asyncio.Event()
+
+    async def fail(name: str) -> Any:
+        if not failures.is_set():
+            return await status(name)
+        raise Unavailable("out of order")
+
+    monkeypatch.setattr(engine, "status", fail)
+    monkeypatch.setattr(resources, "RETRY_S", 0.01)
+    async with connected(make_server(store)) as agent:
+
+        async def listen() -> None:
+            async with agent.client.listen(resource_subscriptions=["limpet://entry/a"]) as stream:
+                failures.set()
+                await store.put("a", 1)
+                await asyncio.sleep(0.2)
+                failures.clear()
+                await anext(aiter(stream))
+                await store.put("a", 2)
+                await anext(aiter(stream))
+
+        await asyncio.wait_for(listen(), 30)
+
+
+async def test_a_stream_that_is_not_allowed_says_why(served: tuple[str, str]) -> None:
+    url, store_url = served
+    issued = await issue(store_url, Scope("team", "task/", ("read",)))
+    async with over_http(url, issued.secret) as agent:
+        with pytest.raises(MCPError, match="right"):
+            async with agent.client.listen(resource_subscriptions=["limpet://entry/plan"]):
+                pass
 
 
 async def test_a_session_has_a_limit_of_subscriptions(store: limpet.Store) -> None:

@@ -83,14 +83,16 @@ async def follow(
     """Notify a subscriber of changes, as long as it may read. Reports as started when no change will be missed."""
     request = Wait(pattern=resource.pattern)
     store = await space.admit(WAIT, request)
-    has_failed = False
+    has_started = False
     while True:
         try:
             async with store.watch(resource.pattern) as watch:
-                task_status.started()
-                if has_failed:
+                if has_started:
                     # It may have changed while it was not watched.
                     await notify()
+                else:
+                    task_status.started()
+                    has_started = True
                 seen = 0
                 async for event in watch:
                     if event.revision <= seen:
@@ -105,5 +107,4 @@ async def follow(
             return
         except LimpetError as error:
             log.warning("a resource cannot be followed now, and is tried again: %s", reason_of(error))
-            has_failed = True
         await asyncio.sleep(RETRY_S)

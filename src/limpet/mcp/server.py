@@ -25,7 +25,7 @@ from limpet.errors import InvalidValue, LimpetError, PermissionDenied
 from limpet.mcp.resources import TEMPLATES, follow, parse_uri, read_resource, uri_of
 from limpet.mcp.tools import INSTRUCTIONS, TOOLS, Page, Tool, read_page, schema_of
 from limpet.mcp.wording import Problem, describe
-from limpet.mcp.workspace import Concealed, Unlisted, Workspace
+from limpet.mcp.workspace import WAIT, Concealed, Unlisted, Wait, Workspace
 from limpet.server.dispatch import Caller, Dispatcher, TrustedCaller
 from limpet.server.outcome import redact
 from limpet.server.wording import public_error
@@ -272,6 +272,9 @@ async def _listen(space: Workspace, context: Context, params: Any) -> types.Subs
         return lambda: bus.publish(ResourceUpdated(uri))
 
     resources = {uri: _resource_of(uri) for uri in uris}
+    for resource in resources.values():
+        # Here, because an error of a task would reach the client without its message.
+        await _or_error(space.admit(WAIT, Wait(pattern=resource.pattern)))
     async with anyio.create_task_group() as tasks:
         for uri, resource in resources.items():
             await tasks.start(follow, space, resource, publish(uri))
