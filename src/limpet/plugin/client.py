@@ -667,7 +667,8 @@ def _is_of_request(reply: Mapping[str, Any]) -> bool:
 
 _DEFAULTS: Final[dict[type[LimpetError], dict[str, Any]]] = {
     errors.InvalidKey: {"key": None},
-    errors.InvalidValue: {"path": None},
+    errors.InvalidValue: {"path": None, "key": None},
+    errors.TypeMismatch: {"path": None},
     errors.ValueTooLarge: {"key": ""},
     errors.Conflict: {"expected": "", "current": None, "actual_version": None, "actual_revision": None},
     errors.Ambiguous: {"request_id": None, "since": 0},
