@@ -169,8 +169,11 @@ class Program:
             case _:
                 write = Delete(key) if dice.random() < 0.5 else Put(key, b"2", ttl_ms=KEEP, meta_json=KEEP)
         guards = tuple(Guard(key, condition) for condition in conditions)
-        is_brief, writer = dice.random() < 0.5, "ann" if dice.random() < 0.1 else None
+        is_brief, writer = dice.random() < 0.5, self._make_writer()
         return Batch(guards, (write,), value_bytes_max=VALUE_BYTES_MAX, is_brief=is_brief, writer=writer)
+
+    def _make_writer(self) -> str | None:
+        return self.dice.choice([None, None, None, None, None, "ann", 'a "b" \\', "é\\"])
 
     def _make_puts(self) -> Batch:
         """A batch of several puts, one of which may have no short way."""
@@ -180,7 +183,7 @@ class Program:
         if dice.random() < 0.2:
             puts[-1] = dice.choice([Put(keys[-1], b"\0raw"), Put(keys[-1], b"1", 30), Put(keys[-1], b"1", KEEP, KEEP)])
         guards = (Guard(keys[0], PRESENT),) if dice.random() < 0.1 else ()
-        return Batch(guards, tuple(puts), value_bytes_max=VALUE_BYTES_MAX)
+        return Batch(guards, tuple(puts), value_bytes_max=VALUE_BYTES_MAX, writer=self._make_writer())
 
     def _make_fields(self) -> dict[str, bytes]:
         values = [1, 2.5, None, "", "x" * 30, b"", b"\0", b"x\xff", {"$": 1}]
@@ -242,9 +245,6 @@ class Program:
         if self.has_index or (stored is None and write.key in self.foreign):
             return False
         if stored is not None:
-            if stored.writer is not None and not (isinstance(write, Put) and write.meta_json is None):
-                # The write would keep the name of the other writer with the meta.
-                return False
             if live(stored, self.now_ms) is None:
                 return False
             if isinstance(write, Put) and stored.kind == "record":
@@ -347,8 +347,6 @@ def _keys(batch: Batch) -> list[str]:
 def _is_item(batch: Batch) -> bool:
     """Whether a batch is one for the short way, written once more in other words."""
     condition = batch.guards[0].condition if batch.guards else None
-    if batch.writer is not None:
-        return False
     if len(batch.writes) > 1:
         singles = [Batch((), (put,)) for put in batch.writes]
         return not batch.guards and all(_is_item(one) and one.writes[0].ttl_ms is None for one in singles)  # type: ignore[union-attr]

@@ -401,7 +401,7 @@ class RedisEngine(ServerEngine):
         """
         self._check_open()
         # Encode first, which may fail: after that there is a request to finish.
-        body = encode_items([item])
+        body = encode_items([item], [batch.writer])
         command, loop = self._script_command(namespace, "write"), asyncio.get_running_loop()
         replied, finished = loop.create_future(), loop.create_future()
         name, since = new_request_id(), self._latest.get(namespace, 0)
@@ -479,7 +479,7 @@ class RedisEngine(ServerEngine):
         """Commit batches the short way. The result is None for each that it leaves."""
         contention = self._committer.known(namespace).contention
         await contention.let_others_write(batches)
-        name, body = new_request_id(), encode_items(items)
+        name, body = new_request_id(), encode_items(items, [batch.writer for batch in batches])
         started_at = time.monotonic()
         try:
             reply = await self._decide(namespace, "write", name, body)

@@ -24,6 +24,7 @@ from limpet.model import (
     Put,
     Refusal,
     fingerprint,
+    join_writer,
 )
 
 __all__ = [
@@ -143,8 +144,9 @@ def decode_written(
     replies = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
     for batch in batches:
         writes = batch.writes
+        meta_json = None if batch.writer is None else join_writer(None, batch.writer)
         if len(writes) != 1:
-            results.append(_decode_puts(writes, [next(replies) for _ in writes], revision, at_ms))
+            results.append(_decode_puts(writes, [next(replies) for _ in writes], revision, at_ms, meta_json))
             revision = revision if results[-1] is None else revision + len(writes)
             continue
         write, (version, created, created_ms) = writes[0], next(replies)
@@ -156,7 +158,7 @@ def decode_written(
             kept = decode_entry(write.key, next(entries), with_value=False)
             entry = msgspec.structs.replace(kept, stored=write.stored)
         elif type(write) is Put:
-            entry = Entry(write.key, write.stored, version, revision, created, created_ms, at_ms, None, None)
+            entry = Entry(write.key, write.stored, version, revision, created, created_ms, at_ms, None, meta_json)
         else:
             with_value = type(write) is Add or not batch.is_brief
             entry = decode_entry(write.key, next(entries), with_value=with_value)
@@ -165,7 +167,11 @@ def decode_written(
 
 
 def _decode_puts(
-    writes: tuple[Any, ...], replies: list[tuple[int, int, int]], revision: int, at_ms: int
+    writes: tuple[Any, ...],
+    replies: list[tuple[int, int, int]],
+    revision: int,
+    at_ms: int,
+    meta_json: bytes | None,
 ) -> Commit | None:
     """The result of a batch of puts, of which all were written or all were left."""
     if not replies[0][0]:
@@ -173,7 +179,7 @@ def _decode_puts(
     entries: list[Entry] = []
     for put, (version, created, created_ms) in zip(writes, replies, strict=True):
         revision += 1
-        entries.append(Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, None))
+        entries.append(Entry(put.key, put.stored, version, revision, created, created_ms, at_ms, None, meta_json))
     return Commit(revision, (*entries,), (None,) * len(entries), at_ms)
 
 

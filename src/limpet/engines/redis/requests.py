@@ -80,7 +80,7 @@ def encode_item(batch: Batch) -> Item | None:
     """
     try:
         writes, guards, condition = batch.writes, batch.guards, None
-        if batch.request_id is not None or batch.writer is not None:
+        if batch.request_id is not None:
             return None
         if len(writes) != 1:
             return None if guards else _encode_puts(writes)
@@ -122,21 +122,31 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
     return items
 
 
-def encode_items(items: list[Item]) -> bytes:
-    """Items as the script takes them.
+def encode_items(items: list[Item], writers: list[str | None]) -> bytes:
+    """Items as the script takes them, of batches with these writers.
 
-    They are keys, values, and what is expected, or False if nothing is; and if there are batches of several puts, the
-    number of the items of each batch.
+    They are keys, values, and what is expected, or False if nothing is; then, if there are batches of several puts or
+    writers, the number of the items of each batch, and the writer of each item.
     """
     keys, values, expected = zip(*items, strict=True)
     # An expected 0 is something, too, although it equals False.
     wanted: Any = any(map(operator.is_not, expected, itertools.repeat(False))) and expected
     if tuple not in map(type, keys):
-        return _pack((keys, values, wanted))
+        names: Any = any(writers) and [False if name is None else _encode_name(name) for name in writers]
+        return _pack((keys, values, wanted, False, names) if names else (keys, values, wanted))
     sizes = [len(_each(key)) for key in keys]
+    names = any(writers) and [
+        False if name is None else _encode_name(name)
+        for name, size in zip(writers, sizes, strict=True)
+        for _ in range(size)
+    ]
     wanted = wanted and [one for one, size in zip(wanted, sizes, strict=True) for _ in range(size)]
     flat = itertools.chain.from_iterable
-    return _pack(([*flat(map(_each, keys))], [*flat(map(_each, values))], wanted, sizes))
+    return _pack(([*flat(map(_each, keys))], [*flat(map(_each, values))], wanted, sizes, names))
+
+
+def _encode_name(writer: str) -> str:
+    return msgspec.json.encode(writer).decode()
 
 
 def _each(part: Any) -> tuple[Any, ...]:

@@ -130,10 +130,12 @@ end
 --
 -- Only the usual case is decided here, and in one round trip, whatever the caller knows. If what an item expects does not
 -- hold, it is refused, and the caller gets what was found. An item that meets anything else is left and nothing is
--- written for it: an entry that has expired, that a put would keep from expiring, or of another kind; a meta to be kept
--- that has the name of a writer; a number or a record that becomes too large; a Redis key that is not ours. So are later
--- items on its key. The caller commits what is left. In a namespace with indexes or marks of superseded requests all are
--- left.
+-- written for it: an entry that has expired, that a put would keep from expiring, or of another kind; a number or a
+-- record that becomes too large; a Redis key that is not ours. So are later items on its key. The caller commits what is
+-- left. In a namespace with indexes or marks of superseded requests all are left.
+--
+-- Items may have writers: the names as JSON strings, false for none. The meta of an entry with a writer is an array of
+-- the name and the meta itself, and the origin of its change ends with the name.
 
 local left = {}
 
@@ -225,6 +227,28 @@ local function write_fields(patched, keys, values)
     end
 end
 
+-- A meta without the name of its writer.
+local function drop_writer(meta)
+    if sub(meta, 1, 1) ~= '[' then
+        return meta
+    end
+    -- The name ends with a quote that has no backslash before it. Behind it come a comma and the meta, or the bracket.
+    local at = string.find(meta, '[\\"]', 3)
+    while sub(meta, at, at) == '\\' do
+        at = string.find(meta, '[\\"]', at + 2)
+    end
+    return sub(meta, at + 2, -2)
+end
+
+local function add_writer(meta, writer)
+    return meta == '' and '[' .. writer .. ']' or '[' .. writer .. ',' .. meta .. ']'
+end
+
+-- The end of an origin that names a writer.
+local function origin_end(writer)
+    return writer and '\31' .. string.gsub(sub(writer, 2, -2), '\\(.)', '%1') or ''
+end
+
 -- Leave all items of a batch of several if one of them is not a usual put.
 local function leave_batch(keys, found, latest, first, last)
     local is_left = false
@@ -241,9 +265,9 @@ local function leave_batch(keys, found, latest, first, last)
 end
 
 -- Write the log: keys and entries in turn, of the items with these numbers; of those in batches of several, with the
--- number of the batch and of the items that follow in it. If there are patches or batches among them, or items were
--- left, each gets a label in place of its key.
-local function log_items(logged, numbers, values, batches, following, group, has_labels)
+-- number of the batch and of the items that follow in it. If there are patches, batches or writers among them, or items
+-- were left, each gets a label in place of its key.
+local function log_items(logged, numbers, values, batches, following, writers, group, has_labels)
     local id, at = format('%d-0', counters.revision), format('%d', counters.at_ms)
     if not has_labels then
         call('XADD', log_key, id, 'at', at, 'puts', group, unpack(logged))
@@ -252,14 +276,14 @@ local function log_items(logged, numbers, values, batches, following, group, has
     local items = {}
     for i = 1, #numbers do
         local op, revision = type(values[numbers[i]]) == 'table' and 'patch' or 'put', counters.revision - #numbers + i
-        local cause = format('%s.%d', group, batches[i] or numbers[i])
+        local cause = format('%s.%d', group, batches[i] or numbers[i]) .. origin_end(writers and writers[numbers[i]])
         local label = format('%s %d %d data %d ', op, revision, revision + (following[i] or 0), #cause)
         items[2 * i - 1], items[2 * i] = label .. cause .. logged[2 * i - 1], logged[2 * i]
     end
     call('XADD', log_key, id, 'at', at, unpack(items))
 end
 
-local function write_items(keys, values, expected, sizes, found, group)
+local function write_items(keys, values, expected, sizes, writers, found, group)
     local first, now, latest = counters.revision, counters.at_ms, {}
     -- What is stored and what is logged: the same, but of a patched record only the head is stored.
     local entries, logged, patched = {}, nil, {}
@@ -285,10 +309,7 @@ local function write_items(keys, values, expected, sizes, found, group)
                 struct.unpack(HEAD, old)
         end
         local size, text, other, keeps
-        -- A meta that begins like this has the name of a writer, which this item must not keep.
-        local has_writer = meta_bytes > 0 and (form ~= 'string' or type(wanted) == 'table')
-            and sub(old, HEAD_BYTES + 1, HEAD_BYTES + 1) == '['
-        if left[key] or has_writer or expires_ms > 0 and expires_ms <= now then
+        if left[key] or expires_ms > 0 and expires_ms <= now then
             size = nil
         elseif form == 'string' then
             keeps = type(wanted) == 'table'
@@ -298,7 +319,7 @@ local function write_items(keys, values, expected, sizes, found, group)
             if kind ~= RECORD and wanted and wanted ~= old_revision then
                 other = old or ''
             elseif kind ~= RECORD and (keeps or expires_ms == 0) then
-                size, text, meta_bytes = #value, value, keeps and meta_bytes or 0
+                size, text = #value, value
             end
         elseif form == 'number' then
             text = add_short(old, kind, HEAD_BYTES + meta_bytes + 1, value)
@@ -317,11 +338,17 @@ local function write_items(keys, values, expected, sizes, found, group)
             if sizes then
                 batches[count], following[count] = batch, batch_end - i
             end
-            local is_patch = form == 'table'
+            local is_patch, meta = form == 'table', ''
+            if meta_bytes > 0 and (keeps or form ~= 'string') then
+                meta = drop_writer(sub(old, HEAD_BYTES + 1, HEAD_BYTES + meta_bytes))
+            end
+            if writers and writers[i] then
+                meta = add_writer(meta, writers[i])
+            end
             local head = struct.pack(HEAD, version + 1, first + count, created, created_ms, now, expires_ms, size,
-                meta_bytes, is_patch and RECORD or JSON)
-            if meta_bytes > 0 then
-                head = head .. sub(old, HEAD_BYTES + 1, HEAD_BYTES + meta_bytes)
+                #meta, is_patch and RECORD or JSON)
+            if meta ~= '' then
+                head = head .. meta
             end
             local entry = head .. text
             if form ~= 'string' or keeps then
@@ -353,8 +380,8 @@ local function write_items(keys, values, expected, sizes, found, group)
         if #patched > 0 then
             write_fields(patched, keys, values)
         end
-        local has_labels = sizes or #patched > 0 or count < #keys
-        log_items(logged or entries, numbers, values, batches, following, group, has_labels)
+        local has_labels = sizes or writers or #patched > 0 or count < #keys
+        log_items(logged or entries, numbers, values, batches, following, writers, group, has_labels)
         call('HSET', data_key, '', pack_counters(), unpack(entries))
         if #fresh > 0 then
             call('ZADD', base .. 'data:keys', unpack(fresh))
@@ -366,7 +393,7 @@ end
 local superseded_key = base .. 'late'
 
 if ARGV[1] == 'write' then
-    local keys, values, expected, sizes = unpack(cmsgpack.unpack(ARGV[6]))
+    local keys, values, expected, sizes, writers = unpack(cmsgpack.unpack(ARGV[6]))
     local found = call('HMGET', data_key, '', unpack(keys))
     local lost = prepare(found[1])
     if lost then
@@ -376,7 +403,7 @@ if ARGV[1] == 'write' then
     elseif counters.superseded + counters.indexed > 0 then
         return {'left'}
     end
-    return write_items(keys, values, expected, sizes, found, ARGV[5])
+    return write_items(keys, values, expected, sizes, writers, found, ARGV[5])
 end
 
 -- Entries ----------------------------------------------------------------------------------------------------
