@@ -359,6 +359,8 @@ def _check_import(write: Import) -> None:
             raise InvalidValue(f"the times of {write.key!r} are before the year 10000")
     if write.expires_ms == 0 or write.ttl_ms is not None or write.meta_json is KEEP:
         raise InvalidValue(f"an import of {write.key!r} has its own meta and the time when it expires")
+    if write.writer is not None:
+        check_writer(write.writer)
 
 
 def _check_ttl(ttl_ms: object) -> None:

@@ -336,7 +336,7 @@ class Put(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="put"):
 
 
 class Import(Put, frozen=True, gc=False, array_like=True, tag="import", kw_only=True):
-    """Put an entry as it was in another store: with its version and its times. Only `limpet.moving` sends it.
+    """Put an entry as it was in another store: its version, its times and its writer. Only `limpet.moving` sends it.
 
     The revision is new, as of any write. ``expires_ms`` is the time itself, so ``ttl_ms`` is not used.
     """
@@ -345,6 +345,7 @@ class Import(Put, frozen=True, gc=False, array_like=True, tag="import", kw_only=
     created_ms: int
     updated_ms: int
     expires_ms: int | None = None
+    writer: str | None = None
 
 
 class Create(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="create"):

@@ -326,7 +326,7 @@ def _make_entry(
 
 def _import(write: Import, revision: int) -> Entry:
     """The entry as it was elsewhere, under a revision of this namespace. Whatever was there has ended."""
-    meta_json = None if write.meta_json is KEEP else write.meta_json
+    meta_json = join_writer(None if write.meta_json is KEEP else write.meta_json, write.writer)
     times = write.created_ms, write.updated_ms, write.expires_ms
     return Entry(write.key, write.stored, write.version, revision, revision, *times, meta_json)
 

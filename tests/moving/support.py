@@ -16,7 +16,9 @@ async def fill(store: limpet.Store) -> None:
     """All kinds of entries, and what is not moved."""
     for number, key in enumerate(ODD):
         await store.put(key, {"n": number, "f": 1.0, "z": -0.0, "big": 1e22, "t": "\0\u2028"}, meta={"by": key})
-    await store.put("raw", b"\0\xff")
+    ann = limpet.Store(store._session.with_writer("ann"), store.name)
+    await ann.put("by ann", 1, meta={"by": "ann"})
+    await ann.put("raw", b"\0\xff")
     await store.put("no bytes", b"")
     await store.put("null", None)
     await store.put("looks", {"$bytes": "AAAA"})

@@ -40,7 +40,7 @@ async def test_an_export_of_what_was_imported_is_the_same_but_for_its_header(eng
         again = await bring(second, tmp_path / "first.ndjson")
         assert await second.append("event/", "third") == await second.entry("event/0000000000000003")
 
-    assert report.written == report.read == len(before) - 2 == len(ODD) + 10
+    assert report.written == report.read == len(before) - 2 == len(ODD) + 11
     assert (again.written, again.same) == (0, report.read)
     assert before[1:] == after[1:]
     assert list(json.loads(before[0])["namespaces"]) == [name]
@@ -61,7 +61,7 @@ async def test_a_store_is_copied_between_engines(engine: str, tmp_path: Path) ->
     assert report.written == report.read > len(ours)
     assert [entry.stored for entry in ours] == [entry.stored for entry in theirs]
     for one, other in zip(ours, theirs, strict=True):
-        assert (one.key, one.version, one.meta) == (other.key, other.version, other.meta)
+        assert (one.key, one.version, one.meta, one.writer) == (other.key, other.version, other.meta, other.writer)
         assert (one.created_ms, one.updated_ms) == (other.created_ms, other.updated_ms)
         assert one.expires_ms == other.expires_ms
 

@@ -36,21 +36,21 @@ async def primitives(open_store: OpenStore) -> Primitives:
 @pytest.mark.parametrize("value", [{"n": [1, 1e22]}, "", b"\0raw\xff", Fields(a=1, b=b"\xff"), Fields()], ids=repr)
 @pytest.mark.parametrize("expires_ms", [None, FAR_MS])
 async def test_an_import_keeps_what_it_brings(primitives: Primitives, value: Any, expires_ms: int | None) -> None:
-    """An imported entry has the value, version, creation time, update time, expiry and meta that it was given."""
-    wanted = imported("a/é", value, expires_ms=expires_ms, meta_json=b'{"by":"me"}')
+    """An imported entry has the value, version, times, expiry, meta and writer that it was given."""
+    wanted = imported("a/é", value, expires_ms=expires_ms, meta_json=b'{"by":"me"}', writer="ann")
 
     returned = only(await primitives.must_commit(wanted))
     (entry,) = await primitives.read("a/é")
 
     assert entry == returned
-    assert (entry.stored, entry.version, entry.meta_json) == (wanted.stored, 7, b'{"by":"me"}')
+    assert (entry.stored, entry.version, entry.meta, entry.writer) == (wanted.stored, 7, {"by": "me"}, "ann")
     assert (entry.created_ms, entry.updated_ms, entry.expires_ms) == (CREATED_MS, UPDATED_MS, expires_ms)
     assert (await primitives.scan()).entries == [entry]
 
 
 @pytest.mark.parametrize("family", ["recoverable", "audit", "sequence"])
 async def test_an_import_writes_to_other_families(primitives: Primitives, family: Any) -> None:
-    """An imported entry has the value, version, creation time, update time, expiry and meta that it was given."""
+    """An imported entry has the value, version, times, expiry, meta and writer that it was given."""
     await primitives.must_commit(imported("live/a", 5, family=family))
 
     (entry,) = await primitives.read("live/a", family=family)

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 import limpet
 from limpet.keys import Span
-from limpet.model import Entry, Family, Import
+from limpet.model import Entry, Family, Import, split_writer
 from limpet.pages import SCAN_PAGE, span_after
 
 __all__ = ["MOVED_FAMILIES", "Brought", "Rejected", "Source", "entries_of", "to_import"]
@@ -73,13 +73,15 @@ async def entries_of(
 def to_import(entry: Entry, family: Family = "data") -> Import:
     """The write that makes such an entry elsewhere."""
     assert entry.stored is not None
+    writer, meta_json = split_writer(entry.meta_json)
     return Import(
         entry.key,
         entry.stored,
-        meta_json=entry.meta_json,
+        meta_json=meta_json,
         family=family,
         version=entry.version,
         created_ms=entry.created_ms,
         updated_ms=entry.updated_ms,
         expires_ms=entry.expires_ms,
+        writer=writer,
     )

@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from limpet import codec
+from limpet.checks import check_writer
 from limpet.codec import Fields, Stored
 from limpet.errors import InvalidValue, LimpetError
 from limpet.model import Family, Import
@@ -77,6 +78,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     updated_ms: int = 0
     expires_ms: int | None = None
     meta: msgspec.Raw = msgspec.Raw(b"")
+    writer: str | None = None
     family: str = "data"
     size_bytes: int | None = None
 
@@ -122,6 +124,7 @@ def encode_entry(item: Brought, *, redact: bool = False) -> bytes:
         write.updated_ms,
         write.expires_ms,
         msgspec.Raw(meta),
+        write.writer,
         write.family,
         codec.size_bytes(write.stored) if redact else None,
     )
@@ -153,6 +156,15 @@ def _encode_bytes(stored: bytes) -> bytes:
     return b'{"$bytes":"%b"}' % b64encode(stored[1:])
 
 
+def _decode_meta(text: bytes) -> bytes | None:
+    if not text:
+        return None
+    meta = codec.decode(text)
+    if not isinstance(meta, dict):
+        raise InvalidValue("a meta is an object")
+    return codec.encode_field(meta)
+
+
 def decode_entry(line: bytes, number: int) -> Brought:
     """The entry of a line. Raises `InvalidValue` with the number of the line."""
     try:
@@ -162,12 +174,13 @@ def decode_entry(line: bytes, number: int) -> Brought:
         write = Import(
             found.key,
             _decode_value(found.kind, codec.decode(bytes(found.value))),
-            meta_json=codec.encode_field(codec.decode(bytes(found.meta))) if bytes(found.meta) else None,
+            meta_json=_decode_meta(bytes(found.meta)),
             family=found.family,
             version=found.version,
             created_ms=found.created_ms,
             updated_ms=found.updated_ms,
             expires_ms=found.expires_ms,
+            writer=None if found.writer is None else check_writer(found.writer),
         )
     except (msgspec.MsgspecError, LimpetError, UnicodeDecodeError, RecursionError) as error:
         # Without the message of the decoder, which may show a part of a value.

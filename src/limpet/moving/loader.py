@@ -16,7 +16,7 @@ import limpet
 from limpet.checks import check_write
 from limpet.errors import Conflict, LimpetError
 from limpet.keys import BATCH_WRITES_MAX, check_key, check_namespace
-from limpet.model import ABSENT, Batch, Entry, Guard, Import, Refusal, Revision
+from limpet.model import ABSENT, Batch, Entry, Guard, Import, Refusal, Revision, split_writer
 from limpet.moving.entries import Brought, Rejected, Source
 from limpet.request_ids import new_request_id
 
@@ -203,7 +203,8 @@ def _decide(namespace: str, pairs: Iterable[tuple[Brought, Entry | None]], polic
 def _is_same(item: Brought, entry: Entry) -> bool:
     """Whether the entry is there as it is brought. Its revision is its own."""
     write = item.write
-    if (write.stored, write.meta_json) != (entry.stored, entry.meta_json):
+    writer, meta_json = split_writer(entry.meta_json)
+    if (write.stored, write.meta_json, write.writer) != (entry.stored, meta_json, writer):
         return False
     if not item.is_exact:
         ours, theirs = write.expires_ms, entry.expires_ms
