@@ -37,6 +37,7 @@ GOOD: Final[dict[str, object]] = {
     "change": lambda value: 1,
     "fields": {"a": 1},
     "expected": 1,
+    "model": limpet.LockInfo,
     "new": 2,
     "number": 2,
 }

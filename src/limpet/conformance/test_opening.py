@@ -710,6 +710,8 @@ VERBS: dict[str, Verb] = {
     "get_many": lambda store: store.get_many(["k"]),
     "children": lambda store: store.children(),
     "namespaces": lambda store: store.namespaces(),
+    "remaining": lambda store: store.remaining("k"),
+    "typed": lambda store: store.typed(limpet.LockInfo).get("k"),
     "put": lambda store: store.put("k", 1),
     "create": lambda store: store.create("k", 1),
     "update": lambda store: store.update("k", lambda value: 1),
