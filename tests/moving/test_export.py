@@ -264,7 +264,7 @@ async def test_an_export_is_its_owners_alone_and_replaces_nothing(pair: Any, tmp
 _FILL = """
 import sys, limpet.sync
 with limpet.sync.open(f"sqlite:///{sys.argv[1]}/a.db", sweep=False) as store:
-    for start in range(0, 1_000_000, 100):
+    for start in range(0, 100_000, 100):
         batch = store.batch()
         for number in range(start, start + 100):
             batch.put(f"key/{number:09}", {"n": number, "text": "x" * 40})
@@ -286,20 +286,20 @@ async def main():
     async with limpet.open(f"sqlite:///{folder}/b.db", sweep=False) as store:
         file, nothing = folder / "x", lambda _: None
         report = await import_file(store, file, [], policy="refuse", dry_run=False, progress=nothing)
-        assert report.written == 1_000_000
+        assert report.written == 100_000
     print(peak_kb() - before)
 asyncio.run(main())
 """
-PEAK_KB_MAX = 100 * 1024
-"""Room for what SQLite keeps in its caches of two files."""
+PEAK_KB_MAX = 60 * 1024
+"""Room for what SQLite keeps in its caches of two files: a million entries take 25 MB."""
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1_200)
-def test_moving_a_million_entries_takes_little_memory(tmp_path: Path) -> None:
-    """What grows with the number of entries would show: a million entries as objects take about a gigabyte."""
+@pytest.mark.timeout(300)
+def test_moving_many_entries_takes_little_memory(tmp_path: Path) -> None:
+    """What grows with the number of entries would show: so many as objects take about a hundred megabytes."""
     subprocess.run([sys.executable, "-c", _FILL, str(tmp_path)], check=True)
     moved = subprocess.run([sys.executable, "-c", _MOVE, str(tmp_path)], capture_output=True, text=True, check=True)
 
-    print(f"1,000,000 entries: {int(moved.stdout) / 1024:.0f} MB more")
+    print(f"100,000 entries: {int(moved.stdout) / 1024:.0f} MB more")
     assert int(moved.stdout) < PEAK_KB_MAX
