@@ -179,7 +179,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     finally:
         if for_processes is not None:
             os.environ[COVERAGE] = for_processes
+        # Each start would wrap it once more, until a child of a fork cannot get through all the wrappers.
+        leave = os._exit
         measuring.start()
+        os._exit = leave
 
 
 def _let_coverage_be_forked() -> None:

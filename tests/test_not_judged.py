@@ -30,7 +30,7 @@ def test_the_report_names_what_was_not_judged_without_a_hook() -> None:
     assert "= Limpet: not judged =" in done.stdout
     _, _, report = done.stdout.partition("= Limpet: not judged =")
     assert "whether each write on redis is applied once when connections break" in report
-    assert "by the hook pytest_limpet_line (6 tests)" in report
+    assert "by the hook pytest_limpet_line (8 tests)" in report
     assert "whether trimming deletes anything on redis" in report
     assert "by the hook pytest_limpet_stored (1 test)" in report
-    assert "3 passed, 7 skipped" in report
+    assert "3 passed, 9 skipped" in report
