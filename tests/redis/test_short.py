@@ -598,3 +598,27 @@ async def test_a_group_whose_line_breaks_is_done_once(fault: Fault) -> None:
             assert sorted(results[5:10]) == [False] * 4 + [True]
             assert sorted(type(result).__name__ for result in results[10:]) == ["Conflict"] * 4 + ["Entry"]
             assert (await store.status()).revision == 8
+
+
+@pytest.mark.parametrize("fault", ["lose", "cut"])
+async def test_batches_whose_line_breaks_are_whole_and_done_once(fault: Fault) -> None:
+    with proxy_of(server()) as proxy:
+        async with limpet.open(proxy.url, namespace=unique(), sweep=False, writer='a "b"') as store:
+
+            async def commit(number: int) -> None:
+                for turn in range(4):
+                    batch = store.batch()
+                    for place in range(10):
+                        batch.put(f"{number}/{turn}/{place}", place)
+                    if number == turn:
+                        proxy.fault(fault)
+                    commit = await batch.put("hot", number).commit()
+                    assert [entry.writer for entry in commit.entries if entry is not None] == ['a "b"'] * 11
+
+            await asyncio.gather(*(commit(number) for number in range(4)))
+
+            assert proxy.faults == 4
+            log = (await engine_of(store).changes(store.name, 0, limit=1_000)).changes
+            assert [change.revision for change in log] == list(range(1, 4 * 4 * 11 + 1))
+            assert sorted({change.commit for change in log}) == list(range(11, len(log) + 1, 11))
+            assert len({change.key for change in log}) == 4 * 4 * 10 + 1

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -125,24 +125,24 @@ def find_items(batches: list[Batch]) -> dict[int, Item]:
 def encode_items(items: list[Item], writers: list[str | None]) -> bytes:
     """Items as the script takes them, of batches with these writers.
 
-    They are keys, values, and what is expected, or False if nothing is; then, if there are batches of several puts or
-    writers, the number of the items of each batch, and the writer of each item.
+    They are keys, values, what is expected, the number of the items of each batch, and the writer of each item. Of the
+    last three each is False if there is nothing of it: nothing expected, only batches of one item, no writer.
     """
     keys, values, expected = zip(*items, strict=True)
     # An expected 0 is something, too, although it equals False.
     wanted: Any = any(map(operator.is_not, expected, itertools.repeat(False))) and expected
+    names: Any = any(writers) and [name is not None and _encode_name(name) for name in writers]
     if tuple not in map(type, keys):
-        names: Any = any(writers) and [False if name is None else _encode_name(name) for name in writers]
-        return _pack((keys, values, wanted, False, names) if names else (keys, values, wanted))
+        return _pack((keys, values, wanted, False, names))
     sizes = [len(_each(key)) for key in keys]
-    names = any(writers) and [
-        False if name is None else _encode_name(name)
-        for name, size in zip(writers, sizes, strict=True)
-        for _ in range(size)
-    ]
-    wanted = wanted and [one for one, size in zip(wanted, sizes, strict=True) for _ in range(size)]
     flat = itertools.chain.from_iterable
-    return _pack(([*flat(map(_each, keys))], [*flat(map(_each, values))], wanted, sizes, names))
+    all_keys, all_values = [*flat(map(_each, keys))], [*flat(map(_each, values))]
+    return _pack((all_keys, all_values, wanted and _repeat(wanted, sizes), sizes, names and _repeat(names, sizes)))
+
+
+def _repeat(ones: Sequence[Any], sizes: list[int]) -> list[Any]:
+    """What belongs to each batch, once for each of its items."""
+    return [one for one, size in zip(ones, sizes, strict=True) for _ in range(size)]
 
 
 def _encode_name(writer: str) -> str:
